@@ -141,3 +141,61 @@ async def test_unwritten_role_in_a_later_turn_is_refused_and_the_session_goes_on
         await trial.chat(session, [*history, user("Go")])
         assert await trial.reasons(session) == [None, None]
         assert BANANA in await prompt_of(trial, session)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@contents
+async def test_instructions_are_user_text_where_the_template_takes_no_system(
+    stage: Stage, tmp_path: Path, path: str, content: Any
+) -> None:
+    directory = strict_template(tmp_path / "strict")
+    items = [user("Hi")] if path == MESSAGES else [says("developer", content), user("Hi")]
+    fields = {"system": content} if path == MESSAGES else {}
+    async with SimulatedWorker(tokenizer=DirectoryTokenizer(directory), weight_version="1") as worker:
+        trial = await session_trial(stage, worker, hf_checkpoint=directory)
+        session = await trial.create()
+        for _ in range(3):
+            body = {**request(path, items, stream=False), **fields, "tools": []}
+            reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
+            assert reply.status == 200, reply.body
+            answer = reply.json()
+            if path == RESPONSES:
+                items += answer["output"]
+            else:
+                items.append(message_of(answer) if path == CHAT else says("assistant", answer["content"]))
+            items.append(user("Go"))
+        assert await trial.reasons(session) == [None] * 3
+        prompt = await prompt_of(trial, session)
+        assert (prompt.startswith(f"<|im_start|>user\n{BANANA}"), prompt.count(BANANA)) == (True, 1)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_instructions_that_are_sent_again_stay_one_text_of_the_user(
+    stage: Stage, tmp_path: Path, stored: bool
+) -> None:
+    directory = strict_template(tmp_path / "strict")
+    async with SimulatedWorker(tokenizer=DirectoryTokenizer(directory), weight_version="1") as worker:
+        trial = await session_trial(stage, worker, hf_checkpoint=directory)
+        session, items, before = await trial.create(), [user("Hi")], None
+        for _ in range(3):
+            body = {"model": "m", "instructions": BANANA, "input": items, "max_output_tokens": 8}
+            more: dict[str, Any] = {"previous_response_id": before} if stored and before else {}
+            reply = await trial.ask("POST", f"/sessions/{session}{RESPONSES}", {**body, **more})
+            assert reply.status == 200, reply.body
+            before = reply.json()["id"]
+            items = [user("Go")] if stored else [*items, *reply.json()["output"], user("Go")]
+        assert await trial.reasons(session) == [None] * 3
+        assert (await prompt_of(trial, session)).count(BANANA) == 1
+
+
+async def test_a_developer_alone_is_user_text_where_a_system_message_needs_a_user(stage: Stage) -> None:
+    """Gemma's template writes a system message in front of what the user says, and nothing without that."""
+    gemma = tokenizer_directory("gemma3")
+    async with SimulatedWorker(tokenizer=DirectoryTokenizer(gemma), weight_version="1") as worker:
+        trial = await session_trial(stage, worker, hf_checkpoint=gemma)
+        session, history = await trial.create(), [says("developer")]
+        for _ in range(2):
+            history += [message_of(await trial.chat(session, history)), user("Go")]
+        assert await trial.reasons(session) == [None, None]
+        (sample,) = await trial.samples(session)
+        assert DirectoryTokenizer(gemma).decode(sample["tokens"]).count(BANANA) == 1

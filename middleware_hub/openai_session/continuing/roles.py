@@ -41,9 +41,10 @@ class Roles:
         words: list[Any] = []  # of developers, for the user's message behind them
         for place, message in enumerate(messages):
             role = message["role"].lower() if message["role"].lower() in ANY_CASE else message["role"]
-            if role == DEVELOPER and not self._takes_system(found):
+            behind = messages[place + 1]["role"].lower() if place + 1 < len(messages) else None
+            if role == DEVELOPER and not self.takes_system(found, alone=behind in (None, "assistant")):
                 words.append(message.get("content"))
-                if place + 1 < len(messages) and messages[place + 1]["role"].lower() in (DEVELOPER, "user"):
+                if behind in (DEVELOPER, "user"):
                     continue
                 role, message = "user", {"role": "user", "content": None}
                 if found and found[-1]["role"] == "user":
@@ -71,8 +72,14 @@ class Roles:
         small = sum(map(len, labels)) + len(settings) <= MAX_KEPT
         return (self._kept_dropped if small else self._dropped)(labels, bool(tools), settings)
 
-    def _takes_system(self, before: Sequence[Message]) -> bool:
-        labels = (*map(_label, before), "system", "user")
+    @functools.cached_property
+    def system_first(self) -> bool:
+        """Whether the template writes a system message in front of a user's."""
+        return self.takes_system()
+
+    def takes_system(self, before: Sequence[Message] = (), *, alone: bool = False) -> bool:
+        """Return whether the template writes a system message behind these. `alone`: no user's message follows it."""
+        labels = (*map(_label, before), "system", *(() if alone else ("user",)))
         try:
             return self._missing(labels, tools=False, settings=b"{}") is None
         except CannotRender:

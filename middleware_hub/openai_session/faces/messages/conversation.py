@@ -27,12 +27,14 @@ class MessagesConversation:
     """Chat messages as they grow.
 
     Args:
+        system_first: whether the template takes a system message in front of others; if not, it is the user's words.
         system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
     """
 
-    def __init__(self, echo: Echo, tools: MessagesTools, *, system_anywhere: bool) -> None:
+    def __init__(self, echo: Echo, tools: MessagesTools, *, system_first: bool, system_anywhere: bool) -> None:
         self._echo = echo
         self.tools = tools
+        self._system_first = system_first
         self._system_anywhere = system_anywhere
         self.media = Media(refuses=True)
         self._messages: list[Mapping[str, Any]] = []
@@ -52,8 +54,10 @@ class MessagesConversation:
         if not isinstance(messages, list) or not messages:
             raise invalid("messages", "at least one message is required")
         texts = [text for text in _texts(system, "system") if not text.startswith(BILLING)] if system else []
-        if texts:
+        if texts and self._system_first:
             self._messages.append({"role": "system", "content": JOINT.join(texts)})
+        else:
+            self._texts += texts
         return self.go_on(messages, 0)
 
     def go_on(self, messages: Sequence[object], begin: int) -> SentList:

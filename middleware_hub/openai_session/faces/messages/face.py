@@ -91,7 +91,14 @@ class MessagesFace(ChatFace):
 
     async def _turn(self, session: Session, request: object, now: float, *, counts: bool) -> PendingTurn:
         policy = self._settings.policy.of(session)
-        asked = read(request, Echo.of(session), system_anywhere=self._system_anywhere, counts=counts, policy=policy)
+        asked = read(
+            request,
+            Echo.of(session),
+            system_first=self._continuation.roles.system_first,
+            system_anywhere=self._system_anywhere,
+            counts=counts,
+            policy=policy,
+        )
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
         turn.asked, turn.facts = request, {**turn.facts, **asked.facts}

@@ -71,6 +71,7 @@ def read(
     echo: Echo,
     *,
     system_anywhere: bool,
+    system_first: bool = True,
     counts: bool = False,
     policy: RequestPolicy = STRICT,
 ) -> MessagesRequest:
@@ -83,7 +84,9 @@ def read(
         raise BadRequest("the request body must be a JSON object")
     unknown = UnknownFields(refuses=policy.unknown)
     _refuse(request, unknown)
-    conversation, messages = _messages(request, echo, unknown, system_anywhere=system_anywhere, policy=policy)
+    conversation, messages = _messages(
+        request, echo, unknown, system_first=system_first, system_anywhere=system_anywhere, policy=policy
+    )
     tools = conversation.tools
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
@@ -109,7 +112,13 @@ def read(
 
 
 def _messages(
-    request: Mapping[str, Any], echo: Echo, unknown: UnknownFields, *, system_anywhere: bool, policy: RequestPolicy
+    request: Mapping[str, Any],
+    echo: Echo,
+    unknown: UnknownFields,
+    *,
+    system_first: bool,
+    system_anywhere: bool,
+    policy: RequestPolicy,
 ) -> tuple[MessagesConversation, SentList]:
     """The messages of a request. Of one that only goes on from the last one, what is new is read."""
     given: Any = request.get("messages")
@@ -119,7 +128,7 @@ def _messages(
         messages = conversation.go_on(given, given.shared)
     else:
         tools = MessagesTools(request.get("tools"), echo.functions, unknown)
-        conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
+        conversation = MessagesConversation(echo, tools, system_first=system_first, system_anywhere=system_anywhere)
         conversation.media.refuses = policy.media
         messages = conversation.read(request.get("system"), given)
     echo.conversation.keep(given, conversation)

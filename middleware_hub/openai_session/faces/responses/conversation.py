@@ -56,11 +56,13 @@ class ResponsesConversation:
     """Chat messages as they grow.
 
     Args:
+        system_first: whether the template takes a system message in front of others; if not, it is the user's words.
         system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
     """
 
-    def __init__(self, responses: Responses, *, system_anywhere: bool) -> None:
+    def __init__(self, responses: Responses, *, system_first: bool, system_anywhere: bool) -> None:
         self._responses = responses
+        self._system_first = system_first
         self._system_anywhere = system_anywhere
         self.media = Media(refuses=True)
         self._messages: list[Message] = []
@@ -86,8 +88,8 @@ class ResponsesConversation:
                 self._head.append(first["content"])
             else:
                 rest = list(before)
-            self._end_head()
             self._messages += rest
+            self._end_head()
         if isinstance(given, str):
             self._say("user", given)
             given = []
@@ -186,8 +188,11 @@ class ResponsesConversation:
 
     def _end_head(self) -> None:
         head, self._head = self._head, []
-        if head:
-            self._messages.insert(0, {"role": "system", "content": JOINT.join(head)})
+        if not head:
+            return
+        if not self._system_first and self._messages and self._messages[0]["role"] == "user":
+            head = [*head, self._messages.pop(0)["content"]]
+        self._messages.insert(0, {"role": "system" if self._system_first else "user", "content": JOINT.join(head)})
 
     def _end_user(self) -> None:
         texts, self._user = self._user, []

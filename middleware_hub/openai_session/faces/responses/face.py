@@ -90,9 +90,9 @@ class ResponsesFace(ChatFace):
         return Envelope(new_id(), int(time.time()), asked.settings, {**asked.own, **_fixed(session, asked)})
 
     def _read(self, session: Session, request: object) -> ResponsesRequest:
-        anywhere = "system" not in self._continuation.proof.refused
+        first, anywhere = self._continuation.roles.system_first, "system" not in self._continuation.proof.refused
         policy = self._settings.policy.of(session)
-        return read(request, Responses.of(session), system_anywhere=anywhere, policy=policy)
+        return read(request, Responses.of(session), system_first=first, system_anywhere=anywhere, policy=policy)
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """In this API's words."""

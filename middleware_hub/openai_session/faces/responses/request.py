@@ -81,7 +81,12 @@ class ResponsesRequest(NamedTuple):
 
 
 def read(
-    request: object, responses: Responses, *, system_anywhere: bool, policy: RequestPolicy = STRICT
+    request: object,
+    responses: Responses,
+    *,
+    system_anywhere: bool,
+    system_first: bool = True,
+    policy: RequestPolicy = STRICT,
 ) -> ResponsesRequest:
     """Read a request.
 
@@ -93,7 +98,9 @@ def read(
     unknown = UnknownFields(refuses=policy.unknown)
     _refuse(request, unknown)
     settings = responses.settings(_said_again(request))
-    conversation, messages = _messages(request, responses, system_anywhere=system_anywhere, policy=policy)
+    conversation, messages = _messages(
+        request, responses, system_first=system_first, system_anywhere=system_anywhere, policy=policy
+    )
     fields: dict[str, Any] = {
         **{name: request[name] for name in ENGINE if request.get(name) is not None},
         "model": request["model"],
@@ -160,7 +167,12 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(
-    request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool, policy: RequestPolicy
+    request: Mapping[str, Any],
+    responses: Responses,
+    *,
+    system_first: bool,
+    system_anywhere: bool,
+    policy: RequestPolicy,
 ) -> tuple[ResponsesConversation, SentList]:
     """The messages of a request. Of one that only goes on from the last one, what is new is read."""
     before_id = request.get("previous_response_id")
@@ -179,7 +191,7 @@ def _messages(
         conversation.media.refuses = policy.media
         messages: SentList = conversation.go_on(given, given.shared)
     else:
-        conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
+        conversation = ResponsesConversation(responses, system_first=system_first, system_anywhere=system_anywhere)
         conversation.media.refuses = policy.media
         history = before.history() if before is not None else ()
         messages = conversation.read(request.get("instructions"), history, given)
