@@ -94,6 +94,39 @@ class Names:
 NO_NAMES = Names({})
 
 
+def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
+    """Return the names that a request gives, one for all of its prompts or one for each. None: its body has no such
+    field. Empty: an engine refuses them, or they are nothing. A body that has the field at most once is not parsed.
+
+    Raises:
+        What `parse` raises.
+    """
+    field = Field(FIELDS.get(path, RID))
+    escaped = _ESCAPED.search(body) is not None
+    if field.quoted not in body and not escaped:
+        return None
+    try:
+        given = _given(body, field.name, parse) if escaped else field.only(body)
+    except Incomplete:  # it stands several times, at several depths
+        given = _given(body, field.name, parse)
+    names = given if isinstance(given, list) else [given]
+    strings = [name for name in names if isinstance(name, str) and name]
+    return strings if len({*strings}) == len(names) else ()
+
+
+def engine_names(path: str, body: bytes, parse: Parse) -> Sequence[str]:
+    """Return what an engine calls the generations of a request that gives names.
+
+    Raises:
+        What `parse` raises.
+    """
+    names = [*(given_names(path, body, parse) or ())]
+    if len(names) != 1:
+        return names
+    parsed = parse(body)
+    return names if isinstance(parsed[FIELDS.get(path, RID)], list) else _all_rids(parsed, names)
+
+
 def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
     """Return whether engines must not see the names that a request gives. Where it gives none, or those that it gives
     begin no other, nothing is parsed.

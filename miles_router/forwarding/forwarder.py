@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
+from miles_router.asgi.headers import first
 from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.disaggregation.request import PairedRequest
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
-from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, needs_others
+from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
@@ -25,11 +27,12 @@ from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import Role, Unit, Worker
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
-from miles_router.forwarding.pairs import Halves, PairExchange, PrefillLost
+from miles_router.forwarding.pairs import Halves, PairExchange, PairInterrupted, PrefillLost
 from miles_router.forwarding.ranks import Ranks
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
+from miles_router.forwarding.translated import EVENTS, HeldReply, RewrittenStream, translated
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
+from miles_router.forwarding.used_names import LeftRequests, NameUse, UsedNames
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -46,11 +49,12 @@ AnyReply = Reply | HeldReply | RewrittenStream
 class Forwarded:
     """A reply together with the lease that pays for it."""
 
-    __slots__ = ("lease", "reply")
+    __slots__ = ("_names", "lease", "reply")
 
-    def __init__(self, lease: Lease, reply: AnyReply) -> None:
+    def __init__(self, lease: Lease, reply: AnyReply, names: NameUse | None) -> None:
         self.lease = lease
         self.reply = reply
+        self._names = names
 
     @property
     def worker(self) -> Worker:
@@ -59,8 +63,12 @@ class Forwarded:
 
     def close(self) -> None:
         """Give up both; harmless when repeated."""
-        self.reply.close()
         lease, answered = self.lease, self.reply.status < REFUSED
+        if self._names is not None:
+            streams = (first(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
+            # A refusal may say that the engine has the name.
+            self._names.end(forgotten=answered and self.reply.exhausted and not streams)
+        self.reply.close()
         lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)
 
 
@@ -83,6 +91,8 @@ class Forwarder:
         in_flight: InFlight,
     ) -> None:
         self._in_flight = in_flight
+        self._used_names = UsedNames()
+        self.left = LeftRequests(self._used_names, upstream, fleet.pool)
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
@@ -116,7 +126,7 @@ class Forwarder:
             if flight is not None:
                 flight.worker_url, flight.rank = worker.url, lease.unit.rank
             try:
-                return Forwarded(lease, await self._ask(unit, request, flight))
+                return await self._open_at(lease, request, flight)
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)
@@ -135,6 +145,23 @@ class Forwarder:
                 lease.release(answered=False)
                 raise
 
+    async def _open_at(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
+        """Ask the unit of a lease.
+
+        Raises:
+            The errors of `_ask`.
+        """
+        request.names = None
+        try:
+            reply = await self._ask(lease.unit, request, flight)
+        except BaseException as error:
+            if request.names is not None:
+                unwritten = isinstance(error, NotAdmitted) and not isinstance(error, PairInterrupted)
+                request.names.end(forgotten=unwritten)
+                request.names = None if unwritten else request.names
+            raise
+        return Forwarded(lease, reply, request.names)
+
     async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Ask one unit as its engine has to be asked.
 
@@ -152,8 +179,10 @@ class Forwarder:
                 translation = profile.translate(request.path, request.body, read_json)
             except UnknownShape as error:
                 raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
-        if translation is None and self._needs_others(request, flight):
+        given = self._given_names(request) if translation is None else None
+        if translation is None and self._needs_others(request, flight, [worker], given):
             translation = RenamedRequest(endpoint(request.path), request.body, read_json)
+        self._use(request, [worker], given, None if translation is None else translation.rids.values())
         if flight is not None and translation is not None:
             flight.inward |= translation.rids
         version = worker.weight_version
@@ -171,14 +200,36 @@ class Forwarder:
             reply.close()
             raise
 
-    def _needs_others(self, request: Outgoing, flight: Flight | None) -> bool:
-        """Return whether the engine must not see the names that a request gives.
+    def _given_names(self, request: Outgoing) -> Sequence[str] | None:
+        """Return the names that a request gives its generations, as `given_names` does.
 
         Raises:
             BadRequest: it gives some, and cannot be read.
         """
+        return given_names(endpoint(request.path), request.body, read_json) if request.computes else None
+
+    def _needs_others(
+        self, request: Outgoing, flight: Flight | None, workers: Sequence[Worker], given: Sequence[str] | None
+    ) -> bool:
+        """Return whether the engines must not see the names that a request gives, or may still have them.
+
+        Raises:
+            BadRequest: it gives some, and cannot be read.
+        """
+        if given is None:
+            return False
+        if any(self._used_names.any_used(worker, given) for worker in workers):
+            return True
         private = self._in_flight.private or (flight is not None and flight.private)
-        return request.computes and needs_others(endpoint(request.path), request.body, read_json, private=private)
+        return needs_others(endpoint(request.path), request.body, read_json, private=private)
+
+    def _use(
+        self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
+    ) -> None:
+        """Note the names under which workers are sent a request."""
+        if given:
+            own = given if others is None else ()
+            request.names = NameUse(self._used_names, workers, own, others or ())
 
     async def _generate(
         self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None
@@ -233,8 +284,10 @@ class Forwarder:
             halves = Halves(lease, decode.worker)
             halves.check()
             body, names = paired.body, NO_NAMES
-            if history.sendings or self._needs_others(request, flight):
+            workers, given = [worker, decode.worker], self._given_names(request)
+            if history.sendings or self._needs_others(request, flight, workers, given):
                 body, names = Names.renamed(endpoint(request.path), body, read_json)
+            self._use(request, workers, given, names.inward.values() if names else None)
             history.sendings += 1
             if flight is not None:
                 flight.inward |= names.inward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.engines.ranks import RankWish
@@ -12,6 +12,9 @@ from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
+
+if TYPE_CHECKING:
+    from miles_router.forwarding.used_names import NameUse
 
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
@@ -41,6 +44,7 @@ class Outgoing:
         "key",
         "linked",
         "method",
+        "names",
         "pair",
         "path",
         "preferred",
@@ -78,6 +82,8 @@ class Outgoing:
         self.preferred = preferred
         #: What it says of ranks, once somebody has looked.
         self.rank_wish: RankWish | None = None
+        #: Its names at the worker that has it, where its client gives some.
+        self.names: NameUse | None = None
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
         #: Once a pair was asked.

@@ -17,7 +17,7 @@ from miles_router.asgi.watch import Watch
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE
-from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
+from miles_router.errors import BadRequest, ClientDisconnected, FleetPaused, UpstreamBroken
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
@@ -92,6 +92,9 @@ class Proxy:
                         return
                 finally:
                     flight.stop = None
+        except ClientDisconnected:
+            self._forwarder.left.abort(request)
+            raise
         finally:
             self._in_flight.leave(exchange)
         if relief is not None:
