@@ -10,6 +10,7 @@ import pytest
 
 from middleware_hub.openai_session.sessions import store, values
 from miles_router.asgi import exchange
+from miles_router.engines import surrogates
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
 from tests.support.http import RawReply
@@ -132,3 +133,15 @@ async def test_a_prompt_of_very_many_ids_is_refused(trial: SessionTrial) -> None
         reply = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", body)
         assert reply.status == 400
         assert b"the prompt has more than 4000 ids" in reply.body
+
+
+async def test_very_many_halves_of_pairs_are_refused(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surrogates, "MAX_ESCAPES", 100)
+    session = await trial.create()
+    for count, status in ((100, 200), (101, 400)):
+        body = b'{"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "%b"}]}' % (
+            rb"\ud83d" * count
+        )
+        assert (await trial.ask("POST", f"/sessions/{session}{CHAT}", body)).status == status
+    whole = json.dumps({"model": "m", "max_tokens": 4, "messages": [user("\N{GRINNING FACE}" * 200)]}).encode()
+    assert (await trial.ask("POST", f"/sessions/{session}{CHAT}", whole)).status == 200, "whole pairs are many"
