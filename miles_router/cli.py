@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles_router.errors import ConfigError
-from miles_router.settings.config import FIELDS, PATHS, Loaded, load, nearest, shown, type_name
+from miles_router.settings.config import FIELDS, GROUPS, PATHS, Loaded, RouterConfig, load, nearest, shown, type_name
+from miles_router.settings.values import show
 from miles_router.version import __version__
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ commands:
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
 """
-FLAG_LESS = ("middlewares",)
 #: By a kind of rows, what writes an owner of such as lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     """One flag for each setting; values stay text here and are converted with all other sources."""
     made = _Parser(
         prog="miles-router",
+        usage="miles-router [command] [options]",
         description=DESCRIPTION,
         epilog=COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -88,10 +89,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     made.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    group: argparse._ActionsContainer = made
     for name, spec in FIELDS.items():
-        if name not in FLAG_LESS:
-            _add_flag(made, name, spec.metadata["help"], many=isinstance(spec.default, tuple))
-    _add_flag(made, PATHS, "dotted paths of middleware classes, first listed = outermost", many=True)
+        if name in GROUPS:
+            group = made.add_argument_group(GROUPS[name])
+        if name == "middlewares":
+            _add_flag(group, PATHS, "dotted paths of middleware classes, first listed = outermost")
+        else:
+            _add_flag(group, name, spec.metadata["help"])
     made.add_argument(
         "--set",
         action="append",
@@ -121,19 +126,49 @@ def ray_parser() -> argparse.ArgumentParser:
     """Of `ray`, which has all settings."""
     made = parser()
     made.prog = "miles-router ray"
+    made.usage = "miles-router ray --nodes N [options]"
     made.description = "One router on several machines of a Ray cluster, until SIGTERM."
     made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head [default: auto]")
     made.add_argument("--nodes", metavar="N", type=int, required=True, help="machines")
     return made
 
 
-def _add_flag(made: argparse.ArgumentParser, name: str, text: str, *, many: bool) -> None:
-    flag = "--" + name.replace("_", "-")
-    if name in FIELDS and not many:
+class _Switch(argparse.Action):
+    """`--otel`, `--no-otel`; or `--otel true`, `--otel false`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        off = option_string is not None and option_string.startswith("--no-")
+        if off and values is not None:
+            parser.error(f"{option_string} takes no value, got {show(values)}")
+        setattr(namespace, self.dest, "false" if off else "true" if values is None else values)
+
+
+def _add_flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
+    spelled = name.replace("_", "-")
+    flags = [f"--{spelled}"]
+    more: dict[str, Any] = {"metavar": "PATH", "nargs": "+", "action": "extend"}
+    if name in FIELDS:
         default = FIELDS[name].default
-        text += f" [{type_name(name)}; default: {str(default).lower() if isinstance(default, bool) else default}]"
-    many_arguments: dict[str, Any] = {"nargs": "+", "action": "extend"} if many else {}
-    made.add_argument(flag, dest=name, metavar="X", default=None, help=text.replace("%", "%%"), **many_arguments)
+        text += f" [default: {shown(RouterConfig(), name)}]"
+        if isinstance(default, tuple):
+            more["metavar"] = "TEXT"
+        elif isinstance(default, bool):
+            flags, more = [*flags, f"--no-{spelled}"], {"metavar": "true|false", "nargs": "?", "action": _Switch}
+        else:
+            more = {"metavar": _placeholder(name)}
+    group.add_argument(*flags, dest=name, default=None, help=text.replace("%", "%%"), **more)
+
+
+def _placeholder(name: str) -> str:
+    """What stands for a setting's value in `--help`."""
+    choices = type_name(name).split(" | ")
+    return {"str": "TEXT", "int": "N", "float": "NUMBER"}.get(choices[0]) or "|".join(choices)
 
 
 def _load(options: argparse.Namespace) -> Loaded:

@@ -216,6 +216,17 @@ class RouterConfig:
 
 FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
 TYPES: dict[str, Any] = get_type_hints(RouterConfig)
+#: Titles of settings that belong together, each by the first of its settings.
+GROUPS: Mapping[str, str] = {
+    "host": "where it listens",
+    "worker_urls": "workers, middlewares, model",
+    "health_check_interval": "health of workers",
+    "connect_timeout": "requests, and bounds",
+    "gate_max_held": "placement and pauses",
+    "shutdown_timeout": "doors and keys",
+    "state_dir": "what outlives the router",
+    "dashboard_text": "what it shows",
+}
 #: A setting that is given as bare paths on the command line and in the environment.
 PATHS = "middleware_paths"
 

@@ -95,6 +95,8 @@ def _literal(value: object, annotation: Any) -> object:
 def _sequence(value: object, annotation: Any, from_text: bool) -> tuple[Any, ...] | list[Any]:
     if from_text and isinstance(value, str):
         value = value.replace(",", " ").split()
+    elif from_text and isinstance(value, list):  # a flag's arguments, each of which may be several
+        value = [part.strip() for each in value for part in str(each).split(",") if part.strip()]
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise WrongValue(f"expected {describe(annotation)}, got {show(value)}")
     arguments = typing.get_args(annotation)

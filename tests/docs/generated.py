@@ -60,7 +60,9 @@ def settings() -> str:
     rows: Rows = []
     for name, spec in FIELDS.items():
         given = PATHS if name == "middlewares" else name
-        spellings = [f"`{name}`", f"`--{given.replace('_', '-')}`", f"`{ENVIRONMENT_PREFIX}{given.upper()}`"]
+        flag = given.replace("_", "-")
+        flags = f"`--{flag}`, `--no-{flag}`" if isinstance(spec.default, bool) else f"`--{flag}`"
+        spellings = [f"`{name}`", flags, f"`{ENVIRONMENT_PREFIX}{given.upper()}`"]
         kind = "list of paths" if name == "middlewares" else type_name(name)
         default = f"{kind}<br>default: {shown(RouterConfig(), name)}"
         rows.append(("<br>".join(spellings), default, spec.metadata["help"]))

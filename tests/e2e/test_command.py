@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,40 @@ def test_help_names_every_flag_of_the_contract() -> None:
     assert [flag for flag in flags.split() if flag not in shown] == []
 
 
+def test_help_shows_flags_in_groups_with_what_they_take() -> None:
+    shown = run("--help").stdout
+    assert not re.search(r"--[a-z-]+ X\b", shown)
+    for title in ("where it listens:", "health of workers:", "placement and pauses:", "doors and keys:"):
+        assert f"\n{title}\n" in shown
+    for flag in ("--port N", "--host TEXT", "--readmit same-weights|healthy|never", "--no-otel", "--otel [true|false]"):
+        assert flag in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (("--access-log",), "true"),
+        (("--access-log", "true"), "true"),
+        (("--access-log=off",), "false"),
+        (("--no-access-log",), "false"),
+        (("--access-log", "--no-access-log"), "false"),
+        (("--set", "access_log=true", "--no-access-log"), "true"),
+    ],
+    ids=" ".join,
+)
+def test_a_switch_needs_no_value(given: tuple[str, ...], value: str) -> None:
+    line = next(line for line in run("config", *given).stdout.splitlines() if line.startswith("access_log"))
+    assert line.split()[1] == value
+
+
+@pytest.mark.parametrize(
+    "given", [("http://a:1,http://b:2",), ("http://a:1", "http://b:2"), ("http://a:1,", "http://b:2")]
+)
+def test_urls_are_separated_by_spaces_or_commas(given: tuple[str, ...]) -> None:
+    line = next(line for line in run("config", "--worker-urls", *given).stdout.splitlines() if "worker_urls" in line)
+    assert line.split()[1:3] == ["http://a:1,", "http://b:2"]
+
+
 def test_version_is_printed() -> None:
     assert run("--version").stdout.startswith("miles-router 0.")
 
@@ -87,6 +122,9 @@ def test_nothing_heavy_is_imported_for_help_or_for_a_start_without_tokenizer() -
         (("--readmit", "always"), "--readmit: readmit: expected one of same-weights | healthy | never, got 'always'"),
         (("--worker-urls", "ftp://x"), "worker_urls: url 'ftp://x' must start with http:// or https://"),
         (("--set", "prot=1"), "--set: unknown setting 'prot'; did you mean 'port'?"),
+        (("--otel", "perhaps"), "--otel: otel: expected true or false, got 'perhaps'"),
+        (("--no-otel", "true"), "--no-otel takes no value, got 'true'"),
+        (("--worker-urls", "http://a:1,ftp://x"), "worker_urls: url 'ftp://x' must start with http:// or https://"),
         (("--set", "port"), "--set 'port': write --set setting=value"),
         (("--set", "tagging.tag=1"), "--set: no middleware called 'tagging' is listed"),
         (("--middleware-paths", "no.such.Class"), "there is no module 'no'"),
