@@ -14,9 +14,10 @@ from miles_router.asgi.flight import Flight, Move, Relief
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
-from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.generate import UnknownShape
-from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE
+from miles_router.engines.paths import GENERATE
+from miles_router.engines.stream_end import PATHS as STREAMS
+from miles_router.engines.stream_end import StreamEnd
 from miles_router.errors import BadRequest, ClientDisconnected, FleetPaused, UpstreamBroken
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import endpoint
@@ -31,8 +32,6 @@ from miles_router.metrics import Metrics
 
 OK, NOT_MODIFIED = 200, 304
 STREAM = b"text/event-stream"
-#: Paths whose streams end with `[DONE]`, from every engine.
-DONE_PATHS = frozenset({GENERATE, CHAT, COMPLETIONS})
 
 
 class Proxy:
@@ -129,8 +128,8 @@ class Proxy:
         flight.first_byte_at = time.perf_counter()
         relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
         try:
-            last = LAST_EVENT.strip() if ends_with_done(scope["path"], forwarded.reply, send) else b""
-            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, last)
+            end = stream_end(scope["path"], forwarded.reply, send)
+            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, end)
         except UpstreamBroken:
             if relief is None:
                 raise
@@ -149,20 +148,27 @@ class Proxy:
         return move.relief(scope, receive, send)
 
 
-def ends_with_done(path: str, reply: AnyReply, send: Send) -> bool:
-    """Whether a reply is a stream that ends with `[DONE]`, and that no layer reads: layers know more of its end."""
+def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
+    """Return what looks at a stream that generates and that no layer reads: layers know more of its end."""
     content_type = first(reply.headers, b"content-type") or b""
-    return reply.status == OK and path in DONE_PATHS and isinstance(send, Outlet) and content_type.startswith(STREAM)
+    if (
+        isinstance(reply, HeldReply)
+        or reply.status != OK
+        or path not in STREAMS
+        or not isinstance(send, Outlet)
+        or not content_type.startswith(STREAM)
+    ):
+        return None
+    end = StreamEnd(path)
+    reply.show(end.look)
+    return end
 
 
-async def relay(reply: AnyReply, send: Send, metrics: Metrics, last: bytes = b"") -> None:
+async def relay(reply: AnyReply, send: Send, metrics: Metrics, end: StreamEnd | None = None) -> None:
     """Give a client a reply as it arrives.
 
-    Args:
-        last: what the body must end with, but for white space.
-
     Raises:
-        UpstreamBroken: the reply is lost inside its body, or ends in front of `last`.
+        UpstreamBroken: the reply is lost inside its body, or its answer has not come to its `end`.
     """
     await send(
         {
@@ -178,9 +184,10 @@ async def relay(reply: AnyReply, send: Send, metrics: Metrics, last: bytes = b""
         chunk = reply.take() or await reply.read()
         more = not reply.exhausted
         metrics.bytes_out += len(chunk)
-        if not more and last and not isinstance(reply, HeldReply) and not reply.tail.rstrip().endswith(last):
+        missing = None if more or end is None else end.missing()
+        if missing is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            raise UpstreamBroken(f"the worker's stream ended without {last.decode('ascii')!r}")
+            raise UpstreamBroken(f"the worker's stream ended without {missing}")
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 

@@ -43,7 +43,7 @@ class Reply:
         "_connection",
         "_error",
         "_last",
-        "_look",
+        "_looks",
         "_loop",
         "_metrics",
         "_sink",
@@ -70,7 +70,7 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._sink: Sink | None = None
-        self._look: Look | None = None
+        self._looks: list[Look] = []
         self._loop = loop
         self._backlog = backlog
 
@@ -84,11 +84,6 @@ class Reply:
         """The end of the body as far as that has arrived, and others may have read it: of its last two pieces, since
         that a stream is over may come as one of its own. Nothing where it was held up: its time is not its worker's."""
         return b"" if self.held_up else b"".join(self._last)
-
-    @property
-    def tail(self) -> bytes:
-        """The last bytes of the body that have arrived, however late they were read."""
-        return b"".join(self._last)
 
     async def head(self) -> None:
         """Wait for status and headers.
@@ -163,7 +158,7 @@ class Reply:
     def show(self, look: Look) -> None:
         """Show each piece of the body until `look` has seen enough: those that have arrived, then each as it does."""
         if not any(look(chunk) for chunk in self._chunks):
-            self._look = look
+            self._looks.append(look)
 
     async def read_all(self, limit: int) -> bytes:
         """The rest of the body.
@@ -208,8 +203,8 @@ class Reply:
 
     def _add(self, data: bytes) -> int:
         self._chunks.append(data)
-        if self._look is not None and self._look(data):
-            self._look = None
+        if self._looks:
+            self._looks = [look for look in self._looks if not look(data)]
         self._last = (self._last[1], data[-END:])
         self._buffered += len(data)
         self._backlog.size += len(data)

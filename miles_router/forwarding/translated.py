@@ -14,7 +14,7 @@ from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.profile import Translation
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
-from miles_router.forwarding.reply import END, Reply
+from miles_router.forwarding.reply import END, Look, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +131,9 @@ class RewrittenStream:
         """As `Reply.end`: as the engine gave it."""
         return self._reply.end
 
-    @property
-    def tail(self) -> bytes:
-        """As `Reply.tail`: as the engine gave it."""
-        return self._reply.tail
+    def show(self, look: Look) -> None:
+        """As `Reply.show`: as the engine gave it."""
+        self._reply.show(look)
 
     def take(self) -> bytes:
         """What is there without waiting: nothing."""

@@ -236,15 +236,53 @@ async def test_a_whole_stream_of_generate_passes(stage: Stage, worker: ScriptedW
     assert (answer.status, answer.body.endswith(DONE)) == (200, True)
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-async def test_an_untraced_stream_without_its_end_is_broken_off(
-    stage: Stage, worker: ScriptedWorker, path: str
-) -> None:
+def untraced(api: Api) -> list[bytes]:
+    """All events of a good stream as the engine itself writes it, but `[DONE]`."""
+    if api.path == "/v1/messages":
+        kinds = ["message_start", "content_block_delta", "message_delta", "message_stop"]
+    elif api.path == RESPONSES:
+        kinds = ["response.created", "response.output_text.delta", "response.completed"]
+    else:
+        return hello(api)
+    return [
+        b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({"type": kind, "said": '"type":"error"'}).encode())
+        for kind in kinds
+    ]
+
+
+async def ask_untraced(stage: Stage, worker: ScriptedWorker, api: Api) -> RawReply:
     router = await stage.router(worker)
-    for events in ([], hello(Api(path))[:1]):
-        worker.next(given(*events))
+    return await router.ask("POST", api.path, JSON, json.dumps({"model": "m", "stream": True}).encode())
+
+
+@apis
+@pytest.mark.parametrize("end", ENDS)
+async def test_an_untraced_stream_without_its_end_is_broken_off(
+    stage: Stage, worker: ScriptedWorker, api: Api, end: str
+) -> None:
+    *begun, last = untraced(api)
+    for count in range(len(begun)):
+        worker.next(given(*begun[:count], *ENDS[end]))
         with pytest.raises(CutReply):
-            await router.ask("POST", path, JSON, json.dumps({"model": "m", "stream": True}).encode())
+            await ask_untraced(stage, worker, api)
+    worker.next(given(*begun, last[:-9]))
+    with pytest.raises(CutReply):
+        await ask_untraced(stage, worker, api)
+
+
+@apis
+async def test_an_untraced_stream_passes_as_it_comes(stage: Stage, worker: ScriptedWorker, api: Api) -> None:
+    whole = b"".join([*untraced(api), DONE])
+    for size in (len(whole), 7, 1):
+        worker.next(given(*[whole[start : start + size] for start in range(0, len(whole), size)]))
+        assert (await ask_untraced(stage, worker, api)).body == whole
+
+
+@apis
+async def test_an_untraced_error_is_the_end(stage: Stage, worker: ScriptedWorker, api: Api) -> None:
+    error = b'data: {"type": "error", "error": {"message": "out of memory"}}\n\n'
+    worker.next(given(*untraced(api)[:1], error, DONE))
+    assert b"out of memory" in (await ask_untraced(stage, worker, api)).body
 
 
 async def test_a_responses_client_learns_of_a_failure(worker: ScriptedWorker, trial: SessionTrial) -> None:
