@@ -124,6 +124,53 @@ async def test_numbers_that_javascript_rounds_are_the_same_call(
     assert await parents(trial, session) == [None, 0]
 
 
+#: Arguments as they were sampled, and as an agent's language or library writes them.
+SPELLED = [
+    ('{"a": 1e400, "b": [-Infinity]}', '{"a":null,"b":[null]}'),
+    ('{"a": NaN}', '{"a":null}'),
+    ('{"a": "it", "b": [true, null]}', "{'a': 'it', 'b': [True, None]}"),
+    ('{"a": 1}', '"{\\"a\\": 1}"'),
+    ('"{\\"a\\": 1}"', '{"a":1}'),
+    ('```json\n{"a": 1}\n```', '{"a":1}'),
+    ('Sure: {"a": 1}', '{"a":1}'),
+    ('{"a": tru', '{"a":true}'),
+    ('{"a": 1, "b":', '{"a":1,"b":""}'),
+    ('{"a": 1}{"b": 2}', '{"a":1}'),
+    ("}{", "{}"),
+    ("{}", "[]"),
+    ("[]", "{}"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize(("sampled", "spelled"), SPELLED, ids=lambda text: str(text)[:24])
+async def test_arguments_in_another_spelling_are_the_held_call(
+    stage: Stage, path: str, sampled: str, spelled: str
+) -> None:
+    if path == MESSAGES and "'" in spelled:
+        pytest.skip("inputs of this API are JSON")
+    trial = await session_trial(stage, scripted(await stage.worker(), {"tool_calls": [call(sampled)]}, {}))
+    session = await trial.create()
+    for given in ([USER], sent_back(path, spelled)):
+        reply = await turn(trial, session, path, given)
+        assert reply.status == 200, reply.body
+    assert await parents(trial, session) == [None, 0]
+
+
+@pytest.mark.parametrize(("path", "given"), [(CHAT, None), (CHAT, {"a": 1}), (CHAT, "left out"), (RESPONSES, {"a": 1})])
+async def test_arguments_that_come_back_parsed_or_not_at_all_are_held(stage: Stage, path: str, given: Any) -> None:
+    trial = await session_trial(stage, scripted(await stage.worker(), {"tool_calls": [call('{"a": 1}')]}, {}))
+    session = await trial.create()
+    history = sent_back(path, given)
+    holder = history[1] if path == RESPONSES else history[1]["tool_calls"][0]["function"]
+    if given == "left out":
+        del holder["arguments"]
+    for sent in ([USER], history):
+        reply = await turn(trial, session, path, sent)
+        assert reply.status == 200, reply.body
+    assert await parents(trial, session) == [None, 0]
+
+
 @pytest.mark.parametrize("given", ['{"a": 1}', None, "", {"a": 1}, "left out"])
 async def test_an_input_in_another_form_is_the_held_call(stage: Stage, given: Any) -> None:
     trial = await session_trial(stage, scripted(await stage.worker(), {"tool_calls": [call('{"a": 1}')]}, {}))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function, parse_text
-from middleware_hub.openai_session.sessions.repaired import is_repair
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
+from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -84,7 +84,8 @@ class Likeness:
         yield from self._calls(one.calls, other.calls)
 
     def _read(self, message: Message) -> Reading:
-        reasoning = [next((text for name in REASONING if (text := message.get(name))), "")]
+        told = (message.get(name) for name in REASONING)  # what is no text, such as a summary, is left out
+        reasoning: list[object] = [next((text for text in told if text and isinstance(text, str)), "")]
         calls = message.get("tool_calls")
         content = _parts_of(message)
         if self.parts and message.get("role") == "assistant":
@@ -118,7 +119,8 @@ class Likeness:
                 yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
             arguments = of_one.get("arguments"), of_other.get("arguments")
             same = arguments[0] == arguments[1] or (self.json and same_json(*map(_value, arguments)))
-            if not same and not (self.json and one.get("id") == other.get("id") and is_repair(*arguments)):
+            known = self.json and one.get("id") == other.get("id")
+            if not same and not (known and (arguments[1] is None or is_repair(*arguments))):
                 yield Difference(f"{where}.function.arguments", *arguments)
 
 
@@ -229,11 +231,12 @@ def _shown(content: Sequence[object]) -> object:
 
 def _value(arguments: object) -> object:
     """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is.
-    Arguments that are missing, empty or null are those of a call without any."""
+    Arguments that are missing, empty or null are those of a call without any, and so is the empty list that PHP writes
+    for them."""
     if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
+        return {} if arguments in (None, []) else arguments
     try:
-        parsed = parse_text(arguments) if arguments.strip() else None
-        return {} if parsed is None else parsed
+        parsed = plain_value(arguments) if arguments.strip() else None
+        return {} if parsed in (None, []) else parsed
     except ValueError:
         return ("not JSON", arguments)

@@ -18,7 +18,7 @@ from middleware_hub.openai_session.continuing.readable import INVALID_JSON
 from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
-from middleware_hub.openai_session.sessions.repaired import is_repair
+from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import nests_too_deep
 
@@ -143,6 +143,7 @@ def is_held_input(arguments: object, given: object, schema: object) -> bool:
         if isinstance(arguments, str) and given.strip() == arguments.strip():
             return True
         given = _parsed(given)
+    given = {} if given == [] else given  # as PHP writes it
     if isinstance(given, dict) and same_input(input_of(arguments), given, schema):
         return True
     if isinstance(arguments, str) and not isinstance(given, dict):
@@ -163,7 +164,7 @@ def arguments_of(given: object) -> str:
 def _parsed(text: str) -> Any:
     """Return the JSON that a text spells, or the text if it spells none."""
     try:
-        return parse_text(text)
+        return plain_value(text)
     except ValueError:
         return text.strip()
 

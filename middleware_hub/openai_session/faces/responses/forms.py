@@ -54,7 +54,7 @@ class CallForm(ABC):
 
 
 class FunctionForm(CallForm):
-    """A function: its arguments are what was sampled. Those of a call without any may be missing or null."""
+    """A function: its arguments are what was sampled. They may come back missing, null, or parsed."""
 
     kind = "function_call"
 
@@ -69,7 +69,10 @@ class FunctionForm(CallForm):
         return {"arguments": arguments}
 
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        return "{}" if item.get("arguments") is None else _text(item, "arguments", where)
+        given = item.get("arguments")
+        if isinstance(given, dict | list):
+            return orjson.dumps(given).decode()
+        return "" if given is None else _text(item, "arguments", where)
 
 
 class CustomForm(CallForm):
