@@ -57,7 +57,12 @@ def _table(verdict: Verdict) -> Iterator[str]:
 
 
 def _row(name: str, spread: Spread) -> tuple[str, ...]:
-    return (name, str(spread.tokens), *(f"{value:.4f}" for value in spread.quantiles.values()))
+    return (name, str(spread.tokens), *(nats(value) for value in spread.quantiles.values()))
+
+
+def nats(distance: float) -> str:
+    """Return a distance with two digits, however small it is: what float32 leaves is not nothing."""
+    return f"{distance:.2g}"
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
@@ -94,5 +99,5 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
     if verdict.good is None:
         yield "NOTHING COMPARABLE: no recorded token could be held against the weights that are loaded now."
     elif verdict.good and total is not None:
-        at = f"{limits.quantile:g} of {total.tokens} tokens lie within {total.at:.4f} nats"
+        at = f"{limits.quantile:g} of {total.tokens} tokens lie within {nats(total.at)} nats"
         yield f"GOOD: {at}, and {limits.threshold:g} are allowed."

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +65,33 @@ class Retries:
 DEFAULT_RETRIES = Retries()
 
 
+class RetryLog:
+    """Says that requests are asked again: the first at once, the others in one line every `EVERY` seconds."""
+
+    EVERY = 10.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said_at = -math.inf
+        self._unsaid = 0
+
+    def note(self, error: RouterClientError, delay: float) -> None:
+        """Note that a request failed and is asked again in `delay` seconds."""
+        now = self._clock()
+        if now - self._said_at < self.EVERY:
+            self._unsaid += 1
+            return
+        more = f"; {self._unsaid} others were since the last such line" if self._unsaid else ""
+        self._said_at, self._unsaid = now, 0
+        logger.warning("%s; asked again in %.1f s%s", error, delay, more)
+
+    def close(self) -> None:
+        """Say what was not said yet."""
+        if self._unsaid:
+            logger.warning("requests asked again since the last such line: %d", self._unsaid)
+        self._unsaid = 0
+
+
 @dataclass(frozen=True)
 class Request:
     """One request. `body` is sent as JSON unless it is None."""
@@ -94,12 +123,14 @@ class Transport:
         self._retries = retries
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
+        self._retry_log = RetryLog(time.monotonic)
         #: Where processes of the router said they listen alone, and nobody could be reached.
         self.unreachable: set[str] = set()
 
     async def close(self) -> None:
         """Close every connection; requests under way break off."""
         self._closed = True
+        self._retry_log.close()
         if self._http is not None:
             await self._http.close()
 
@@ -157,7 +188,7 @@ class Transport:
                 if failures >= self._retries.attempts or not _is_repeatable(request, error):
                     raise
                 delay = self._retries.delay(failures, error.retry_after)
-                logger.warning("%s; asked again in %.1f s", error, delay)
+                self._retry_log.note(error, delay)
             failures += 1
             await asyncio.sleep(delay)
 
@@ -200,6 +231,7 @@ class OwnerTransport(Transport):
     def __init__(self, transport: Transport, owner_url: str) -> None:
         super().__init__(transport._pool, transport._retries)
         self._transport = transport
+        self._retry_log = transport._retry_log
         self._owner_url = owner_url
 
     async def _attempt(self, request: Request, base_url: str | None = None) -> aiohttp.ClientResponse:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.audit.report import lines
+from miles_router.audit.report import lines, nats
 from miles_router.audit.verdict import ENOUGH, AuditedEpisodes, Limits, Verdict, judge
 from miles_router.trajectory import Malformed
 
@@ -149,3 +149,8 @@ def test_many_samples_are_judged_at_once() -> None:
     made = verdict(*(sample(leaf, 0.0, tokens=2, worker=str(leaf)) for leaf in range(10_000)))
     assert len(made.parts["sample"]) == 10_000
     assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(("distance", "shown"), [(0.0, "0"), (3.7e-05, "3.7e-05"), (0.0021, "0.0021"), (0.118, "0.12")])
+def test_a_small_distance_is_not_shown_as_none(distance: float, shown: str) -> None:
+    assert nats(distance) == shown

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from miles_router.client import Retries, RouterClient
+from miles_router.client.errors import NotConnected
 from miles_router.client.router_client import _generate_body
+from miles_router.client.transport import RetryLog
 
 LISTED = "import sys, {}; print(*sorted(name for name in sys.modules if '.' not in name or 'miles_router.' in name))"
 SHARED = {f"miles_router.{name}" for name in ("dialects", "engines", "tasks", "trajectory", "version")}
@@ -44,6 +46,20 @@ def test_the_routers_word_counts_up_to_the_bound() -> None:
     assert retries.delay(0) == 0.0
     assert retries.delay(0, 3.0) == 3.0
     assert retries.delay(0, 60.0) == 5.0
+
+
+def test_many_requests_that_are_asked_again_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    times = (0.0, 1.0, 9.0, 10.0, 11.0)
+    log, error = RetryLog(iter(times).__next__), NotConnected("nobody is there")
+    for _ in times:
+        log.note(error, 0.5)
+    log.close()
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "nobody is there; asked again in 0.5 s",
+        "nobody is there; asked again in 0.5 s; 2 others were since the last such line",
+        "requests asked again since the last such line: 1",
+    ]
 
 
 @pytest.mark.parametrize("url", ["", "host:30000", "ftp://host", "http://", "http://host/?a=b", "http://host/#a"])
