@@ -132,6 +132,12 @@ class EventReader:
         return 0 if self.within else len(self._rest)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a stream that has ended now ended inside an event. Of the event `[DONE]`, only the empty line may be
+        missing."""
+        return self.rest.strip() not in (b"", DATA + DONE)
+
+    @property
     def rest(self) -> bytes:
         """What came behind the last complete event, and was not let go."""
         return b"" if self.within else bytes(self._rest)

@@ -31,7 +31,7 @@ from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import PromptNotRead
+from miles_router.errors import PromptNotRead, UpstreamBroken
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
@@ -176,6 +176,8 @@ class TurnRunner:
             raise
         except UnreadableAnswer as error:
             url = exchange.flight.worker_url
+            if isinstance(error, StreamShortfall) and stream.is_open:
+                raise UpstreamBroken(f"the worker's stream ended early: {error}") from None
             if isinstance(error, StreamShortfall) and url is not None:
                 await self._stream_facts.learn(url, face.endpoint.path, str(error))
             reason = f"the worker's stream cannot be recorded: {error}"

@@ -75,6 +75,10 @@ class TurnStream:
         self._calls: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
         self._held_back: list[Event | NamedChunk] = []
+        #: Why the stream cannot be whole, where its last event is not.
+        self.broken: str | None = None
+        #: Whether the stream has ended without `[DONE]`: what it does not tell may have been lost.
+        self.is_open = False
 
     @property
     def versions(self) -> set[str]:
@@ -108,8 +112,10 @@ class TurnStream:
         """Why the stream has ended, and its answer has not; None where the answer has, or the engine says itself that
         there is none."""
         ended = len(self._growing.ended & {*range(self._expected)})
-        if self._told or ended == self._expected:
+        if self._told:
             return None
+        if self.broken is not None or ended == self._expected:
+            return self.broken
         return f"the worker's stream ended without a finish reason: {ended} of {self._expected} choices have one"
 
     def failed(self, error: RouterError) -> bytes:
@@ -270,11 +276,21 @@ class TurnTap(Tap):
         await self.give(shown)
         return await self._end()
 
-    async def ended(self) -> bytes:
-        """What is left of the answer. Where the worker has not said that it ends, the agent is told so all the same."""
-        if not self._recorded and self._stream.cut is None and not self._stream.told_error:
-            self._stream.feed(Event.read(LAST_EVENT))
-        return await self._end()
+    async def ended(self) -> None:
+        """Give what is left of the answer. Where the worker has not said that it ends, the agent is told so all the
+        same. Bytes behind the last whole event are the engine's own, and are not given.
+
+        Raises:
+            UpstreamBroken: the stream ended inside an event, or without what recording needs. Others as `_end`.
+        """
+        if not self._recorded:
+            if self.events.is_cut:
+                self._stream.broken = "the worker's stream ended inside an event"
+            else:
+                self._stream.is_open = not self.events.rest.strip()
+            if self._stream.cut is None and not self._stream.told_error:
+                self._stream.feed(Event.read(LAST_EVENT))
+        await self.finish(await self._end())
 
     async def _end(self) -> bytes:
         """Record the answer, then end it.
