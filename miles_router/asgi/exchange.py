@@ -7,6 +7,7 @@ with what is sent.
 
 from __future__ import annotations
 
+import codecs
 import io
 import itertools
 import secrets
@@ -165,11 +166,13 @@ def _body_of(error: RouterError, request_id: str) -> Mapping[str, Any]:
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a request's body. Halves of surrogate pairs, and bytes that are no UTF-8, are read as U+FFFD.
+    """Parse a request's body. Halves of surrogate pairs, and bytes that are no UTF-8, are read as U+FFFD;
+    a byte order mark is skipped.
 
     Raises:
         BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS`, `MAX_COMMAS` or `MAX_VALUES`.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     if len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise BadRequest(f"the request body has more than {MAX_BRACKETS} brackets")
     if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:

@@ -1,4 +1,5 @@
-"""Odd chat bodies: what SGLang refuses, the simulated worker refuses too, and what it takes is taken."""
+"""Odd chat bodies, and nulls in chat and completions: what SGLang refuses, the simulated worker refuses too, and what
+it takes is taken."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.contract.client import WorkerClient
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 CALL: dict[str, Any] = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -169,3 +170,22 @@ async def test_a_template_is_shown_fields_of_tools_as_sglang_shows_them(worker: 
     assert await prompt(parameters={}, strict=None, examples=["unknown"]) == plain
     assert await prompt() == await prompt(description=None, parameters=None)
     assert plain not in (await prompt(parameters={}, strict=True), await prompt(description=None, parameters={}))
+
+
+#: Fields that may be left out, by the route, and what it takes as null.
+NULLABLE = {
+    CHAT: ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed", "tool_choice"),
+    COMPLETIONS: ("logprobs", "stop", "seed", "stream_options", "logit_bias", "rid", "lora_path"),
+}
+NOT_NULL = {
+    CHAT: ("model", "n", "stream", "logprobs", "frequency_penalty", "presence_penalty", "parallel_tool_calls"),
+    COMPLETIONS: ("model", "n", "stream", "echo", "max_tokens", "temperature", "top_p", "top_k", "frequency_penalty"),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_null_is_taken_or_refused_as_by_sglang(worker: WorkerClient, path: str) -> None:
+    asked = {"model": "m", "max_tokens": 1, **({"messages": [USER]} if path == CHAT else {"prompt": "Hi"})}
+    for name in (*NULLABLE[path], *NOT_NULL[path]):
+        answer = await worker.ask("POST", path, {**asked, "stop": "\n", name: None})
+        assert answer.status == (400 if name in NOT_NULL[path] else 200), (name, answer.body)

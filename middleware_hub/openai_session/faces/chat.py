@@ -10,7 +10,8 @@ from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
@@ -40,7 +41,7 @@ class ChatFace(Face):
         """
         checked(request)
         assert isinstance(request, Mapping)
-        return request
+        return given(request)
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Place a request behind the deepest turn whose messages it begins with.
@@ -51,7 +52,7 @@ class ChatFace(Face):
         """
         fields = self._settings.of_chat(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)
-        messages, places = self._continuation.roles.known(media.without(fields["messages"]))
+        messages, places = self._continuation.roles.known(readable_contents(fields["messages"], media))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
@@ -148,7 +149,7 @@ class ChatFace(Face):
         Raises:
             NotAppendOnly: they cannot be given exactly.
         """
-        obstacle = ids_obstacle(fields) or ("not_text" if not only_text(fields["messages"]) else None)
+        obstacle = ids_obstacle(fields) or ("not_text" if not only_text(place.appended) else None)
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
         extension = await self._continuation.after(HeldEnd.of(parent), place.appended, context)

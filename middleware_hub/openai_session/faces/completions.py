@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.faces.face import Face, given
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
@@ -44,7 +44,7 @@ class CompletionsFace(Face):
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
-        request = self._settings.of_any(request)
+        request = self._settings.of_any(given(request))
         prompt = request.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise BadRequest("prompt must be a string, token ids, or a list of either")

@@ -97,6 +97,13 @@ class RunSettings:
         return {**request, "chat_template_kwargs": {**self.chat_template_kwargs, **own}}
 
 
+def given(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a request that are not null: SGLang refuses null for many of those that it has."""
+    if None not in request.values():
+        return request
+    return {name: value for name, value in request.items() if value is not None}
+
+
 class Face(ABC):
     """One API. There is one object of it for each router."""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.episodes.contract import REFUSE, REPLACE
 from middleware_hub.openai_session.errors import MediaNotTraced
-from middleware_hub.openai_session.sessions.messages import Message
+from miles_router.errors import BadRequest
 
 #: The policies of a run; a contract has the last two.
 REFUSE_FIRST = "refuse_first"
@@ -27,6 +27,8 @@ KINDS: Mapping[str, str] = {
     },
     **{"document": "document", "container_upload": "file", "computer_screenshot": "image"},
 }
+#: What parts of any other type are called.
+OTHER = "content"
 #: What to do about a refusal.
 HINT = "for a text in its place, set the option media of the sessions, or media in the session's contract, to 'replace'"
 
@@ -51,36 +53,24 @@ class Media:
         """
         if self.refuses:
             raise MediaNotTraced(f"{where}: {kind[:64]!r} is no text, and a session traces text alone; {HINT}")
-        name = KINDS[kind]
+        name = KINDS.get(kind, OTHER)
         self.replaced[name] += 1
         return f"[{name} omitted]"
+
+    def other(self, kind: object, where: str) -> str:
+        """Return the text in place of a part whose type no session traces.
+
+        Raises:
+            BadRequest: parts are refused.
+        """
+        if self.refuses:
+            raise BadRequest(f"{where}: blocks of the type {str(kind)[:64]!r} cannot be traced here; {HINT}")
+        return self.text(str(kind), where)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the record of a turn says of it."""
         return {"media_replaced": dict(self.replaced)} if self.replaced else {}
-
-    def without(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return chat messages with texts in place of media; the same object where there are none.
-
-        Raises:
-            MediaNotTraced: parts are refused.
-        """
-        found = [place for place, message in enumerate(messages) if any(map(_is_media, _parts(message)))]
-        if not found:
-            return messages
-        changed = list(messages)
-        for place in found:
-            parts = [self._part(part, f"messages[{place}]") for part in _parts(messages[place])]
-            changed[place] = {**messages[place], "content": parts}
-        return changed
-
-    def _part(self, part: Any, where: str) -> Any:
-        if not _is_media(part):
-            return part
-        file = part.get("file")
-        text = text_of_data(file.get("file_data")) if isinstance(file, Mapping) else None
-        return {"type": "text", "text": self.text(part["type"], where) if text is None else text}
 
 
 def text_of_data(url: object) -> str | None:
@@ -97,13 +87,3 @@ def text_of_base64(data: object) -> str | None:
         return b64decode(data, validate=True).decode() if isinstance(data, str) else None
     except ValueError:
         return None
-
-
-def _parts(message: Message) -> Sequence[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
-
-
-def _is_media(part: object) -> bool:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return isinstance(kind, str) and kind in KINDS

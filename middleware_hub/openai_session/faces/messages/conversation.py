@@ -10,10 +10,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.faces.messages.documents import text_of
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools
+from middleware_hub.openai_session.sessions.documents import as_parts, text_of
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import SentList
 
@@ -76,7 +76,7 @@ class MessagesConversation:
     def _add(self, message: object, where: str) -> None:
         if not isinstance(message, Mapping):
             raise invalid(where, "Input should be an object")
-        role, content = message.get("role"), message.get("content")
+        role, content = message.get("role"), message.get("content", ...)
         if role != "assistant":
             self._end_assistant()
         if role == "user":
@@ -91,8 +91,8 @@ class MessagesConversation:
     # What a user says
 
     def _user(self, content: object, where: str) -> None:
-        if isinstance(content, str):
-            self._text(content)
+        if isinstance(content, str | None):
+            self._text(content or "")
             return
         for block, at in _blocks(content, where):
             kind = block.get("type")
@@ -113,6 +113,7 @@ class MessagesConversation:
         call_id, content = block.get("tool_use_id"), block.get("content")
         if not isinstance(call_id, str):
             raise invalid(f"{where}.tool_use_id", "Input should be a valid string")
+        content = as_parts(content)
         if not isinstance(content, str):
             content = self._result_text(content, f"{where}.content", call_id)
         self._end_texts()
@@ -151,7 +152,7 @@ class MessagesConversation:
         self._end_texts()
 
     def _system(self, content: object, where: str) -> None:
-        text = content if isinstance(content, str) else self._system_text(content, where)
+        text = (content or "") if isinstance(content, str | None) else self._system_text(content, where)
         if not text:
             return
         if not self._system_anywhere:
@@ -172,7 +173,7 @@ class MessagesConversation:
             elif kind == "tool_removal" and isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
                 texts.append(f"The tool {tool['name']} is not available any more.")
             else:
-                raise _untraceable(kind, at)
+                texts.append(text_of(block, at, self.media))
         return JOINT.join([*texts, *_listed(functions)])
 
     # What the assistant has said
@@ -198,8 +199,8 @@ class MessagesConversation:
         thoughts: list[str] = []
         calls: list[Mapping[str, Any]] = []
         for content, where in spoken:
-            if isinstance(content, str):
-                texts.append(content)
+            if isinstance(content, str | None):
+                texts.append(content or "")
                 continue
             for block, at in _blocks(content, where):
                 kind = block.get("type")
@@ -210,7 +211,7 @@ class MessagesConversation:
                 elif kind == "thinking":
                     thoughts.append(self._thought(block, at))
                 elif kind != "redacted_thinking":  # which says nothing that a template could read
-                    raise _untraceable(kind, at)
+                    texts.append(text_of(block, at, self.media))
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         if reasoning := "".join(thoughts):
             message["reasoning_content"] = reasoning
@@ -219,7 +220,7 @@ class MessagesConversation:
         return message
 
     def _thought(self, block: Mapping[str, Any], where: str) -> str:
-        text = block.get("thinking")
+        text = "" if block.get("thinking") is None else block["thinking"]
         if not isinstance(text, str):
             raise invalid(f"{where}.thinking", "Input should be a valid string")
         return self._echo.thinking(text, block.get("signature"))
@@ -235,13 +236,17 @@ def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], st
     if not isinstance(content, list):
         raise invalid(where, "Input should be a valid string or a list of blocks")
     for place, block in enumerate(content):
+        if isinstance(block, str):
+            block = {"type": "text", "text": block}
         if not isinstance(block, Mapping):
             raise invalid(f"{where}.{place}", "Input should be an object")
+        if block.get("type") is None and isinstance(block.get("text"), str):
+            block = {**block, "type": "text"}
         yield block, f"{where}.{place}"
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
-    text = block.get("text")
+    text = "" if block.get("text") is None else block["text"]
     if not isinstance(text, str):
         raise invalid(f"{where}.text", "Input should be a valid string")
     return text

@@ -29,12 +29,12 @@ from middleware_hub.openai_session.faces.responses.errors import (
     InvalidParameter,
     missing,
     no_compaction,
-    unavailable,
     wrong_type,
 )
 from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
 from middleware_hub.openai_session.faces.responses.items import SEALED, response_of, text_of
 from middleware_hub.openai_session.faces.responses.tools import shown_name
+from middleware_hub.openai_session.sessions import documents
 from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
 from middleware_hub.openai_session.sessions.messages import Message, SentList
 
@@ -43,6 +43,7 @@ SYSTEM = ("system", "developer")
 COMPACTIONS = frozenset(("compaction", "compaction_trigger", "compaction_summary", "context_compaction"))
 #: Parts that are text. A refusal is what a model said, too.
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+THOUGHTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
 #: What tools gave back, and where their text is.
 OUTPUTS = frozenset(
     (
@@ -159,8 +160,10 @@ class ResponsesConversation:
             self._item(self._referred(item, where), where)
         elif kind in COMPACTIONS:
             raise no_compaction(f"{where}.type", f"Compaction at the server (an item of type '{kind}')")
+        elif not self.media.refuses:  # it is left out, and counted: no session has made such an item
+            self.media.text(kind, where)
         else:
-            raise unavailable(f"{where}.type", f"An item of type '{str(kind)[:64]}'")
+            raise _untraced(where, f"An item of type '{kind[:64]}'")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role = item.get("role")
@@ -250,7 +253,7 @@ class ResponsesConversation:
         if named is None and isinstance(known, str) and known.startswith(SEALED):
             named = known[len(SEALED) :]
         answer = self._grow(REASONING, [named] if self._responses.answer(named) is not None and named else ())
-        thinking = text_in(item, "content", where, "", {"reasoning_text": "text"}) if item.get("content") else ""
+        thinking = text_in(item, "content", where, "", THOUGHTS) if item.get("content") else ""
         if not thinking:  # what is left out is held, in its tokens
             thinking = self._reasoning_of(named)
         answer.thoughts += [thinking] if thinking else []
@@ -291,7 +294,7 @@ class ResponsesConversation:
             return orjson.dumps(output).decode()
         if output is None and item["type"] == "apply_patch_call_output":
             return str(item.get("status"))
-        return self._text(item, "output", where)
+        return self._text({**item, "output": documents.as_parts(output)}, "output", where)
 
     def _text(self, item: Mapping[str, Any], name: str, where: str) -> str:
         joint = "" if item.get("role") == "assistant" else "\n"
@@ -331,6 +334,8 @@ def text_in(
     content, where = item.get(name), f"{where}.{name}"
     if isinstance(content, str):
         return content
+    if content is None and name in item:
+        return ""
     if content is None:
         raise missing(where)
     if not isinstance(content, list):
@@ -339,22 +344,36 @@ def text_in(
 
 
 def _part(part: object, where: str, parts: Mapping[str, str], media: Media | None) -> str:
+    if isinstance(part, str):
+        return part
     if not isinstance(part, Mapping):
         raise wrong_type(where, "an object")
+    if part.get("type") is None and isinstance(part.get("text"), str):
+        return str(part["text"])
     kind = str(part.get("type"))
-    if media is not None and kind in KINDS:
-        return _medium(part, kind, where, media)
+    if media is not None and kind in (documents.DOCUMENT, documents.SEARCH_RESULT, documents.RESOURCE):
+        return documents.text_of(part, where, media)
     if kind not in parts:
-        raise unavailable(f"{where}.type", f"Content of type '{kind[:64]}'")
-    text = part.get(parts[kind])
+        return _medium(part, kind, where, media)
+    text = part.get(parts[kind], ...)
+    if text is None:
+        return ""
     if not isinstance(text, str):
         raise missing(f"{where}.{parts[kind]}")
     return text
 
 
-def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media) -> str:
-    text = text_of_data(part.get("file_data"))
-    if text is None and media.refuses:
-        what = f"Content of type '{kind}' is not available in a traced session; {HINT}."
-        raise InvalidParameter(f"{where}.type", what, "unsupported_value")
-    return media.text(kind, where) if text is None else text
+def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media | None) -> str:
+    """Return the text of a file of text, and the one in place of any other part that is no text."""
+    text = text_of_data(part.get("file_data")) if kind in KINDS else None
+    if text is not None:
+        return text
+    if media is None or media.refuses:
+        raise _untraced(where, f"Content of type '{kind[:64]}'")
+    return media.text(kind, where)
+
+
+def _untraced(where: str, what: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"{where}.type", f"{what} is not available in a traced session; {HINT}.", "unsupported_value"
+    )

@@ -175,7 +175,7 @@ def _messages(
     policy: RequestPolicy,
 ) -> tuple[ResponsesConversation, SentList]:
     """The messages of a request. Of one that only goes on from the last one, what is new is read."""
-    before_id = request.get("previous_response_id")
+    before_id = request.get("previous_response_id") or None
     before: Envelope | None = None
     if before_id is not None:
         before = responses.find(before_id)

@@ -11,6 +11,7 @@ from miles_router.testing.worker.routes.native import all_answers, all_events
 from miles_router.testing.worker.routes.openai import conversion, sampling_of, serve
 from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_request import schema_of
+from miles_router.testing.worker.wire.chat_schema import NOT_NULL_OF_COMPLETIONS, nulls_in
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.wire.openai_parts import (
     adapter_of,
@@ -41,6 +42,8 @@ async def completions(visit: Visit) -> web.StreamResponse:
 
 
 def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
+    if problems := nulls_in(body, NOT_NULL_OF_COMPLETIONS):
+        raise invalid_body(*problems)
     prompt = body.get("prompt")
     if prompt == "" or prompt == []:
         raise ValueError("Prompt cannot be empty")

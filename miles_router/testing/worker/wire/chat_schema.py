@@ -1,9 +1,10 @@
-"""The schema of chat messages and tools: what SGLang's models refuse before anything is rendered (`protocol.py`, SGLang
-0.5.23: `ChatCompletionMessageGenericParam`, `ChatCompletionMessageUserParam`, `Tool`)."""
+"""The schema of chat messages and tools, and the fields that must not be null: what SGLang's models refuse before
+anything is rendered (`protocol.py`, SGLang 0.5.23: `ChatCompletionMessageGenericParam`,
+`ChatCompletionMessageUserParam`, `Tool`, `ChatCompletionRequest`, `CompletionRequest`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Problem = dict[str, Any]
@@ -22,12 +23,32 @@ PARTS: Mapping[str, Mapping[str, type]] = {
 }
 THOUGHTS = ("thinking", "reasoning")
 BOOLEANS = ("true", "false", "t", "f", "yes", "no", "y", "n", "on", "off", "1", "0")
+#: Fields of both APIs that may be absent, and not null.
+NOT_NULL = (
+    *("model", "frequency_penalty", "presence_penalty", "n", "stream", "min_tokens", "no_stop_trim", "ignore_eos"),
+    *("skip_special_tokens", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"),
+    *("return_cached_tokens_details", "return_spec_tokens_details", "return_token_ids"),
+)
+NOT_NULL_OF_CHAT = (
+    *(*NOT_NULL, "logprobs", "parallel_tool_calls", "return_prompt_token_ids", "return_meta_info"),
+    *("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_sampling_mask", "continue_final_message"),
+    *("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64", "separate_reasoning"),
+    *("stream_reasoning", "use_audio_in_video"),
+)
+NOT_NULL_OF_COMPLETIONS = (
+    *(*NOT_NULL, "echo", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+)
+
+
+def nulls_in(body: Mapping[str, Any], fields: Sequence[str]) -> list[Problem]:
+    """Return which of these fields are null, as FastAPI words it."""
+    return [_problem("null", (name,), "Input should not be null") for name in fields if body.get(name, ...) is None]
 
 
 def problems_of(body: Mapping[str, Any]) -> list[Problem]:
     """Return what of a chat request's messages and tools SGLang refuses, as FastAPI words it."""
     messages, tools = body.get("messages"), body.get("tools")
-    found = []
+    found = nulls_in(body, NOT_NULL_OF_CHAT)
     if not isinstance(messages, list):
         found.append(_problem("list_type", ("messages",), "Input should be a valid list"))
     else:

@@ -5,10 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from middleware_hub.openai_session.faces.messages.errors import invalid
+import orjson
+
 from middleware_hub.openai_session.sessions.media import KINDS, Media, text_of_base64
 
 DOCUMENT, SEARCH_RESULT = "document", "search_result"
+#: What MCP servers give back for a file.
+RESOURCE = "resource"
+#: Types of parts that are text or become text, in any API.
+TEXTUAL = frozenset(("text", "input_text", "output_text", "refusal", DOCUMENT, SEARCH_RESULT, RESOURCE))
+#: What a text part without a type may have.
+UNTYPED = frozenset(("type", "text", "cache_control", "annotations"))
+
+
+def as_parts(result: object) -> object:
+    """Return a tool's result as a text, null or a list of parts. Of any other value, the text is its JSON."""
+    if result is None or isinstance(result, str):
+        return result
+    kind = result.get("type") if isinstance(result, Mapping) else None
+    if isinstance(kind, str) and (kind in TEXTUAL or kind in KINDS):
+        return [result]
+    if isinstance(result, list) and all(map(_is_part, result)):
+        return result
+    return orjson.dumps(result).decode()
+
+
+def _is_part(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return isinstance(value, str)
+    return isinstance(value.get("type"), str) or (isinstance(value.get("text"), str) and value.keys() <= UNTYPED)
 
 
 def text_of(block: Mapping[str, Any], where: str, media: Media) -> str:
@@ -24,15 +49,18 @@ def text_of(block: Mapping[str, Any], where: str, media: Media) -> str:
         text = _document(block.get("source"), f"{where}.source", media)
         if text is not None:
             return _joined(block, ("title", "context"), text)
+    resource = block.get("resource")
+    if kind == RESOURCE and isinstance(resource, Mapping) and isinstance(resource.get("text"), str):
+        return str(resource["text"])
     if isinstance(kind, str) and kind in KINDS:
         return media.text(kind, where)
-    raise invalid(where, f"blocks of the type {str(kind)[:64]!r} cannot be traced here")
+    return media.other(kind, where)
 
 
 def _document(source: object, where: str, media: Media) -> str | None:
     """Return a document's text; None where it is no text."""
     if not isinstance(source, Mapping):
-        raise invalid(where, "Input should be an object")
+        return None
     kind, data = source.get("type"), source.get("data")
     if kind == "text" and isinstance(data, str):
         return data
@@ -43,24 +71,19 @@ def _document(source: object, where: str, media: Media) -> str | None:
 
 
 def _content(content: object, where: str, media: Media) -> str:
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
-        raise invalid(where, "Input should be a valid string or a list of blocks")
+        return media.other(type(content).__name__, where)
     texts = []
     for place, block in enumerate(content):
-        at = f"{where}.{place}"
-        if not isinstance(block, Mapping):
-            raise invalid(at, "Input should be an object")
-        text = block.get("text") if block.get("type") == "text" else None
-        texts.append(text if isinstance(text, str) else _image(block, at, media))
+        block = block if isinstance(block, Mapping) else {"type": "text", "text": block}
+        kind, text, at = block.get("type"), block.get("text"), f"{where}.{place}"
+        if kind in ("text", None) and isinstance(text, str | None):
+            texts.append(text or "")
+        else:
+            texts.append(media.text("image", at) if kind == "image" else media.other(kind, at))
     return "\n".join(texts)
-
-
-def _image(block: Mapping[str, Any], where: str, media: Media) -> str:
-    if block.get("type") != "image":
-        raise invalid(where, f"blocks of the type {str(block.get('type'))[:64]!r} cannot be traced here")
-    return media.text("image", where)
 
 
 def _joined(block: Mapping[str, Any], names: tuple[str, ...], text: str) -> str:

@@ -1,0 +1,95 @@
+"""Contents of chat messages as agents' libraries write them, made into parts that the engine takes.
+
+SGLang 0.5.23 refuses a request for one part of a type that it does not know, and an agent sends its whole history with
+every turn. Parts of other APIs that are text become text; media and all other parts follow the policy for media.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.sessions.documents import as_parts, text_of
+from middleware_hub.openai_session.sessions.media import KINDS, Media, text_of_data
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message
+
+ASSISTANT, RESULTS = "assistant", ("tool", "function")
+THINKING, REDACTED = ("thinking", "reasoning"), "redacted_thinking"
+#: Of a thinking part without a text, what no model reads.
+UNREADABLE = frozenset(("type", "id", "thinking", "text", "reasoning", "signature", "encrypted_content"))
+#: A part that the engine knows and a template may write.
+TOOL_REFERENCE = "tool_reference"
+
+
+def readable_contents(messages: Sequence[Message], media: Media) -> Sequence[Message]:
+    """Return chat messages with contents that the engine takes; the same object if it takes all as they are.
+
+    Raises:
+        BadRequest: a message has media or unknown parts, and the policy refuses them.
+    """
+    changed = [_message(message, f"messages[{place}]", media) for place, message in enumerate(messages)]
+    return messages if all(map(operator.is_, messages, changed)) else changed
+
+
+def _message(message: Message, where: str, media: Media) -> Message:
+    content, calls, role = message.get("content"), message.get("tool_calls"), message["role"].lower()
+    if isinstance(calls, list) and any(map(_has_null_type, calls)):
+        typed = [{**call, "type": "function"} if _has_null_type(call) else call for call in calls]
+        message = {**message, "tool_calls": typed}
+    if isinstance(content, str):
+        return message
+    if content is None:
+        return {**message, "content": ""} if role == "user" and "content" in message else message
+    if role in RESULTS:
+        content = as_parts(content)
+    if not isinstance(content, list):
+        return message if content is message["content"] else {**message, "content": content}
+    parts = [_part(part, role, where, media) for part in content]
+    if content is message["content"] and all(map(operator.is_, content, parts)):
+        return message
+    return {**message, "content": [part for part in parts if part is not None]}
+
+
+def _has_null_type(call: object) -> bool:
+    return isinstance(call, Mapping) and call.get("type", "") is None
+
+
+def _part(part: Any, role: str, where: str, media: Media) -> Any:
+    """Return a part as the engine takes it, None for one that says nothing, or the part itself for it to refuse."""
+    if isinstance(part, str):
+        return _text(part)
+    if not isinstance(part, Mapping):
+        return part
+    kind, text = part.get("type"), part.get("text")
+    if kind in TEXT_PARTS or (kind is None and isinstance(text, str)):
+        is_plain = kind == "text" and isinstance(text, str)
+        return part if is_plain or not isinstance(text, str | None) else _text(text or "")
+    if role == ASSISTANT and kind in THINKING:
+        return _thinking(part, where, media)
+    if role == ASSISTANT and kind == REDACTED:
+        return None
+    if kind == TOOL_REFERENCE:
+        return part
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return _text(part["refusal"])
+    file = part.get("file")
+    text = text_of_data(file.get("file_data")) if isinstance(file, Mapping) else None
+    if kind is None:
+        part = {**part, "type": next((name for name in part if name in KINDS), None)}
+    return _text(text_of(part, where, media) if text is None else text)
+
+
+def _thinking(part: Mapping[str, Any], where: str, media: Media) -> Any:
+    """Return a part with the one text that SGLang wants of it, or None for one without any."""
+    told = [text for name in ("thinking", "text", "reasoning") if isinstance(text := part.get(name), str)]
+    if told:
+        is_plain = len(told) == 1 and part.get("reasoning") is None
+        return part if is_plain else {"type": "thinking", "thinking": told[0]}
+    if any(part[name] for name in part.keys() - UNREADABLE):
+        media.other(part["type"], where)  # such as a summary: no template reads it, so it is left out, and counted
+    return None
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
