@@ -41,7 +41,7 @@ from miles_router.trajectory import InvalidTrajectory
 logger = logging.getLogger(__name__)
 
 #: Why an answer is not recorded that `GenerateAnswer` does not refuse.
-AnswerReason = Literal["not_json", "answer_count", "incomplete", "prompt_not_read"]
+AnswerReason = Literal["answer_count", "incomplete", "prompt_not_read"]
 
 
 class AnswerTap(Tap):
@@ -89,6 +89,7 @@ class AnswerTap(Tap):
         self._failed = False  # the engine says itself that there is no answer
         self._surplus = False  # events came of answers that nobody asked for
         self._odd = False  # events came that are of no answer
+        self._unreadable = False  # events came that are no JSON
 
     async def whole(self, body: bytes) -> bytes:
         """Record the answers of a JSON reply.
@@ -131,6 +132,7 @@ class AnswerTap(Tap):
         if not isinstance(answer, dict) or "output_ids" not in answer:
             self._failed |= isinstance(answer, dict) and "error" in answer
             self._odd |= bool(event.data) and not event.is_last
+            self._unreadable |= answer is None and bool(event.data) and not event.is_last
             return event.raw
         generation = answer.get("index", self._without_index)
         if type(generation) is not int or generation not in self._generations:
@@ -192,7 +194,12 @@ class AnswerTap(Tap):
         """
         cut = [] if self._failed else [*self._growing]
         for generation in cut:
-            self._refuse("incomplete", f"the stream ended before answer {generation} did")
+            if self._unreadable:
+                self._refuse(
+                    "not_json", f"an event of answer {generation} is no JSON, or has a number that JSON has not"
+                )
+            else:
+                self._refuse("incomplete", f"the stream ended before answer {generation} did")
         self._growing.clear()
         if cut and not (self._odd or self._surplus):
             raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
@@ -241,7 +248,7 @@ class AnswerTap(Tap):
     def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
-        if reason not in ("not_json", "answer_count", INCOMPLETE):
+        if reason not in ("answer_count", INCOMPLETE):
             flag_worker(self._recorder.statistics.invalid_answers, worker)
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}
         logger.warning("answer_not_recorded", extra={"fields": fields})

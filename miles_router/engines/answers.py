@@ -6,6 +6,7 @@ silently wrong.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -42,6 +43,7 @@ Unreadable = Literal[
     "tokens_taken_back",
     "logprobs_of_other_tokens",
     "invalid_tokens",
+    "not_json",
     "versions_leave_gaps",
     "versions_end_elsewhere",
 ]
@@ -54,6 +56,13 @@ class UnreadableAnswer(ValueError):
     def __init__(self, reason: Unreadable, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason: Unreadable = reason
+
+
+def in_words(error: Exception) -> str:
+    """Say for people what one of `MALFORMED` has found."""
+    if isinstance(error, KeyError) and error.args:
+        return f"the field {error.args[0]!r} is missing"
+    return "a part is missing, or has another type than it should have"
 
 
 @dataclass(frozen=True)
@@ -112,8 +121,8 @@ class GenerateAnswer:
                 versions=version_runs(meta, len(ids)),
                 prompt_tokens=token_count(meta),
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
 def token_count(told: object, name: str = PROMPT_TOKENS) -> int | None:
@@ -128,12 +137,37 @@ def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: 
     Raises:
         UnreadableAnswer: they are not.
     """
+    if not isinstance(entries, list):
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
     if len(entries) != len(ids):
-        raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} ids, {len(entries)} logprobs")
-    if [entry[1] for entry in entries[start:]] != ids[start:]:
+        raise too_few_or_many(ids, len(entries))
+    if tokens_of(entries, start) != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
     if not {int}.issuperset(map(type, ids[start:])):  # JSON's `true` is equal to 1
         raise UnreadableAnswer("invalid_tokens", "an id that is no whole number")
+
+
+def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
+    """Return the ids that logprobs from `start` on are of, each of which is a list: a logprob, its token and more.
+
+    Raises:
+        UnreadableAnswer: one is no such list.
+    """
+    try:
+        return [entry[1] for entry in entries[start:]]
+    except MALFORMED:
+        for position, entry in enumerate(entries):
+            if not isinstance(entry, list) or len(entry) < 2:
+                shown = f"position {position}: {reprlib.repr(entry)} is no list of a logprob and its token"
+                raise UnreadableAnswer("invalid_tokens", shown) from None
+        raise
+
+
+def too_few_or_many(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
+    """Return the error of ids that have not a logprob each, with the first that has none."""
+    counts = f"{len(ids)} ids, {logprobs} logprobs"
+    first = f"; position {logprobs}, token {ids[logprobs]} has none" if logprobs < len(ids) else ""
+    return UnreadableAnswer("token_counts_disagree", counts + first)
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
@@ -156,7 +190,7 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
         check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
-        raise UnreadableAnswer("incomplete", repr(error)) from error
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
     return [run for run in runs if run.end > run.start]
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from miles_router.engines.answers import (
     LOGPROBS,
+    MALFORMED,
     OUTPUT_LISTS,
     VERSION,
     VERSIONS,
     UnreadableAnswer,
     check_logprobs,
+    in_words,
     is_abort,
     version_runs,
 )
@@ -51,8 +53,8 @@ class GrowingAnswer:
         try:
             grown = self._grown(event)
             self._note_version(event["meta_info"], len(grown["output_ids"]))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
         self.answer = grown
         return grown
 

@@ -152,6 +152,9 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
     """
     if len(logprobs) != length:
         raise misaligned(length, len(logprobs))
+    # Their own types first: numpy would read texts, and take truths for numbers.
+    if not isinstance(logprobs, np.ndarray) and not all(map(_is_number, set(map(type, logprobs)))):
+        raise InvalidTrajectory(NO_LOGPROB, "a logprob is no number")
     # What is too large becomes infinite, and is refused here; as is what is no number.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
@@ -163,6 +166,10 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
     if not fits:
         raise InvalidTrajectory(NO_LOGPROB, "a logprob is above zero or no finite number")
     return frozen(array)
+
+
+def _is_number(kind: type) -> bool:
+    return issubclass(kind, float | int | np.floating | np.integer) and kind is not bool
 
 
 def _first_that_is_none(ids: Sequence[Any] | npt.NDArray[Any], logprobs: Sequence[Any] | npt.NDArray[Any]) -> str:

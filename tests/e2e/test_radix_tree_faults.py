@@ -199,7 +199,7 @@ BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] f
         ([1, 2], "answer_count", "incomplete"),
         ({}, "incomplete", "incomplete"),
         ([7], "incomplete", "incomplete"),
-        (b"not json", "not_json", "incomplete"),
+        (b"not json", "not_json", "not_json"),
         ({"text": "a", "output_ids": [1]}, "incomplete", "incomplete"),
         ({"text": "a", "output_ids": [1], "meta_info": None}, "incomplete", "incomplete"),
         ([answer_of(), {}, {}], "answer_count", "incomplete"),

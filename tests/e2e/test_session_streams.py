@@ -291,9 +291,9 @@ async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Sta
     ("events", "reason"),
     [
         (chat_events([7, 8], ["H", "i"], input_ids=None, output_ids=None), "without the ids"),
-        (chat_events([7, 8, 9], ["H", "i"]), "left out logprobs"),
+        ([event([delta("Hi", 0)]), *chat_events([7, 8], [])], "left out logprobs"),
     ],
-    ids=["no ids", "too few logprobs"],
+    ids=["no ids", "no logprobs"],
 )
 async def test_an_engine_that_turns_out_not_to_tell_is_served_by_buffered_streams_from_then_on(
     stage: Stage, events: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
@@ -314,6 +314,18 @@ async def test_an_engine_that_turns_out_not_to_tell_is_served_by_buffered_stream
     (untraced,) = found["metadata"]["untraced"]
     assert untraced["path"] == CHAT
     assert len(logged(caplog, "turn_not_traced")) == 1
+
+
+async def test_a_stream_with_too_few_logprobs_is_an_error_and_the_next_turn_is_asked_whole(stage: Stage) -> None:
+    worker = able(await stage.worker())
+    worker.next(streamed(*chat_events([7, 8, 9], ["H", "i"]))).always(script(chat_reply([7, 8], "Hi")))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    refused = await whole_or_cut(trial.turn(session, HI, stream=True))
+    assert b"position 2, token 9 has none" in refused.body
+    assert trial.statistics()["invalid_answers"] == {worker.url: 1}
+    assert text_of(await trial.stream(session, HI)) == "Hi"
+    assert len(await trial.records(session)) == 1
 
 
 async def asked_for_streams(trial: SessionTrial, worker: ScriptedWorker, session: str) -> bool:

@@ -45,7 +45,7 @@ def answered(logprob: Any, *, stream: bool) -> Behaviour:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("logprob", [0.5, None, "x", [-0.5]], ids=repr)
+@pytest.mark.parametrize("logprob", [0.5, None, "x", [-0.5], False, "-0.5"], ids=repr)
 @pytest.mark.parametrize("api", CHATS, ids=str)
 async def test_an_invalid_logprob_is_an_error_by_position_and_token(
     trial: SessionTrial, worker: ScriptedWorker, api: Api, logprob: Any, stream: bool
@@ -85,6 +85,131 @@ async def test_a_text_with_an_invalid_logprob_is_not_recorded_and_says_where(
     (said,) = [each.__dict__["fields"] for each in caplog.records if each.message == "answer_not_recorded"]
     assert "position 1, token 8: 0.25 is no logprob" in said["detail"]
     assert texts.statistics()["invalid_answers"] == {worker.url: 1}
+
+
+# Lists of logprobs
+
+
+def entry_of(logprob: Any) -> dict[str, Any]:
+    return {"token": "", "bytes": [], "logprob": logprob, "top_logprobs": []}
+
+
+#: What stands in place of the second token's logprob: for a stream, and in a whole answer.
+LISTS: dict[str, tuple[Any, Any]] = {
+    "missing": ({"content": []}, []),
+    "no logprobs": (None, []),
+    "null among them": ({"content": [None]}, [None]),
+    "an empty entry": ({"content": [{}]}, [[]]),
+    "a number": ({"content": [-0.5]}, [-0.5]),
+    "no list": ({"content": 7}, [7]),
+    "no object": (7, [7]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("odd", LISTS)
+@pytest.mark.parametrize("api", CHATS, ids=str)
+async def test_an_invalid_list_of_logprobs_is_an_error_by_position(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, odd: str, stream: bool
+) -> None:
+    of_chunk, of_answer = LISTS[odd]
+    begun, first, _, *end = chat_events(IDS, ["Hel", "lo"])
+    meta = meta_of(IDS, output_token_logprobs=[[-0.5, 7, None], *of_answer])
+    whole = script(reply(json.dumps(chat_answer(IDS, meta_info=meta)).encode(), headers=JSON))
+    worker.always(streamed(begun, first, event([delta("lo", logprobs=of_chunk)]), *end) if stream else whole)
+    session = await trial.create("s")
+    await is_an_invalid_answer(trial, worker, api, session, b"position 1", stream=stream)
+
+
+async def is_an_invalid_answer(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, session: str, said: bytes, *, stream: bool
+) -> None:
+    """A turn whose client is told an error, and whose worker is flagged."""
+    got = await whole_or_cut(api.ask(trial, session, 4, stream=stream))
+    assert got.status == (200 if stream else 502)
+    assert said in got.body, got.body
+    assert DONE not in got.body
+    for internal in (b"Error(", b"sglext", b"NaN", b"1e400"):
+        assert internal not in got.body
+    assert await trial.records(session) == []
+    assert trial.statistics()["invalid_answers"] == {worker.url: 1}
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-1e400", b"-Infinity"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", CHATS, ids=str)
+async def test_a_number_that_json_has_not_is_an_error(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, number: bytes, stream: bool
+) -> None:
+    if stream:
+        begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
+        worker.always(streamed(begun, first, second.replace(b'"logprob": -0.5', b'"logprob": ' + number), *end))
+    else:
+        worker.always(script(reply(json.dumps(chat_answer(IDS)).encode().replace(b"-0.5", number), headers=JSON)))
+    await is_an_invalid_answer(trial, worker, api, await trial.create("s"), b"JSON", stream=stream)
+
+
+def completed(number: bytes | None, *, stream: bool) -> Behaviour:
+    """A completion whose second token has this logprob; None: it has none."""
+    logprobs = b"[-0.5]" if number is None else b"[-0.5, %b]" % number
+    choice = {"index": 0, "text": "Hello", "token_ids": IDS, "prompt_token_ids": PROMPT, "finish_reason": "length"}
+    raw = json.dumps({"id": "r", "choices": [{**choice, "logprobs": {"token_logprobs": 1}}]}).encode()
+    raw = raw.replace(b'"token_logprobs": 1', b'"token_logprobs": ' + logprobs)
+    return streamed(b"data: %b\n\n" % raw, DONE) if stream else script(reply(raw, headers=JSON))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("number", [b"0.5", b"null", b'"-0.5"', b"false", b"[]", b"NaN", None], ids=repr)
+async def test_an_invalid_logprob_of_a_completion_is_an_error(
+    trial: SessionTrial, worker: ScriptedWorker, number: bytes | None, stream: bool
+) -> None:
+    worker.always(completed(number, stream=stream))
+    said = b"JSON" if number == b"NaN" else b"position 1, token 8"
+    await is_an_invalid_answer(trial, worker, Api("/v1/completions"), await trial.create("s"), said, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (b", [false, 8]", "position 1, token 8"),
+        (b', ["-0.5", 8]', "position 1, token 8"),
+        (b", [null, 8]", "position 1, token 8"),
+        (b", null", "position 1: None"),
+        (b"", "position 1, token 8 has none"),
+        (b", [NaN, 8]", ""),
+    ],
+)
+async def test_a_text_with_invalid_logprobs_flags_its_worker(
+    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture, entry: bytes, said: str, stream: bool
+) -> None:
+    texts = await trial_before(stage, worker)
+    meta = {"id": "r", "finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": "here"}
+    raw = json.dumps({"text": "ok", "output_ids": IDS, "meta_info": meta}).encode()
+    raw = raw.replace(b'"here"', b"[[-0.5, 7]%b]" % entry)
+    worker.always(streamed(b"data: %b\n\n" % raw, DONE) if stream else script(reply(raw, headers=JSON)))
+    assert (await texts.post("/generate", {"text": "Hi", "stream": stream})).status == 200, "it is the client's"
+    (told,) = [each.__dict__["fields"] for each in caplog.records if each.message == "answer_not_recorded"]
+    assert said in told["detail"]
+    assert "Error(" not in told["detail"]
+    assert texts.statistics()["invalid_answers"] == {worker.url: 1}
+
+
+@pytest.mark.parametrize("odd", ["no ids", "no logprobs"])
+async def test_an_engine_whose_streams_tell_nothing_is_asked_for_whole_answers(
+    trial: SessionTrial, worker: ScriptedWorker, odd: str
+) -> None:
+    if odd == "no ids":
+        events = chat_events(IDS, ["Hel", "lo"], input_ids=None, output_ids=None)
+    else:
+        begun, _, _, *end = chat_events(IDS, ["Hel", "lo"])
+        events = [begun, *(event([delta(text, 0)]) for text in ("Hel", "lo")), *end]
+    worker.next(streamed(*events)).always(script(reply(json.dumps(chat_answer(IDS)).encode(), headers=JSON)))
+    session = await trial.create()
+    assert (await trial.turn(session, [user("Hi")], stream=True)).body.endswith(DONE)
+    assert (await trial.turn(session, [user("Hi")], stream=True)).body.endswith(DONE)
+    assert len(await trial.records(session)) == 1
+    assert trial.statistics()["invalid_answers"] == {}
 
 
 # Counts

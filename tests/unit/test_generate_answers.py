@@ -206,7 +206,7 @@ QUEUE_ABORT = {"type": "abort", "message": "Abort in waiting queue"}
         (event([3], 3, output_token_logprobs=entries(4)), "logprobs_of_other_tokens"),
         (event([3], 3), "token_counts_disagree"),
         (event([3], 3, output_token_logprobs=entries(3), output_top_logprobs=7), "incomplete"),
-        (event([1, 2, 3], 3, output_token_logprobs=[7, 7, 7]), "incomplete"),
+        (event([1, 2, 3], 3, output_token_logprobs=[7, 7, 7]), "invalid_tokens"),
         (
             event([1, 2], 2, output_token_logprobs=entries(4, 2), finish_reason={"type": "stop"}),
             "logprobs_of_other_tokens",

@@ -311,7 +311,6 @@ def test_one_choice_s_error_is_the_whole_answer_s() -> None:
 
 
 MALFORMED = [
-    b"data: {no json}\n\n",
     b"data: []\n\n",
     b"data: 3\n\n",
     b"data: {}\n\n",
@@ -319,7 +318,6 @@ MALFORMED = [
     b'data: {"choices": [3]}\n\n',
     b'data: {"choices": [{"delta": {"content": "no index"}}]}\n\n',
     b'data: {"choices": [{"index": 0, "delta": "a"}]}\n\n',
-    b'data: {"choices": [{"index": 0, "logprobs": {"content": [{}]}}]}\n\n',
     b'data: {"choices": [], "sglext": 3}\n\n',
 ]
 

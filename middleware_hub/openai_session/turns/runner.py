@@ -20,7 +20,7 @@ from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfi
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
-from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, token_count
+from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai import raw
 from miles_router.engines.openai.chat import ids_obstacle
@@ -226,7 +226,7 @@ class TurnRunner:
                 answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
             choices = face.endpoint.choices(answer)
         except MALFORMED as error:
-            raise UnusableAnswer(f"the worker's answer cannot be recorded: {error!r}") from None
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
         seen = face.endpoint.as_asked(answer, turn.fields)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
@@ -92,6 +92,9 @@ class TurnStream:
                 return self._chunk(event)
             except UnreadableAnswer as error:
                 self._failure = self._failure or error
+                if error.reason != INCOMPLETE:  # its agent gets an error in the end, and nothing internal
+                    self.began = True
+                    return b""
         if not self._held_back and not event.is_last:
             return self._writer.other(event)
         self._held_back.append(event)
@@ -109,10 +112,10 @@ class TurnStream:
 
     @property
     def cut(self) -> str | None:
-        """Why the stream has ended, and its answer has not; None where the answer has, or the engine says itself that
-        there is none."""
+        """Why the stream has ended, and its answer has not; None where the answer has, where the engine says itself
+        that there is none, and where what came is invalid."""
         ended = len(self._growing.ended & {*range(self._expected)})
-        if self._told:
+        if self._told or (self._failure is not None and self._failure.reason != INCOMPLETE):
             return None
         if self.broken is not None or ended == self._expected:
             return self.broken
@@ -172,6 +175,8 @@ class TurnStream:
 
     def _chunk(self, event: Event) -> bytes:
         chunk = event.parse()
+        if chunk is None and event.data.strip() != b"null":
+            raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
         if not isinstance(chunk, dict):
             raise UnreadableAnswer("incomplete", "a chunk that is none")
         if is_too_deep(event.data, chunk):
@@ -184,7 +189,7 @@ class TurnStream:
         try:
             pieces = list(self._pieces(chunk, choices))
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
         return b"".join(self._shown(piece, event.name) for piece in pieces)
 
     def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,14 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths, surrogates
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_runs, without_logprobs
+from miles_router.engines.answers import (
+    MALFORMED,
+    UnreadableAnswer,
+    in_words,
+    tokens_of,
+    version_runs,
+    without_logprobs,
+)
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, Chunks
@@ -93,7 +100,7 @@ class ChatEndpoint:
         try:
             return [_choice(each) for each in answer["choices"]]
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def growing(self) -> GrowingChat:
         """For a stream's chunks."""
@@ -164,8 +171,11 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
     if not isinstance(finish, str):
         raise UnreadableAnswer("incomplete", "a choice has no finish reason")
     triples = meta["output_token_logprobs"]
+    if not isinstance(triples, list):
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
+    ids = tokens_of(triples)
     if len(triples) != meta["completion_tokens"]:
-        counts = f"{meta['completion_tokens']} tokens, {len(triples)} logprobs"
+        counts = f"{meta['completion_tokens']} tokens, {len(triples)} logprobs: position {len(triples)} has none"
         raise UnreadableAnswer("token_counts_disagree", counts)
     reason = meta.get("finish_reason") or {}
     return Choice(
@@ -173,7 +183,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         message=named_calls(choice["message"]),
         finish=finish,
         matched=reason.get("matched", choice.get("matched_stop")),
-        ids=[triple[1] for triple in triples],
+        ids=ids,
         logprobs=[triple[0] for triple in triples],
         versions=version_runs(meta, len(triples)),
         prompt=choice.get("prompt_token_ids"),

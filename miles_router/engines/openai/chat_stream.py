@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.answers import Unreadable, UnreadableAnswer
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
 
 OF_THE_ANSWER = ("id", "created", "model")
@@ -101,11 +101,8 @@ class _GrowingChatChoice(GrowingChoice):
 
     def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
-        logprobs = choice.get("logprobs")
-        entries = logprobs.get("content") if logprobs else None
-        if not entries:
-            return 0
-        self.logprobs += [entry["logprob"] for entry in entries]
+        entries = self.told_logprobs(choice, "content")
+        self.logprobs += [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries]
         return len(entries)
 
 
@@ -126,7 +123,11 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
         if not extra:
             return
         if extra.get("output_ids"):
-            self._ids = [list(ids) for ids in extra["output_ids"]]
+            if not isinstance(extra["output_ids"], list) or not all(
+                isinstance(ids, list) for ids in extra["output_ids"]
+            ):
+                raise UnreadableAnswer("invalid_tokens", "the ids of a stream are no lists")
+            self._ids = extra["output_ids"]
         self._prompt = extra.get("input_ids") or self._prompt
         if (cached := cached_tokens(extra)) is not None:
             self._cached_tokens = cached
@@ -145,7 +146,10 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
     def _choice(self, index: int, choice: _GrowingChatChoice, ids: list[int]) -> Choice:
         message = choice.message.message()  # first: a chunk that is none says nothing of other streams
         if choice.tokens < len(ids):
-            raise StreamShortfall(f"a stream left out logprobs: {len(ids)} ids, {choice.tokens} logprobs")
+            told: Unreadable = "token_counts_disagree" if choice.tokens else "incomplete"
+            first = f"position {choice.tokens}, token {ids[choice.tokens]} has none"
+            counts = f"{len(ids)} ids, {choice.tokens} logprobs; {first}"
+            raise StreamShortfall(f"a stream left out logprobs: {counts}", told)
         return Choice(
             index=index,
             message=message,

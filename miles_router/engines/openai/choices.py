@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, check_runs, token_count
+from miles_router.engines.answers import MALFORMED, Unreadable, UnreadableAnswer, check_runs, in_words, token_count
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import VersionRun
@@ -18,8 +18,8 @@ from miles_router.trajectory.pieces import VersionRun
 class StreamShortfall(UnreadableAnswer):
     """A stream that ended in order did not tell something, and no other stream of the same engine would."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("incomplete", detail)
+    def __init__(self, detail: str, reason: Unreadable = "incomplete") -> None:
+        super().__init__(reason, detail)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class GrowingChoice(ABC):
     def __init__(self, rid: str | None) -> None:
         self.rid = rid
         self.tokens = 0
-        self.logprobs: list[float] = []
+        self.logprobs: list[Any] = []  # as the engine tells them; `Choice.pieces` checks them
         self.finish: str | None = None
         self.matched: int | str | None = None
         self.versions = VersionTrack()
@@ -105,6 +105,19 @@ class GrowingChoice(ABC):
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
         return new > 0
+
+    def told_logprobs(self, choice: Mapping[str, Any], name: str) -> list[Any]:
+        """Return the list of this name among a choice's logprobs; empty where it tells none.
+
+        Raises:
+            UnreadableAnswer: what it tells is no list.
+        """
+        told = choice.get("logprobs")
+        entries = told.get(name) if isinstance(told, Mapping) else told
+        if entries is not None and not isinstance(entries, list):
+            position = len(self.logprobs)
+            raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are no list")
+        return entries or []
 
     @abstractmethod
     def _add(self, choice: Mapping[str, Any]) -> int:
@@ -140,7 +153,7 @@ class GrowingChoices(ABC, Generic[Growing]):
                 self.prompt_tokens = token_count(chunk["usage"])
             return tokens
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
 
     @property
     def versions(self) -> set[str]:
@@ -166,7 +179,7 @@ class GrowingChoices(ABC, Generic[Growing]):
         try:
             return self._choices()
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     @abstractmethod
     def _begin(self, rid: str | None) -> Growing: ...

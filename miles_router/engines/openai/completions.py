@@ -13,7 +13,15 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, version_runs
+from miles_router.engines.answers import (
+    MALFORMED,
+    VERSION,
+    VERSIONS,
+    UnreadableAnswer,
+    in_words,
+    too_few_or_many,
+    version_runs,
+)
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
@@ -49,7 +57,7 @@ class CompletionsEndpoint:
         try:
             return _whole(answer["choices"], answer.get("metadata") or {}, answer.get("id"))
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def growing(self) -> GrowingCompletions:
         """For a stream's chunks."""
@@ -119,13 +127,15 @@ class _GrowingCompletion(GrowingChoice):
         ids = choice.get("token_ids") or ()
         self._text.append(choice.get("text") or "")
         self._ids += ids
-        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        self.logprobs += self.told_logprobs(choice, "token_logprobs")
         self._prompt = self._prompt or choice.get("prompt_token_ids")
         return len(ids)
 
     def choice(self, index: int, versions: list[VersionRun], facts: dict[str, Any]) -> Choice:
         if self.finish is None:
             raise UnreadableAnswer("incomplete", "a choice has no finish reason")
+        if len(self._ids) != len(self.logprobs):
+            raise too_few_or_many(self._ids, len(self.logprobs))
         return Choice(
             index=index,
             message={"role": "assistant", "content": "".join(self._text)},

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer
+from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 
 #: What asks for the text as it was sampled.
@@ -123,7 +123,7 @@ def leg_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
         marked = [[triple[0], triple[1], entry] for triple, entry in zip(triples, entries, strict=True)]
         ids = [triple[1] for triple in triples]
     except MALFORMED as error:
-        raise UnreadableAnswer("incomplete", repr(error)) from error
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
     return {"text": text, "output_ids": ids, "meta_info": {**meta, LOGPROBS: marked}}
 
 
@@ -137,7 +137,9 @@ def rest_of(answer: Any) -> dict[str, Any]:
         (choice,) = answer["choices"]
         return leg_of(choice, choice["message"]["content"] or "")
     except (*MALFORMED, ValueError) as error:
-        raise error if isinstance(error, UnreadableAnswer) else UnreadableAnswer("incomplete", repr(error)) from error
+        raise (
+            error if isinstance(error, UnreadableAnswer) else UnreadableAnswer("incomplete", in_words(error))
+        ) from error
 
 
 def entries_of(answer: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat import PROMPT_OF_WHOLE
 from miles_router.engines.openai.legs import (
@@ -56,7 +56,7 @@ def prompt_of(answer: Any) -> list[int]:
     try:
         ids = answer["choices"][0][PROMPT_OF_WHOLE.removeprefix("return_")]
     except MALFORMED as error:
-        raise UnreadableAnswer("incomplete", repr(error)) from error
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
     if not isinstance(ids, list) or not ids:
         raise UnreadableAnswer("incomplete", "the prompt's ids are not told")
     return ids
@@ -85,7 +85,7 @@ def read_raw(
     except UnreadableAnswer:
         raise
     except (*MALFORMED, ValueError) as error:
-        raise UnreadableAnswer("incomplete", repr(error)) from error
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
     if message.get("tool_calls") and finish == "stop":
         finish, meta = "tool_calls", {**meta, "finish_reason": {**meta["finish_reason"], "matched": None}}
     read = {**choice, "message": message, "finish_reason": finish, "meta_info": meta}
