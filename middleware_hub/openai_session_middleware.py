@@ -40,6 +40,7 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
+from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
@@ -137,6 +138,7 @@ class OpenAISessionMiddleware:
         self.store = SessionStore(bounds, now=time.time, clock=time.monotonic, owners=router.owners, durable=durable)
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
+        self._agreement = TokenizerAgreement.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time, run=router.run)
         settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
@@ -182,9 +184,9 @@ class OpenAISessionMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """While it runs, long texts are encoded in processes of their own, and sessions expire that are not in
-        memory."""
-        async with self._encoder.lifespan(), self._archive.running():
+        """While it runs, long texts are encoded in processes of their own, sessions expire that are not in memory, and
+        tokenizers of workers are compared."""
+        async with self._encoder.lifespan(), self._archive.running(), self._agreement.running():
             yield
 
     async def restore(self, scope: Scope) -> None:

@@ -95,8 +95,8 @@ class RadixTreeMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """While it runs, long texts are encoded in processes of their own."""
-        async with self._encoder.lifespan(), self._archive.running():
+        """While it runs, long texts are encoded in processes of their own, and tokenizers of workers compared."""
+        async with self._encoder.lifespan(), self._archive.running(), self._agreement.running():
             yield
 
     def routes(self) -> Sequence[BaseRoute]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import orjson
 
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.facts import Facts
-from miles_router.engines.spelling import PROBE
+from miles_router.engines.probe_text import probe_text
 from miles_router.errors import RouterError
-from miles_router.middlewares import RawHeaders, Router, Scope, spawn
+from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled, first, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,17 @@ NAME = "tokenizer_agreement"
 #: SGLang 0.5.23 shows only the first of its two names in its schema.
 PATHS = ("/v1/tokenize", "/tokenize")
 OK, NOT_FOUND = 200, 404
-MAX_ANSWER = 16 * 1024 * 1024
+#: What an engine answers that has a key which it was not asked with.
+KEYED = frozenset({401, 403})
 #: How often an engine process is asked that does not answer, and the seconds that a request waits for it.
 ATTEMPTS, PATIENCE = 3, 5.0
+#: Special tokens that an engine may add in front of a text and behind it, though it is told not to.
+MAX_ADDED = 2
 
 
 class TokenizerDiffers(RouterError):
-    """A worker makes other tokens of a text than the router: what is recorded would not be what its model has read.
-    Sessions and the text cache take no requests while such a worker is routable."""
+    """Every routable worker makes other tokens of a text than the router: what is recorded would not be what its model
+    has read. Sessions and the text cache send requests only to workers that do not differ."""
 
     status = 502
     type = "tokenizer_differs"
@@ -41,18 +45,22 @@ class ProbeComparison:
         self.attempts = 0
         self.settled = False
         self.difference: str | None = None
-        self.asking: asyncio.Task[Any] | None = None
+        self.asking: asyncio.Task[None] | None = None
 
 
 class TokenizerAgreement:
-    """Compares the ids of a probe text with those of each engine process. All middlewares of a router share one."""
+    """Compares the ids of a probe text with those of each engine process, as soon as it has said what it is. All
+    middlewares of a router share one."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         encoder = AsyncEncoder.of(router).encoder
-        self._probe = " ".join([PROBE, *encoder.added_tokens()])
+        added = encoder.added_tokens
+        self._probe = probe_text(added[token] for token in sorted(added))
         self._ids = encoder.encode_rendered(self._probe).tolist()
-        self._unknown: set[str] = set()  # workers that were waited for, and have not said what they are
+        self._added = frozenset(added)
+        self._unknown: set[Worker] = set()  # that were waited for, and have not said what they are
+        self._differing: set[Worker] = set()  # some of whose processes did
 
     @classmethod
     def of(cls, router: Router) -> TokenizerAgreement:
@@ -63,70 +71,124 @@ class TokenizerAgreement:
             setattr(router.state, NAME, found)
         return found
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compare the tokenizers of workers as they join, beside all else. No registration waits for it."""
+        fleet = self._router.fleet
+        fleet.facts_listeners.append(self._compare_soon)
+        for worker in fleet.pool:
+            self._compare_soon(worker)
+        try:
+            yield
+        finally:
+            fleet.facts_listeners.remove(self._compare_soon)
+            for worker in fleet.pool:
+                known = _known(worker)
+                if known is not None and known.asking is not None:
+                    await cancelled(known.asking)
+
     async def require(self, scope: Scope) -> None:
-        """Compare the tokenizer of each routable worker that was not compared before.
+        """Compare the tokenizer of each routable worker that was not compared before. The request goes to none that
+        differs.
 
         Raises:
-            TokenizerDiffers: one has another.
+            TokenizerDiffers: all do.
         """
-        routable = self._router.pool.routable
+        flight = Exchange.of(scope).flight
+        flight.barred = self._barred
+        key = first(scope["headers"], b"authorization")
         waiting = [
-            work for worker in routable if (work := self._waits_for(worker.url, worker.facts, scope)) is not None
+            spawn(self._settle(worker, key), name=f"wait for the tokenizer of {worker.url}")
+            for worker in self._router.pool.routable
+            if not self._is_settled(worker)
         ]
         if waiting:
             await asyncio.wait(waiting, timeout=PATIENCE)
-        for worker in routable:
-            known = None if worker.facts is None else worker.facts.learned(ProbeComparison)
-            if known is not None and known.difference is not None:
-                raise TokenizerDiffers(f"{worker.url} {known.difference}")
+        if not self._differing:
+            return
+        snapshot, barred = self._router.pool.snapshot, self._barred()
+        if barred and snapshot.generating and not snapshot.left(barred, generates=True):
+            raise TokenizerDiffers("; ".join(self._reasons(barred)))
 
-    def _waits_for(self, url: str, facts: Facts | None, scope: Scope) -> asyncio.Task[Any] | None:
-        if facts is None:
-            if url in self._unknown:
-                return None
-            self._unknown = {each for each in self._unknown if self._router.pool.find(each) is not None} | {url}
-            return spawn(self._meet(url, scope), name=f"tokenizer of {url}")
-        self._unknown.discard(url)
-        known = facts.learned(ProbeComparison)
-        if known.settled or known.attempts >= ATTEMPTS:
-            return None
-        if known.asking is None:
-            known.asking = spawn(self._compare(url, facts, known, scope), name=f"tokenizer of {url}")
+    def _barred(self) -> Sequence[Worker]:
+        """Return the workers that differ now."""
+        if not self._differing:
+            return ()
+        return [worker for worker in self._differing if (known := _known(worker)) is not None and known.difference]
+
+    def _reasons(self, workers: Iterable[Worker]) -> Iterable[str]:
+        for worker in sorted(workers, key=lambda worker: worker.url):
+            if (known := _known(worker)) is not None:
+                yield f"{worker.url} {known.difference}"
+
+    def _is_settled(self, worker: Worker) -> bool:
+        """Return whether there is nothing to wait for."""
+        known = _known(worker)
+        if known is None:
+            return worker in self._unknown
+        return known.asking is None and (known.settled or known.attempts >= ATTEMPTS)
+
+    async def _settle(self, worker: Worker, key: bytes | None) -> None:
+        """Wait until a worker was compared; ask it with this `Authorization`, if it was not asked without one."""
+        if worker.facts is None:
+            await self._router.fleet.facts(worker.url)
+        if worker.facts is None:
+            self._unknown = {each for each in self._unknown if self._router.pool.find(each.url) is each} | {worker}
+        known = _known(worker)
+        if known is not None and known.asking is not None:
+            await asyncio.wait({known.asking})
+            known = _known(worker)
+        if known is not None and not self._is_settled(worker):
+            await asyncio.wait({known.asking or self._begin(worker, known, key, again=True)})
+
+    def _compare_soon(self, worker: Worker) -> None:
+        """Compare a worker that has said what it is, unless that was done."""
+        self._unknown.discard(worker)
+        known = _known(worker)
+        if known is not None and known.asking is None and not self._is_settled(worker):
+            self._begin(worker, known, None, again=False)
+
+    def _begin(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> asyncio.Task[None]:
+        known.asking = spawn(self._compare(worker, known, key, again=again), name=f"tokenizer of {worker.url}")
         return known.asking
 
-    async def _meet(self, url: str, scope: Scope) -> None:
-        await self._router.fleet.facts(url)
-        worker = self._router.pool.find(url)
-        known = None if worker is None else worker.facts
-        if known is not None and (asking := self._waits_for(url, known, scope)) is not None:
-            await asyncio.wait({asking})
-
-    async def _compare(self, url: str, facts: Facts, known: ProbeComparison, scope: Scope) -> None:
-        known.attempts += 1
-        path = next((path for path in PATHS if facts.answers(path)), None)
+    async def _compare(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> None:
+        """Ask a worker and compare. `again`: a refusal for want of a key counts, for no other key will come."""
+        path = None if worker.facts is None else _path(worker.facts)
         try:
-            status, answer = await self._ask(url, path, scope) if path is not None else (NOT_FOUND, b"")
-        except RouterError as error:
-            status, answer = 0, str(error).encode()
+            status, answer = await self._ask(worker, path, key)
         finally:
             known.asking = None
+        if status in KEYED and not again:
+            return
+        known.attempts += 1
         ids = _ids(answer) if status == OK else None
         known.settled = ids is not None or status in (OK, NOT_FOUND)
-        fields: dict[str, object] = {"worker": url}
+        fields: dict[str, object] = {"worker": worker.url}
         if ids is None:
             if known.settled or known.attempts >= ATTEMPTS:
                 logger.info("tokenizer_not_compared", extra={"fields": {**fields, "status": status}})
-        elif ids != self._ids:
+        elif not self._agrees(ids):
             known.difference = self._difference(ids)
+            self._differing = {each for each in self._differing if self._router.pool.find(each.url) is each} | {worker}
             logger.error("tokenizer_differs", extra={"fields": {**fields, "difference": known.difference}})
 
-    async def _ask(self, url: str, path: str, scope: Scope) -> tuple[int, bytes]:
-        body = orjson.dumps({"prompt": self._probe, "add_special_tokens": False})
-        headers: RawHeaders = [(b"content-type", b"application/json")]
-        headers += [pair for pair in scope["headers"] if pair[0] == b"authorization"]
-        async with self._router.forward("POST", path, headers=headers, body=body, preferred=url) as forwarded:
-            answer = await forwarded.reply.read_all(MAX_ANSWER)
-            return (forwarded.reply.status if forwarded.worker.url == url else 0), answer
+    async def _ask(self, worker: Worker, path: str | None, key: bytes | None) -> tuple[int, bytes]:
+        if path is None:
+            return NOT_FOUND, b""
+        try:
+            return await self._router.fleet.questions.tokenize(worker, path, self._probe, key)
+        except RouterError as error:
+            return 0, str(error).encode()
+
+    def _agrees(self, ids: list[int]) -> bool:
+        """Return whether ids are the router's. An engine that does not know `add_special_tokens` has added some."""
+        for begin in range(MAX_ADDED + 1):
+            end = begin + len(self._ids)
+            more = ids[:begin] + ids[end:]
+            if ids[begin:end] == self._ids and len(more) <= 2 * MAX_ADDED and self._added.issuperset(more):
+                return True
+        return False
 
     def _difference(self, ids: list[int]) -> str:
         pairs = zip(self._ids, ids, strict=False)
@@ -136,6 +198,17 @@ class TokenizerAgreement:
             f"{len(self._ids)}): nothing is traced with it. Give both the same tokenizer files and a transformers "
             "release that loads them rightly; if the tokenizer has code of its own, set --trust-remote-tokenizer"
         )
+
+
+def _known(worker: Worker) -> ProbeComparison | None:
+    """Return what is known of a worker's process; None while it has not said what it is."""
+    return None if worker.facts is None else worker.facts.learned(ProbeComparison)
+
+
+def _path(facts: Facts) -> str | None:
+    """Return the route that tokenizes text. An engine that withholds its schema without a key has it all the same."""
+    withheld = facts.endpoints is None and facts.model_path is None
+    return PATHS[0] if withheld else next((path for path in PATHS if facts.answers(path)), None)
 
 
 def _ids(answer: bytes) -> list[int] | None:

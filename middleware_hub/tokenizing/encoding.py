@@ -3,7 +3,7 @@ text that continues ids it already has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +58,10 @@ class TextEncoder:
         }
         self._needs_anchor = self._spells("a") != "a" or self._spells(" a") != " a"
 
-    def added_tokens(self) -> list[str]:
+    @property
+    def added_tokens(self) -> Mapping[int, str]:
         """The texts of the tokens that are found in a text before any other, by their ids."""
-        return [self._added[token] for token in sorted(self._added)]
+        return self._added
 
     def _spells(self, text: str) -> str:
         spelling = self._speller.spell(self._encode(text, special=False).ids, skip_special=False)

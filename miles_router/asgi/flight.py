@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
     from miles_router.asgi.exchange import Message, Receive, Scope, Send
+    from miles_router.fleet.workers import Worker
     from miles_router.traces.turn import TurnTrace
 
 _count = itertools.count(1)
@@ -47,7 +48,19 @@ class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
     __slots__ = (
-        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "model", "movable", "move", "number"),
+        *(
+            "aborted",
+            "barred",
+            "caches",
+            "first_byte_at",
+            "goes_on",
+            "group",
+            "inward",
+            "model",
+            "movable",
+            "move",
+            "number",
+        ),
         *("preferred", "prefill_url", "private", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
     )
 
@@ -64,6 +77,8 @@ class Flight:
         self.rank: int | None = None
         #: The worker that takes it next, while that one takes requests.
         self.preferred: str | None = None
+        #: Tells the workers that must not take it, at each choice of one; None where all may.
+        self.barred: Callable[[], Collection[Worker]] | None = None
         #: Whether nothing but its body may tie it to its worker.
         self.movable = False
         #: What is under way to have another worker take it over.

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
+import orjson
+
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts, sampling_version
@@ -23,6 +25,9 @@ WITHHELD = b"null"
 MAX_ANSWER = 1024 * 1024
 MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
 MAX_MODELS = 8 * 1024 * 1024  # some 50,000 adapters
+MAX_TOKENS = 16 * 1024 * 1024  # the ids of a text that names every added token
+#: Seconds that tokenizing a text may take.
+PATIENCE = 5.0
 #: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
 DEEP_PATIENCE = 10.0
 #: How often a worker is asked for its facts that loses all connections meanwhile.
@@ -90,6 +95,14 @@ class Probes:
                 raise Unauthorized(f"{worker.url}{paths.MODELS} answered {status}")
             return adapters(body) if status == OK else frozenset() if status == NOT_FOUND else None
         return None
+
+    async def tokenize(self, worker: Worker, path: str, text: str, key: bytes | None) -> tuple[int, bytes]:
+        """As `TokenizerQuestion.tokenize`."""
+        body = orjson.dumps({"prompt": text, "add_special_tokens": False})
+        headers = [(b"content-type", b"application/json"), *_headers(worker, key)]
+        return await self._upstream.fetch(
+            worker.address, path, headers=headers, timeout=PATIENCE, limit=MAX_TOKENS, body=body
+        )
 
     def process(self, worker: Worker) -> int | None:
         """The number of the process at a worker's address; None where no connection to it is open."""
@@ -181,9 +194,14 @@ class Probes:
         self, worker: Worker, path: str, timeout: float, limit: int = MAX_ANSWER, key: bytes | None = None
     ) -> tuple[int, bytes]:
         """An answer to the worker's own key, else to `key`."""
-        headers: RawHeaders = [(b"accept", b"application/json")]
-        if worker.api_key is not None:
-            key = b"Bearer " + worker.api_key.encode()
-        if key is not None:
-            headers.append((b"authorization", key))
+        headers = _headers(worker, key)
         return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout, limit=limit)
+
+
+def _headers(worker: Worker, key: bytes | None) -> RawHeaders:
+    headers: RawHeaders = [(b"accept", b"application/json")]
+    if worker.api_key is not None:
+        key = b"Bearer " + worker.api_key.encode()
+    if key is not None:
+        headers.append((b"authorization", key))
+    return headers

@@ -18,13 +18,6 @@ Ends = npt.NDArray[np.uint32]
 #: In `Ends`: the text cannot be cut behind this token (it stops inside a character, or nobody knows where it stops).
 NO_CUT = 0xFFFFFFFF
 P = TypeVar("P")
-#: A text on which tokenizers differ that are not the same: contractions, camel case, digits, CJK, white space, accents.
-PROBE = (
-    "hello  world, "
-    "don't you'll WE'RE camelCaseWords HTTPServer x1234567890 3.14159 snake_case\n\n\n  indented\t\ttabs \r\n"
-    "   spaces   behind   \n漢字かなカナ 한국어 中文，标点。 Ünïcödé e\u0301 naïve 🙂👩\u200d👩\u200d👧 "
-    '{"a": [1, 2]} <b>&amp;</b> ... --- === //! $x->y != z'
-)
 
 
 class Spelling(NamedTuple):

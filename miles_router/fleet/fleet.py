@@ -1,8 +1,5 @@
-"""The fleet: one object for who the workers are, how they join, leave, pause and wake, and what is known of each.
-
-Below it stand the pool, which decides what is routable, and the gate, where generation waits. Whoever talks to workers
-is given to it.
-"""
+"""The fleet: one object for who the workers are, how they join, leave, pause and wake, and what is known of each. Below
+it stand the pool, which decides what is routable, and the gate, where generation waits."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.homes import prefill_key
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
+from miles_router.fleet.tokenizing import TokenizerQuestion
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
 
@@ -48,7 +46,7 @@ class Pause:
     order: Callable[[str], Order]
 
 
-class Questions(AdapterQuestion, Protocol):
+class Questions(AdapterQuestion, TokenizerQuestion, Protocol):
     """How the fleet asks one worker about itself: `control.probes.Probes`."""
 
     async def liveness(self, worker: Worker) -> Facts:
@@ -72,10 +70,8 @@ class Orders(Protocol):
         ...
 
 
-#: Of a fleet's model that are remembered.
-MAX_NAMES = 64
-#: Of adapters that it has had, those that were seen last.
-MAX_ADAPTERS = 1024
+#: Names of its model, and adapters seen last, that a fleet remembers.
+MAX_NAMES, MAX_ADAPTERS = 64, 1024
 
 
 class RankFault:
@@ -96,11 +92,11 @@ class Fleet:
         #: The router's own pause, while it lasts.
         self.pause: Pause | None = None
         self._policy = policy
-        self._questions = questions
+        #: How one worker is asked about itself.
+        self.questions = questions
         self._orders = orders
-        #: The parts of its memory that the fleet is without,
+        #: The parts of its memory that the fleet is without, and what led to that.
         self.released: set[str] = set()
-        #: and what led to that.
         self.memory_orders: list[Order] = []
         #: Returns when every process that sends requests acts by what was decided here.
         self.everywhere: Callable[[], Awaitable[None]] = _here
@@ -111,6 +107,8 @@ class Fleet:
         self.applies_adapters = False
         #: Adapters that it has or had, as far as anybody has said so, the last one at the end.
         self.adapter_names: dict[str, None] = {}
+        #: Called with each worker whose engine has said what it is: a newcomer, or a new process at its address.
+        self.facts_listeners: list[Callable[[Worker], None]] = []
         self._heard_in: Snapshot | None = None  # for which it was found out whether all have said that
         self._all_heard = False
         pool.listeners.append(self._changed)
@@ -193,7 +191,7 @@ class Fleet:
 
     async def _version_of(self, newcomer: Worker) -> str | None:
         try:
-            return (await self._questions.liveness(newcomer)).weight_version
+            return (await self.questions.liveness(newcomer)).weight_version
         except UpstreamError:
             return None
 
@@ -297,7 +295,7 @@ class Fleet:
         """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
         worker = self.pool.find(url)
         try:
-            return (await self._questions.liveness(worker)).weight_version if worker is not None else None
+            return (await self.questions.liveness(worker)).weight_version if worker is not None else None
         except UpstreamError:
             return None
 
@@ -362,7 +360,7 @@ class Fleet:
             self.note_heard()
 
     def _known(self, worker: Worker) -> Facts | None:
-        process = self._questions.process(worker)
+        process = self.questions.process(worker)
         return worker.facts if process is not None and worker.facts_of == process else None
 
     def _ask_soon(self, worker: Worker) -> None:
@@ -372,8 +370,8 @@ class Fleet:
             asking.add_done_callback(lambda _: self._asking.pop(worker, None))
 
     async def _ask(self, worker: Worker) -> Facts:
-        facts, process = await self._questions.facts(worker)
-        adapters = await adapters_by(self._questions, facts, worker)
+        facts, process = await self.questions.facts(worker)
+        adapters = await adapters_by(self.questions, facts, worker)
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         self.note_applies(worker, facts.lora, adapters)
@@ -384,6 +382,8 @@ class Fleet:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)
             self._note_names(worker.facts)
+            for listener in self.facts_listeners:
+                listener(worker)
             return worker.facts
         return facts
 
@@ -391,7 +391,7 @@ class Fleet:
         self, worker: Worker, patience: float | None, key: bytes | None
     ) -> frozenset[str] | None:
         """As `told_adapters`."""
-        return await told_adapters(self._questions, worker, patience, key)
+        return await told_adapters(self.questions, worker, patience, key)
 
     def _note_names(self, facts: Facts) -> None:
         for name in (facts.served_model_name, facts.model_path):

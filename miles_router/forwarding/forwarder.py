@@ -118,7 +118,8 @@ class Forwarder:
         unable: tuple[Worker, ...] = ()
         tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
-            excluded, generates = (*request.tried, *unable), request.generates
+            barred = _barred(flight)
+            excluded, generates = (*request.tried, *unable, *barred), request.generates
             rank = self._ranks.wished(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
             unit = lease.unit
@@ -130,14 +131,14 @@ class Forwarder:
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)
-                if not self._others(request, (*request.tried, *unable)):
+                if not self._others(request, (*request.tried, *unable, *barred)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
                 self._unreachable(lost, error)
-                if len(request.tried) > self._max_retries or not self._others(request, request.tried):
+                if len(request.tried) > self._max_retries or not self._others(request, (*request.tried, *barred)):
                     error.attempts = len(request.tried)
                     raise
                 self._metrics.retries += 1
@@ -273,7 +274,8 @@ class Forwarder:
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
-        lease = self._fleet.lease_prefill(request.key, request.tried, prompt_tokens(request.body), request.body)
+        excluded = (*request.tried, *_barred(flight))
+        lease = self._fleet.lease_prefill(request.key, excluded, prompt_tokens(request.body), request.body)
         prefill = lease.unit
         worker = prefill.worker
         try:
@@ -412,3 +414,8 @@ class Forwarder:
     def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
         snapshot = self._fleet.snapshot
         return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))
+
+
+def _barred(flight: Flight | None) -> Collection[Worker]:
+    """Return the workers that must not take a request now."""
+    return () if flight is None or flight.barred is None else flight.barred()

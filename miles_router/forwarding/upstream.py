@@ -91,23 +91,34 @@ class Upstream:
         return reply
 
     async def fetch(
-        self, address: WorkerUrl, path: str, *, headers: RawHeaders, timeout: float, limit: int = 1 << 20
+        self,
+        address: WorkerUrl,
+        path: str,
+        *,
+        headers: RawHeaders,
+        timeout: float,
+        limit: int = 1 << 20,
+        body: bytes | None = None,
     ) -> tuple[int, bytes]:
-        """GET `path` and read the whole answer: `(status, body)`. Needs no slot: a worker full of requests is alive.
+        """GET `path`, or POST `body` to it, and read the whole answer: `(status, body)`. Needs no slot: a worker full
+        of requests is alive.
 
         Raises:
             UpstreamTimeout: it took longer than `timeout` seconds.
             UpstreamError: as `open`, or the body was cut or is longer than `limit` bytes.
         """
         try:
-            work = self._fetch(address, path, headers, limit)
+            work = self._fetch(address, path, headers, limit, body)
             return await tasks.within(timeout, work, name=f"fetch {address.url}{path}")
         except TimeoutError:
             raise UpstreamTimeout(f"{address.url}{path} did not answer within {timeout:g} s") from None
 
-    async def _fetch(self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int) -> tuple[int, bytes]:
-        head = request_head("GET", address.prefix + path.encode(), address.authority, headers, 0)
-        reply = await self._exchange(address, "GET", head, b"")
+    async def _fetch(
+        self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int, body: bytes | None
+    ) -> tuple[int, bytes]:
+        method, sent = ("GET", b"") if body is None else ("POST", body)
+        head = request_head(method, address.prefix + path.encode(), address.authority, headers, len(sent))
+        reply = await self._exchange(address, method, head, sent)
         try:
             return reply.status, await reply.read_all(limit)
         finally:

@@ -28,6 +28,7 @@ from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
+from miles_router.fleet.workers import Worker
 from miles_router.metrics.run import RunSeries
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
@@ -161,6 +162,7 @@ __all__ = [
     "UnknownShape",
     "UnreadCounter",
     "Watch",
+    "Worker",
     "can_be_written",
     "cancelled",
     "counter",

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.spelling import PROBE
+from miles_router.engines.probe_text import probe_text
 from miles_router.errors import ConfigError
 from miles_router.settings.config import RouterConfig
 
@@ -113,23 +113,17 @@ def _file(checkpoint: str, name: str) -> Path | None:
 def _needs_code(checkpoint: str) -> bool:
     """Whether a tokenizer is made by code that comes with it, and by no `tokenizer.json`: what transformers makes of
     its other files (Kimi K2.5's tiktoken ones) splits texts in another way."""
-    config = _file(checkpoint, "tokenizer_config.json")
-    if config is None or _file(checkpoint, "tokenizer.json") is not None:
-        return False
-    try:
-        read = orjson.loads(config.read_bytes())
-    except orjson.JSONDecodeError:
-        return False  # transformers says what is wrong with it
-    auto = read.get("auto_map") if isinstance(read, dict) else None
-    return isinstance(auto, dict) and "AutoTokenizer" in auto
+    auto = _settings(checkpoint).get("auto_map")
+    return _file(checkpoint, "tokenizer.json") is None and isinstance(auto, dict) and "AutoTokenizer" in auto
 
 
 def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
-    """See that what transformers has loaded is what `tokenizer.json` says: some releases put other parts in place of
-    its own (5.3 and 5.5, and 5.24 by the model's type). Parts are written in several ways, so that what they do counts.
+    """See that what transformers has loaded is what `tokenizer.json` says: releases put other parts in place of its own
+    (5.2 to 5.14 and 5.19 of DeepSeek-V3's, 5.24 by the model's type). Parts are written in several ways, so that what
+    they do counts.
 
     Raises:
-        ConfigError: it splits a text otherwise.
+        ConfigError: it reads or writes a text otherwise.
     """
     backend, file = getattr(tokenizer, "backend_tokenizer", None), _file(checkpoint, "tokenizer.json")
     if backend is None or file is None or b'"ByteLevel"' not in file.read_bytes():
@@ -140,10 +134,58 @@ def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
     own = Tokenizer.from_file(str(file))
     own.no_truncation()
     own.no_padding()
-    for text in PROBE.split("\n"):
-        if backend.encode(text, add_special_tokens=False).ids != own.encode(text, add_special_tokens=False).ids:
-            raise ConfigError(
-                f"hf_checkpoint: transformers {transformers.__version__} loads the tokenizer of {checkpoint!r} "
-                f"otherwise than its tokenizer.json says ({type(tokenizer).__name__} splits {text[:16]!r} in another "
-                "way): install another release of transformers, or name the right tokenizer_class in its files"
-            )
+    difference = _difference(backend, own, _settings(checkpoint))
+    if difference is not None:
+        raise ConfigError(
+            f"hf_checkpoint: transformers {transformers.__version__} loads the tokenizer of {checkpoint!r} "
+            f"otherwise than its tokenizer.json says ({type(tokenizer).__name__} {difference}): "
+            "install another release of transformers, or name the right tokenizer_class in its files"
+        )
+
+
+def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | None:
+    """Return how a loaded tokenizer differs from the one in its file; None where it does not. `tokenizer_config.json`
+    may say otherwise than the file how added tokens are found, and whether a text is begun and ended by some."""
+    told = settings.get("added_tokens_decoder")
+    alike = []
+    here = loaded.get_added_tokens_decoder()
+    for token, added in own.get_added_tokens_decoder().items():
+        how = _found_by(here.get(token))
+        if how == _found_by(added):
+            alike.append(added.content)
+        elif how is None or how != _told(told.get(str(token)) if isinstance(told, dict) else None):
+            return f"has another added token {token} than {added.content!r}"
+    text = probe_text(alike, usual=False)
+    for part in (*text.split("\n"), text):
+        ids = own.encode(part, add_special_tokens=False).ids
+        if loaded.encode(part, add_special_tokens=False).ids != ids:
+            return f"splits {part[:16]!r} in another way"
+        if loaded.decode(ids, skip_special_tokens=False) != own.decode(ids, skip_special_tokens=False):
+            return f"decodes the tokens of {part[:16]!r} otherwise"
+    if any(settings.get(name) is not None for name in ("add_bos_token", "add_eos_token")):
+        return None
+    if loaded.encode("a").ids != own.encode("a").ids:
+        return "begins or ends a text with other special tokens"
+    return None
+
+
+def _found_by(added: Any) -> tuple[object, ...] | None:
+    """Return an added token's text, and by what is around it in a text it is found."""
+    return None if added is None else (added.content, added.lstrip, added.rstrip, added.single_word)
+
+
+def _told(added: Any) -> tuple[object, ...] | None:
+    """The same as it is written in `tokenizer_config.json`."""
+    if not isinstance(added, dict):
+        return None
+    return (added.get("content"), *(added.get(name, False) for name in ("lstrip", "rstrip", "single_word")))
+
+
+def _settings(checkpoint: str) -> Mapping[str, Any]:
+    """Return `tokenizer_config.json`; nothing where there is none, or transformers says what is wrong with it."""
+    config = _file(checkpoint, "tokenizer_config.json")
+    try:
+        read = {} if config is None else orjson.loads(config.read_bytes())
+    except orjson.JSONDecodeError:
+        return {}
+    return read if isinstance(read, dict) else {}

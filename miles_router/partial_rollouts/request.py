@@ -113,6 +113,7 @@ class ResumableRequest(ABC):
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # of all parts
                 exchange.flight.trace = self.exchange.flight.trace
+                exchange.flight.barred = self.exchange.flight.barred
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 questions = EngineQuestions(self.context.router, exchange, self.scope["headers"])

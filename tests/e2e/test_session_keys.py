@@ -14,6 +14,8 @@ from tests.support.scripted_worker import FACTS, PROBES
 from tests.support.session_trial import CHAT, SessionTrial, qwen3, session_trial, user
 from tests.support.stage import Stage
 
+#: What a router asks workers by itself: the last is the probe text of sessions.
+BY_ITSELF = {*PROBES, *FACTS, "/v1/tokenize"}
 DATA, ADMIN = "data-key", "admin-key"
 HI = [user("Hi")]
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 4, "messages": HI, "prompt": "Hi"}
@@ -136,7 +138,7 @@ async def test_it_opens_nothing_else(trial: Keyed, way: str) -> None:
         answer = await trial.ask("POST", path, BODY, shown)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), path
     came = {each.path for each in trial.worker.door}
-    assert came <= {*PROBES, *FACTS}, "nothing has come to the worker but what a router asks by itself"
+    assert came <= BY_ITSELF, "nothing has come to the worker but what a router asks by itself"
     for session in ("mine", "other"):
         records = (await trial.ask("GET", f"/sessions/{session}", headers=bearer(DATA))).json()["records"]
         assert records == [], "nor into a session"
@@ -157,7 +159,7 @@ async def test_within_its_session_it_cannot_name_another(trial: Keyed) -> None:
 async def test_within_its_session_there_is_nothing_but_what_agents_ask(trial: Keyed, path: str) -> None:
     key = await trial.open("mine")
     assert (await trial.ask("POST", f"/sessions/mine{path}", {}, bearer(key))).status in (400, 404)
-    assert {each.path for each in trial.worker.door} <= {*PROBES, *FACTS}, "what a router asks by itself"
+    assert {each.path for each in trial.worker.door} <= BY_ITSELF, "what a router asks by itself"
 
 
 async def test_a_key_is_shown_once_and_goes_with_its_session(trial: Keyed) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from miles_router.errors import ConfigError
+from miles_router.fleet.workers import WorkerState
 from miles_router.middlewares.checkpoint import load_tokenizer
 from miles_router.settings.config import RouterConfig
 from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.bare_calls import MESSAGES, RESPONSES, request
 from tests.support.cache_trial import checkpoint, trial_before
-from tests.support.fleet import post
-from tests.support.session_trial import CHAT, SessionTrial, qwen3, session_trial, user
+from tests.support.fleet import PROBING, post
+from tests.support.session_trial import CHAT, IM_END, SessionTrial, qwen3, session_trial, user
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
 
+TOKENIZE = "/v1/tokenize"
+QWEN3 = tokenizer_directory("qwen3")
 HI = [user("Hi")]
 TEXT = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
 
@@ -54,15 +61,16 @@ async def test_text_cache_is_refused_where_the_engine_tokenizes_otherwise(stage:
         await stage.provoked("tokenizer_differs")
 
 
-async def test_worker_that_differs_is_found_when_it_joins_and_forgotten_when_it_goes(stage: Stage) -> None:
+async def test_worker_that_differs_is_forgotten_when_it_goes(stage: Stage) -> None:
     async with SimulatedWorker(tokenizer=qwen3()) as good, SimulatedWorker(tokenizer=checkpoint()) as other:
-        trial = await session_trial(stage, good)
+        trial = await session_trial(stage, other)
+        assert (await ask(trial, CHAT))[0].status == 502
+        assert (await post(trial.router, "/add_worker", url=good.url)).status == 200
         assert (await ask(trial, CHAT))[0].status == 200
-        assert (await post(trial.router, "/add_worker", url=other.url)).status == 200
+        assert (await post(trial.router, "/remove_worker", url=good.url)).status == 200
         assert (await ask(trial, CHAT))[0].status == 502
         assert (await post(trial.router, "/remove_worker", url=other.url)).status == 200
-        reply, records = await ask(trial, CHAT)
-        assert (reply.status, len(records)) == (200, 1)
+        assert (await ask(trial, CHAT))[0].status == 503, "there is no worker, and no difference"
         await stage.provoked("tokenizer_differs")
 
 
@@ -70,7 +78,7 @@ async def test_worker_that_differs_is_found_when_it_joins_and_forgotten_when_it_
 @pytest.mark.parametrize("body", [b"{}", b"no JSON", b'{"tokens": "x"}', b"[1]"])
 async def test_engine_that_tells_no_tokens_is_traced(stage: Stage, status: int, body: bytes) -> None:
     async with SimulatedWorker(tokenizer=qwen3()) as worker:
-        worker.faults.status(status, body, path="/v1/tokenize", times=None)
+        worker.faults.status(status, body, path=TOKENIZE, times=None)
         trial = await session_trial(stage, worker)
         for _ in range(5):
             reply, records = await ask(trial, CHAT)
@@ -79,10 +87,103 @@ async def test_engine_that_tells_no_tokens_is_traced(stage: Stage, status: int, 
 
 async def test_lost_connection_while_comparing_is_asked_again(stage: Stage) -> None:
     async with SimulatedWorker(tokenizer=checkpoint()) as worker:
-        worker.faults.reset_in_headers(path="/v1/tokenize", times=1)
+        worker.faults.reset_in_headers(path=TOKENIZE, times=1)
         trial = await session_trial(stage, worker, max_retries=0)
         assert [(await ask(trial, CHAT))[0].status for _ in range(2)][-1] == 502
         await stage.provoked("tokenizer_differs")
+
+
+@pytest.mark.parametrize("way", ["start", "/add_worker", "/workers"])
+async def test_worker_that_joins_is_compared_before_any_request(stage: Stage, way: str) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        trial = await session_trial(stage, *([worker] if way == "start" else []), hf_checkpoint=QWEN3)
+        if way != "start":
+            assert (await post(trial.router, way, url=worker.url)).status < 300
+        await stage.provoked("tokenizer_differs")
+        assert (await post(trial.router, "/generate", **TEXT)).status == 200, "untraced requests may use it"
+        assert (await ask(trial, CHAT))[0].status == 502
+        assert len(worker.door.at(TOKENIZE)) == 1, "the request has not asked again"
+
+
+async def test_registration_does_not_wait_for_the_comparison(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=qwen3()) as worker:
+        worker.faults.hang(path=TOKENIZE, times=None)
+        trial = await session_trial(stage, hf_checkpoint=QWEN3)
+        assert (await post(trial.router, "/add_worker", url=worker.url)).status == 200
+        await until(lambda: bool(worker.door.at(TOKENIZE)), "it is asked")
+        assert (await post(trial.router, "/generate", **TEXT)).status == 200
+
+
+async def test_new_process_at_an_address_is_compared_when_it_returns(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=qwen3()) as worker:
+        trial = await session_trial(stage, worker, **PROBING)
+        await until(lambda: bool(worker.door.at(TOKENIZE)), "the first process is asked")
+    await until(lambda: trial.router.pool.get(worker.url).state is WorkerState.QUARANTINED, "it is out")
+    async with SimulatedWorker(tokenizer=checkpoint(), port=worker.port):
+        await stage.provoked("tokenizer_differs")
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["key of the worker", "key of the request"])
+async def test_engine_that_asks_for_a_key_is_compared(stage: Stage, *, registered: bool) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), api_key="secret") as worker:
+        trial = await session_trial(stage, hf_checkpoint=QWEN3)
+        key = {"api_key": "secret"} if registered else {}
+        assert (await post(trial.router, "/add_worker", url=worker.url, **key)).status == 200
+        if registered:
+            await stage.provoked("tokenizer_differs")
+        session = await trial.create()
+        reply = await trial.turn(session, HI, [] if registered else [("Authorization", "Bearer secret")])
+        assert (reply.status, reply.json()["error"]["type"]) == (502, "tokenizer_differs")
+        if not registered:
+            await stage.provoked("tokenizer_differs")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_traced_requests_go_only_to_workers_that_agree(stage: Stage, path: str, *, stream: bool) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as other, SimulatedWorker(tokenizer=qwen3()) as good:
+        trial = await session_trial(stage, other, good)
+        for _ in range(4):
+            reply, records = await ask(trial, path, stream=stream)
+            assert (reply.status, len(records)) == (200, 1)
+        assert other.door.at(CHAT) == other.door.at("/generate") == []
+        await asyncio.gather(*(post(trial.router, "/generate", **TEXT) for _ in range(8)))
+        assert other.door.at("/generate"), "untraced requests use both"
+        await stage.provoked("tokenizer_differs")
+
+
+async def test_texts_go_only_to_workers_that_agree(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=qwen3()) as other, SimulatedWorker(tokenizer=checkpoint()) as good:
+        trial = await trial_before(stage, good)
+        assert (await post(trial.router, "/add_worker", url=other.url)).status == 200
+        replies = await asyncio.gather(*(trial.post("/generate", {**TEXT, "stream": n % 2 == 0}) for n in range(8)))
+        assert ({reply.status for reply in replies}, other.door.at("/generate")) == ({200}, [])
+        await stage.provoked("tokenizer_differs")
+
+
+async def test_refusal_names_all_workers_where_none_agrees(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as one, SimulatedWorker(tokenizer=checkpoint()) as two:
+        trial = await session_trial(stage, one, two)
+        reply, records = await ask(trial, CHAT)
+        assert (reply.status, records) == (502, [])
+        assert one.url in reply.body.decode()
+        assert two.url in reply.body.decode()
+        for _ in range(2):
+            await stage.provoked("tokenizer_differs")
+
+
+class Adding(DirectoryTokenizer):
+    """Begins and ends each text with a special token, asked for or not."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [IM_END, *super().encode(text, add_special_tokens=add_special_tokens), IM_END]
+
+
+async def test_special_tokens_around_a_text_are_no_difference(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=Adding(QWEN3)) as worker:
+        trial = await session_trial(stage, worker)
+        reply, records = await ask(trial, CHAT)
+        assert (reply.status, len(records), len(worker.door.at(TOKENIZE))) == (200, 1, 1)
 
 
 def wrong_type(directory: Path) -> str:
@@ -106,6 +207,42 @@ def of_code(directory: Path) -> str:
 def test_wrongly_loaded_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"transformers .* otherwise than its tokenizer.json"):
         load_tokenizer(RouterConfig(hf_checkpoint=wrong_type(tmp_path / "model")))
+
+
+#: What a release could put in place of a part of a tokenizer.
+OTHER_PARTS: dict[str, Any] = {
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "normalizer": {"type": "Lowercase"},
+    "decoder": {"type": "Fuse"},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
+    },
+}
+
+
+def changed(described: dict[str, Any], part: str) -> dict[str, Any]:
+    if part in OTHER_PARTS:
+        return {**described, part: OTHER_PARTS[part]}
+    first, begin, *others = described["added_tokens"]
+    return {**described, "added_tokens": [first, *([] if part == "added_tokens" else [{**begin, part: True}]), *others]}
+
+
+@pytest.mark.parametrize("part", [*OTHER_PARTS, "added_tokens", "lstrip", "rstrip", "single_word"])
+def test_part_that_transformers_replaces_is_found(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release is imitated by a loader that reads another file than the checkpoint's."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for directory in (right, wrong):
+        shutil.copytree(checkpoint(), directory)
+    described = json.loads((right / "tokenizer.json").read_bytes())
+    (wrong / "tokenizer.json").write_text(json.dumps(changed(described, part)))
+    load = PreTrainedTokenizerFast.from_pretrained
+    assert load_tokenizer(RouterConfig(hf_checkpoint=str(right)))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **how: load(str(wrong), **how))
+    with pytest.raises(ConfigError, match=r"otherwise than its tokenizer.json"):
+        load_tokenizer(RouterConfig(hf_checkpoint=str(right)))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "gemma3", "deepseek_v3", "gptoss"])
