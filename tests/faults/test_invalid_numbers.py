@@ -149,6 +149,19 @@ async def test_a_number_that_json_has_not_is_an_error(
     await is_an_invalid_answer(trial, worker, api, await trial.create("s"), b"JSON", stream=stream)
 
 
+@pytest.mark.parametrize("bad", [b"data: {\n\n", event([delta("lo", logprobs={"content": [{}]})])])
+async def test_an_invalid_stream_says_nothing_of_the_next(
+    trial: SessionTrial, worker: ScriptedWorker, bad: bytes
+) -> None:
+    begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
+    worker.next(streamed(begun, first, bad, *end)).always(streamed(begun, first, second, *end))
+    session = await trial.create()
+    assert DONE not in (await whole_or_cut(trial.turn(session, [user("Hi")], stream=True))).body
+    assert (await trial.turn(session, [user("Hi")], stream=True)).body.endswith(DONE)
+    assert json.loads(worker.requests[-1].body)["stream"] is True
+    assert len(await trial.records(session)) == 1
+
+
 def completed(number: bytes | None, *, stream: bool) -> Behaviour:
     """A completion whose second token has this logprob; None: it has none."""
     logprobs = b"[-0.5]" if number is None else b"[-0.5, %b]" % number

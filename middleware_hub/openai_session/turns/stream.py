@@ -10,6 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import orjson
+
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -175,7 +177,7 @@ class TurnStream:
 
     def _chunk(self, event: Event) -> bytes:
         chunk = event.parse()
-        if chunk is None and event.data.strip() != b"null":
+        if chunk is None and _is_no_json(event.data):
             raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
         if not isinstance(chunk, dict):
             raise UnreadableAnswer("incomplete", "a chunk that is none")
@@ -227,6 +229,15 @@ class TurnStream:
             if choice.get("finish_reason") is not None:
                 return True
         return bool(self._held_back) and not choices
+
+
+def _is_no_json(data: bytes) -> bool:
+    """Return False for JSON that is nested too deep to read: such a chunk passes unrecorded, as others do."""
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return not error.msg.startswith("depth limit exceeded")
+    return False
 
 
 class TurnTap(Tap):
