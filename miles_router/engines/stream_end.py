@@ -12,17 +12,16 @@ from collections.abc import Mapping
 from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 _FINISH = re.compile(rb'"finish_reason":\s*["{]|"error":\s*["{]')
-#: What says of an answer how it ended, or that there is none.
+#: What says of an answer how it ended, or that there is none. For `/generate`, `[DONE]` is enough.
 _MARKS: Mapping[str, re.Pattern[bytes]] = {
-    GENERATE: _FINISH,
     CHAT: _FINISH,
     COMPLETIONS: _FINISH,
     MESSAGES: re.compile(rb'"type":\s*"(?:message_stop|error)"'),
     RESPONSES: re.compile(rb'"type":\s*"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"'),
 }
-PATHS = frozenset(_MARKS)
-#: Those whose streams have `[DONE]` as their last event.
+#: Whose streams have `[DONE]` as their last event.
 DONE_PATHS = frozenset({GENERATE, CHAT, COMPLETIONS})
+PATHS = DONE_PATHS | _MARKS.keys()
 #: As long as a mark may be, so that one in two pieces is found.
 _LONGEST = 64
 _WHOLE = re.compile(rb"\n\r?\n\s*\Z")
@@ -32,19 +31,19 @@ class StreamEnd:
     """Looks at the pieces of one stream.
 
     Attributes:
-        told: an event has said how the answer ends.
+        told: an event has said how the answer ends, where one must.
     """
 
     def __init__(self, path: str) -> None:
-        self.told = False
-        self._mark = _MARKS[path]
+        self._mark = _MARKS.get(path)
+        self.told = self._mark is None
         self._done = path in DONE_PATHS
         self._last = b""
 
     def look(self, piece: bytes) -> bool:
         """Look at the next piece; return whether enough was seen, which is never so: what comes last counts."""
         seen = self._last + piece
-        self.told = self.told or self._mark.search(seen) is not None
+        self.told = self.told or (self._mark is not None and self._mark.search(seen) is not None)
         self._last = seen[-_LONGEST:]
         return False
 

@@ -25,6 +25,7 @@ from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.alone("each process compares by itself, and logs what differs")
 TOKENIZE = "/v1/tokenize"
 QWEN3 = tokenizer_directory("qwen3")
 HI = [user("Hi")]

@@ -61,6 +61,7 @@ async def leave(stage: Stage, client: Client) -> None:
     await stage.nothing_under_way()
 
 
+@pytest.mark.alone("the process that has the session learns a moment later that the client has left")
 @both
 @apis
 async def test_a_turn_that_is_left_is_recorded_as_aborted(
@@ -101,6 +102,7 @@ async def test_leaving_again_and_again_uses_up_the_tokens(stage: Stage, trial: S
     assert (await trial.read(session))["metadata"]["end_reason"] == "budget_tokens"
 
 
+@pytest.mark.alone("the process that has the session learns a moment later that the client has left")
 @both
 @apis
 async def test_leaving_before_the_first_byte_uses_up_the_turns(stage: Stage, api: Api, stream: bool) -> None:

@@ -21,7 +21,9 @@ from tests.support.stage import Stage
 from tests.support.waiting import until
 
 DONE = b"data: [DONE]\n\n"
+COMPLETED = "response.completed"
 SHORT: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 3}
+pytestmark = pytest.mark.alone("each process knows the names that it sent")
 PATHS = ["/generate", "/v1/chat/completions", "/v1/completions"]
 
 
@@ -50,7 +52,8 @@ class Engine:
             return
         self.names += names
         self.running |= {*names}
-        answer = orjson.dumps({"text": "a", "meta_info": {"id": names[0]}})
+        finish = {"finish_reason": "stop"}
+        answer = orjson.dumps({"text": "a", "meta_info": {"id": names[0]}, "choices": [finish], "type": COMPLETED})
         if body.get("stream"):
             await visit.run([chunked_head([("Content-Type", "text/event-stream")]), chunk(b"data: %b\n\n" % answer)])
             await visit.run([self.may_end, chunk(DONE), LAST_CHUNK])
