@@ -52,7 +52,7 @@ def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         "messages": translated,
         "max_tokens": body["max_tokens"],
         "stop": body.get("stop_sequences"),
-        **{name: body[name] for name in ("temperature", "top_p", "top_k", "stream") if name in body},
+        **{name: body[name] for name in ("temperature", "top_p", "top_k", "stream") if body.get(name) is not None},
     }
     if body.get("tools"):
         chat["tools"] = [_chat_tool(tool) for tool in body["tools"]]

@@ -39,7 +39,7 @@ async def responses(visit: Visit) -> web.StreamResponse:
         raise _refusal("input: Field required", "input")
     try:
         # Without the model: an adapter that it names is never applied.
-        chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE, "model": None})
+        chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE})
         chat.model = str(body.get("model") or "default")
         writer = _Writer(body)
         async with admitted(visit, chat.given):
@@ -65,7 +65,6 @@ def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     asked = body.get("max_output_tokens")
     chat = {
-        "model": body.get("model"),
         "messages": _joined(messages),
         "max_tokens": None if asked is None else max(1, asked - _KEPT_TOKENS),
         **{name: body[name] for name in ("temperature", "top_p", "stream") if body.get(name) is not None},
