@@ -123,7 +123,7 @@ def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_to
     before = history(scene.turn(START))
     turn = chat_turn(scene, [*before, user("more")], Rendering("the template says no"))
     assert (turn.prompt, turn.segment) == (None, "the template says no")
-    other = {"role": "user", "content": [{"type": "citation"}]}
+    other = {"role": "user", "content": [{"type": "tool_reference", "name": "add"}]}
     assert chat_turn(scene, [*before, other]).segment == "not_text"
 
 
