@@ -64,7 +64,8 @@ def _part(part: Any, role: str, where: str, media: Media) -> Any:
     kind, text = part.get("type"), part.get("text")
     if kind in TEXT_PARTS or (kind is None and isinstance(text, str)):
         is_plain = kind == "text" and isinstance(text, str)
-        return part if is_plain or not isinstance(text, str | None) else _text(text or "")
+        is_readable = "text" in part and isinstance(text, str | None)
+        return _text(text or "") if is_readable and not is_plain else part
     if role == ASSISTANT and kind in THINKING:
         return _thinking(part, where, media)
     if role == ASSISTANT and kind == REDACTED:

@@ -220,10 +220,10 @@ class MessagesConversation:
         return message
 
     def _thought(self, block: Mapping[str, Any], where: str) -> str:
-        text = "" if block.get("thinking") is None else block["thinking"]
-        if not isinstance(text, str):
+        text = block.get("thinking", ...)
+        if not isinstance(text, str | None):
             raise invalid(f"{where}.thinking", "Input should be a valid string")
-        return self._echo.thinking(text, block.get("signature"))
+        return self._echo.thinking(text or "", block.get("signature"))
 
     def _call(self, block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         call_id, name = block.get("id"), block.get("name")
@@ -246,10 +246,10 @@ def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], st
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
-    text = "" if block.get("text") is None else block["text"]
-    if not isinstance(text, str):
+    text = block.get("text", ...)
+    if not isinstance(text, str | None):
         raise invalid(f"{where}.text", "Input should be a valid string")
-    return text
+    return text or ""
 
 
 def _listed(functions: list[str]) -> list[str]:
