@@ -122,10 +122,15 @@ def _begin_alike(name: str, told: str) -> bool:
 
 
 class LeftRequests:
-    """Aborts of the generations that clients left. They run beside the requests, and delay none."""
+    """Aborts of the generations that clients left. They run beside the requests, and delay none.
 
-    def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool) -> None:
+    Args:
+        path: that of an engine's order to abort.
+    """
+
+    def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool, path: str) -> None:
         self._names = names
+        self._path = path.encode("ascii")
         self._upstream = upstream
         self._pool = pool
         self._slots = asyncio.Semaphore(ABORTS_AT_ONCE)
@@ -151,7 +156,7 @@ class LeftRequests:
 
     async def _tell(self, worker: Worker, name: str) -> None:
         json = [(b"content-type", b"application/json")]
-        order = Outgoing("POST", b"/abort_request", json, orjson.dumps({RID: name}))
+        order = Outgoing("POST", self._path, json, orjson.dumps({RID: name}))
         with suppress(UpstreamError, TimeoutError):  # then the engine ends it when it looks for its client
             sending = send(self._upstream, worker, order, slot=False)
             reply = await tasks.within(self._upstream.connect_timeout, sending, name=f"abort at {worker.url}")

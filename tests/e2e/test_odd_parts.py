@@ -103,6 +103,16 @@ async def test_contents_of_text_reach_the_prompt_in_one_segment(stage: Stage, pa
 
 
 @apis
+async def test_a_text_that_is_missing_is_refused(stage: Stage, path: str) -> None:
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        asked = request(path, [{"role": "user", "content": [{"type": "text"}]}], stream=False)
+        reply = await trial.ask("POST", f"/sessions/{session}{path}", asked)
+        assert reply.status == 400, reply.body
+        assert await trial.records(session) == []
+
+
+@apis
 async def test_a_user_s_content_that_is_null_is_empty(stage: Stage, path: str) -> None:
     async with simulated_sessions(stage) as trial:
         session = await trial.create()
