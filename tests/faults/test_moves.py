@@ -301,7 +301,9 @@ async def test_a_cut_answer_that_cannot_be_read_is_asked_for_anew_as_it_was(
         moving.source.goes.append(told(WHOLE))
         came = await moving.answer()
         assert came.json() == WHOLE
-        assert moving.source.asked[1:] == [orjson.loads(BODY)] * 2
+        # Its worker may still have the name of what was refused or lost: the repeat has another there.
+        asked = [{**each, "rid": orjson.loads(BODY)["rid"]} for each in moving.source.asked[1:]]
+        assert asked == [orjson.loads(BODY)] * 2
         assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
 
 
