@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,10 +67,15 @@ class MoveTrial:
 
 @asynccontextmanager
 async def trial(
-    stage: Stage, *reply: Step, body: bytes = BODY, late: bool = False, **settings: Any
+    stage: Stage,
+    *reply: Step,
+    body: bytes = BODY,
+    late: bool = False,
+    standing: Mapping[str, Behaviour] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[MoveTrial]:
     """A trial whose source has been told to abort the generation, and answers so when the test says; where it is
-    `late`, so is that it has heard it."""
+    `late`, so is that it has heard it. The target answers some paths as `standing` says."""
     source, target = await engine(stage), await engine(stage)
     heard: list[Any] = []
     answered, rest, heeded = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -79,6 +84,7 @@ async def trial(
     for each in (source, target):
         each.worker.model_info = MODEL
         each.worker.standing["/server_info"] = SERVER
+    target.worker.standing.update(standing or {})
 
     async def abort(visit: Visit) -> None:
         heard.append(orjson.loads(await visit.read_body()))
@@ -228,6 +234,22 @@ async def test_an_abort_finds_one_whose_next_worker_is_asked_what_it_is(stage: S
         go.set()
         assert (await soon(moving.asking)).json() == CUT
         assert moving.target.asked == []
+
+
+async def test_one_waits_for_a_worker_that_has_not_said_all_about_itself_yet(stage: Stage) -> None:
+    """It was found to be too long for one whose context nobody knew yet, and stayed for good."""
+    schemas = iter([script(RESET), script(RESET)])
+
+    async def schema(visit: Visit) -> None:
+        await next(schemas, script(reply(b"{}")))(visit)
+
+    standing = {"/openapi.json": schema}
+    async with trial(stage, in_one([CUT]), standing=standing, health_check_interval=0.2) as moving:
+        assert moving.unmoved == {}
+        assert next(schemas, None) is None
+        moving.target.goes.append(script(in_one([REST])))
+        await moving.answer()
+        assert moving.moved == 1
 
 
 async def test_an_aborted_one_that_is_lost_is_not_asked_for_anew(stage: Stage) -> None:

@@ -126,7 +126,7 @@ class Mover:
         loads = {
             UnitName(unit.worker.url, unit.rank): unit.in_flight
             for unit in self._fleet.snapshot.routable
-            if _moves(unit.worker) and unit.worker.weight_version == pool.weight_version
+            if self._moves(unit.worker) and unit.worker.weight_version == pool.weight_version
         }
         for exchange, stay in self._stays.items():
             move = exchange.flight.move
@@ -187,6 +187,17 @@ class Mover:
     async def _tell(self, worker: Worker, rid: str) -> None:
         await self._fan_out.ask_one(worker, outgoing_order(ABORT.order(rid=rid)), BRIEF)
 
+    def _moves(self, worker: Worker) -> bool:
+        """Whether its engine gives back what it has sampled, and says which weights it has, and how long a context; and
+        needs no other for it."""
+        return (
+            worker.role is Role.REGULAR
+            and worker.weight_version is not None
+            and worker.profile is not None
+            and worker.profile.returns_aborted
+            and self._fleet.known_facts(worker.url).context_length is not None
+        )
+
     def _facts(self, place: UnitName) -> Facts:
         return self._fleet.known_facts(place.url)
 
@@ -196,16 +207,6 @@ def _expect(loads: dict[UnitName, int], url: str | None) -> None:
     units = [unit for unit in loads if unit.url == url]
     if units:
         loads[min(units, key=loads.__getitem__)] += 1
-
-
-def _moves(worker: Worker) -> bool:
-    """Whether its engine gives back what it has sampled, and says which weights it has; and needs no other for it."""
-    return (
-        worker.role is Role.REGULAR
-        and worker.weight_version is not None
-        and worker.profile is not None
-        and worker.profile.returns_aborted
-    )
 
 
 def _waits(exchange: Exchange) -> bool:
