@@ -230,14 +230,19 @@ class Entry:
             return tokens, reached
         return self.cut_before(sampled) if sampled else (0, 0)
 
-    def first_sampled(self) -> int:
-        """Where its own sampled tokens begin; its end, where it has none."""
-        begin = self.reused
-        for end, sampled, _ in self.runs:
-            if sampled:
-                return begin
-            begin = self.reused + end
-        return len(self)
+    def prompt_length(self) -> int:
+        """Return how many tokens were given before the first one that this generation sampled.
+
+        No entry records it. Where no given token stands between the shared tokens and the sampled ones, the generation
+        is a sibling that sampled the last of the shared tokens too, unless it goes on behind all of its parent.
+        """
+        given = [end for end, sampled, _ in self.runs if not sampled]
+        if given:
+            return self.reused + given[-1]
+        if self.parent is None or (self.own and self.reused == len(self.parent)):
+            return self.reused
+        shared = np.flatnonzero(self.prefix(self.reused)[0].loss_mask == 0)
+        return int(shared[-1]) + 1 if len(shared) else 0
 
     def sampled_before(self, tokens: int) -> int:
         """Behind the last sampled one of the first `tokens` tokens; 0 where there is none."""

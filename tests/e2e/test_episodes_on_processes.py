@@ -62,3 +62,14 @@ async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_aske
                 assert sum(each["turns"] for each in counts) == len(NAMES) + TEXTS
             (version,) = run["versions"]
             assert version["sampled"] == sum(each["tokens"]["sampled"] for each in whole)
+
+
+async def test_equal_texts_read_by_rid_at_any_process_are_each_counted(tmp_path: Path) -> None:
+    async with recording(tmp_path, checkpoint()) as own:
+        asked = {"text": "Question: ", "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
+        answers = [(await post(own[number % 2], "/generate", asked)).json() for number in range(TEXTS)]
+        for number, answer in enumerate(answers):
+            body = {"rid": answer["meta_info"]["id"]}
+            assert (await post(own[number // 2], "/retrieve_from_text", body)).status == 200
+        (version,) = (await get(own[0], "/router/run"))["versions"]
+        assert (version["sampled"], version["trained"]) == (16, 16)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
 from tests.e2e.test_episodes import HI, asked, branched, got
-from tests.support.cache_trial import simulated_trial
+from tests.support.cache_trial import CACHE, SHORT, Trial, checkpoint, simulated_trial
+from tests.support.restarts import StateDirectories
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -175,3 +180,92 @@ async def test_of_a_text_that_goes_on_before_an_answer_s_end_counts_what_is_read
         assert turns[1]["dropped_tokens"] == row["tokens"]["sampled"] - sum(found["loss_mask"])
         told = await got(trial, f"episodes/{row['id']}/tokens")
         assert (told["tokens"], told["loss_mask"]) == (found["tokens"], found["loss_mask"])
+
+
+# Generations with equal texts
+
+GREEDY = {**SHORT, "temperature": 0}
+GROUP = 4
+
+
+async def equal_turns(trial: Trial, turns: int) -> list[str]:
+    """A group of greedy rollouts of so many turns, side by side; the ids of their last generations."""
+    texts, rids = ["one"] * GROUP, [""] * GROUP
+    for turn in range(turns):
+        asked_for = [trial.generate(text=text, sampling_params=GREEDY) for text in texts]
+        answers = await asyncio.gather(*asked_for)
+        texts = [f"{text}{answer['text']} and {turn}" for text, answer in zip(texts, answers, strict=True)]
+        rids = [answer["meta_info"]["id"] for answer in answers]
+    assert len({*texts}) == 1 < len({*rids}), "equal texts of different generations"
+    return rids
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Stage, turns: int) -> None:
+    async with simulated_trial(stage) as trial:
+        for _ in range(2):
+            rids = await equal_turns(trial, turns)
+            found = [await trial.retrieve(rid=rid) for rid in rids]
+        sampled = 2 * sum(sum(each["loss_mask"]) for each in found)
+        assert total(await run(trial), "sampled") == {"default": sampled}
+        assert total(await run(trial), "trained") == {"default": sampled}
+        for rid in rids:
+            await trial.retrieve(rid=rid)
+        assert total(await run(trial), "trained") == {"default": sampled}, "however often they are read"
+
+
+async def test_equal_samples_of_one_request_are_each_counted_as_trained(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        answers = await trial.generate(text=["one", "one"], sampling_params={**GREEDY, "n": 2})
+        for answer in answers:
+            await trial.retrieve(rid=answer["meta_info"]["id"], text=f"one{answer['text']}")
+        told = await run(trial)
+        assert total(told, "sampled") == total(told, "trained") == {"default": 4 * 6}
+
+
+async def test_an_answer_that_begins_like_a_longer_one_is_counted_as_trained(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        long, short = [
+            await trial.generate(text="one", sampling_params={**GREEDY, "max_new_tokens": tokens}) for tokens in (9, 4)
+        ]
+        assert long["output_ids"][:4] == short["output_ids"]
+        text = f"one{short['text']} and"
+        last = await trial.generate(text=text, sampling_params=GREEDY)
+        await trial.retrieve(rid=last["meta_info"]["id"])
+        assert total(await run(trial), "trained") == {"default": 4 + 6}
+        for answer in (long, short):
+            await trial.retrieve(rid=answer["meta_info"]["id"])
+        told = await run(trial)
+        assert total(told, "trained") == total(told, "sampled") == {"default": 9 + 4 + 6}
+
+
+async def test_a_text_alone_names_one_of_equal_generations(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        await equal_turns(trial, 1)
+        answer = await trial.generate(text="one", sampling_params=GREEDY)
+        for _ in range(GROUP):
+            await trial.retrieve(text=f"one{answer['text']}")
+        assert total(await run(trial), "trained") == {"default": 6}
+
+
+async def test_equal_rollouts_are_counted_as_trained_behind_a_restart(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
+        restarts = StateDirectories(worker, tmp_path)
+        layer, model = MiddlewareSpec(CACHE), checkpoint()
+        async with restarts.router(layer, hf_checkpoint=model) as router:
+            rids = [rid for turns in (1, 2) for rid in await equal_turns(Trial(router, worker), turns)]
+            async with restarts.router(layer, hf_checkpoint=model) as again:
+                trial = Trial(again, worker)
+                found = [await trial.retrieve(rid=rid) for rid in rids]
+                trained = [sum(each["loss_mask"]) for each in found]
+                assert trained == [6] * GROUP + [12] * GROUP
+                assert total(await run(trial), "trained") == {"1": sum(trained)}
+
+
+async def test_equal_choices_of_a_session_are_each_counted_as_trained(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await trial.chat(session, HI, n=GROUP, temperature=0)
+    samples = await trial.samples(session)
+    assert len({tuple(sample["tokens"]) for sample in samples}) == 1 < len(samples) == GROUP
+    told = await run(trial)
+    assert total(told, "trained") == total(told, "sampled") == {"1": sum(sum(each["loss_mask"]) for each in samples)}

@@ -52,7 +52,7 @@ class TextRollouts:
         group, model = exchange.flight.group, request.body.get("lora_path")
         rollouts = []
         for generation in range(request.generations):
-            before = self._turn_before(prompts[request.prompt_of(generation)])
+            before, _ = self._turn_before(prompts[request.prompt_of(generation)])
             rollout = (
                 before.rollout
                 if before is not None
@@ -77,37 +77,53 @@ class TextRollouts:
         """One more generation of it is held."""
         if entry.node is None:  # no longer
             return
-        before = self._turn_before(prompt)
-        kept = len(prompt.match.trajectory) if before is not None else 0
+        before, kept = self._turn_before(prompt)
         turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
-        given, cached = turn.prompt - kept, facts.cached_tokens
-        self._router.run.record(turn.sampled(), given=given, reused=kept, cached=cached, reason=turn.reason)
+        reused = len(prompt.match.trajectory) if before is not None else 0
+        given, cached = turn.prompt - reused, facts.cached_tokens
+        self._router.run.record(turn.sampled(), given=given, reused=reused, cached=cached, reason=turn.reason)
 
     def read(self, entry: Entry, tokens: int) -> None:
-        """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""
-        turn = self._turns.get(entry.part_at(tokens))
+        """Count the first `tokens` tokens of a generation as trained, each sampled token once.
+
+        Equal siblings share the recorded turns that they go on from. The first reading of each sibling counts one more
+        of the equal turns there.
+        """
+        turn, tokens = _sampled_within(self._turns.get(entry), tokens)
+        first_reading = turn is not None and turn.read < tokens
         trained: Counter[str | None] = Counter()
         while turn is not None:
-            if not turn.read and tokens > turn.prompt:
-                turn.read = True
-                for span in turn.spans():
-                    trained[span["version"]] += max(min(span["end"], tokens) - span["start"], 0)
-            tokens, turn = min(tokens, turn.kept), turn.before
+            if tokens > turn.read or first_reading:
+                trained += self._unread(turn, tokens).count_read(tokens)
+            turn, tokens = _sampled_within(turn.before, min(tokens, turn.kept))
         if trained.total():
             self._router.run.train(trained)
 
-    def _turn_before(self, prompt: TokenizedText) -> TextTurn | None:
-        before = prompt.goes_on_from
-        return None if before is None else self._turns.get(before)
+    def _unread(self, turn: TextTurn, tokens: int) -> TextTurn:
+        """Return this turn or an equal one whose first `tokens` tokens are not all counted; this one if all are."""
+        node = turn.entry.node
+        if turn.read < tokens or node is None:
+            return turn
+        equal = (self._turns.get(entry) for entry in reversed(node.entries))
+        unread = (each for each in equal if each is not None and each.read < tokens)
+        return next((each for each in unread if each.agrees_with(turn, tokens)), turn)
+
+    def _turn_before(self, prompt: TokenizedText) -> tuple[TextTurn | None, int]:
+        """Return the turn whose sampled tokens a prompt goes on from, and how many of its tokens the prompt has."""
+        if prompt.goes_on_from is None or prompt.match.entry is None:
+            return None, 0
+        turn, kept = _sampled_within(self._turns.get(prompt.match.entry), len(prompt.match.trajectory))
+        return turn, kept if turn is not None else 0
 
     def _restored(self, entry: Entry) -> None:
-        """One is in memory again. What it shares with another tells what it goes on from."""
-        sampled = entry.sampled_before(entry.reused)
-        before = self._turns.get(entry.parent) if entry.parent is not None and sampled else None
+        """Add the turn of a generation that is in memory again. Its shared tokens tell which turn it goes on from."""
+        prompt = entry.prompt_length()
+        shared = entry.sampled_before(prompt)
+        before, kept = _sampled_within(self._turns.get(entry.part_at(shared)) if shared else None, shared)
         rollout = before.rollout if before is not None else TextRollout(time.time())
         self._begin(rollout)
         facts = NOTHING_KNOWN._replace(worker=entry.worker)
-        self._add(rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), facts)
+        self._add(rollout, entry, before, kept if before is not None else 0, prompt, facts)
 
     def _begin(self, rollout: TextRollout) -> None:
         if rollout.id not in self._by_id:
@@ -186,6 +202,14 @@ class RunningRollouts:
             waited_s=round(flight.waited, 6),
         )
         self._rollouts.recorded(self._each[generation], prompt, entry, facts)
+
+
+def _sampled_within(turn: TextTurn | None, tokens: int) -> tuple[TextTurn | None, int]:
+    """Return the last turn, of this and those before it, that sampled one of the first `tokens` tokens, and how many of
+    these it has."""
+    while turn is not None and tokens <= turn.prompt:
+        tokens, turn = min(tokens, turn.kept), turn.before
+    return turn, tokens
 
 
 _source: type[EpisodeSource] = TextRollouts

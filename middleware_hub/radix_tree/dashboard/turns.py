@@ -6,6 +6,8 @@ import secrets
 from collections import Counter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.middlewares import EpisodePlace, TurnRow, version_spans
 
@@ -50,7 +52,7 @@ class TextTurn:
         self.reason = BRANCH if before is not None and before.after else None
         if before is not None:
             before.after[self] = None
-        self.read = False  # whether somebody has read a text that it is part of
+        self.read = prompt  # position up to which its tokens are counted as trained
 
     def line(self) -> list[TextTurn]:
         """The turns from the first one to this."""
@@ -76,6 +78,21 @@ class TextTurn:
                 tokens[version] += end - begin
             begin = max(begin, end)
         return tokens
+
+    def count_read(self, tokens: int) -> Counter[str | None]:
+        """Mark the tokens up to the position `tokens` as read; return how many of them are new, by weight version."""
+        new: Counter[str | None] = Counter()
+        for span in self.spans():
+            new[span["version"]] += max(min(span["end"], tokens) - max(span["start"], self.read), 0)
+        self.read = max(self.read, tokens)
+        return new
+
+    def agrees_with(self, other: TextTurn, tokens: int) -> bool:
+        """Return whether both sampled the same ids behind prompts of one length, up to the position `tokens`."""
+        if self.prompt != other.prompt or min(len(self.entry), len(other.entry)) < tokens:
+            return False
+        mine, theirs = (each.entry.behind(each.prompt)[0][: tokens - each.prompt] for each in (self, other))
+        return np.array_equal(mine.tokens, theirs.tokens)
 
     def row(self) -> TurnRow:
         """As it is shown."""
