@@ -100,6 +100,11 @@ class Continuation:
         """Return whether the template cannot tell two ids of a call apart."""
         return self.renderer.same_id(held, sent) and self._beginning.same_id(held, sent)
 
+    @property
+    def writes_ids(self) -> bool:
+        """Whether the template writes the ids of calls."""
+        return self.renderer.writes_ids or self._beginning.writes_ids
+
     async def beginning(
         self,
         messages: Sequence[Message],

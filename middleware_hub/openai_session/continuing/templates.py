@@ -97,13 +97,14 @@ class Renderer:
 
     def same_id(self, held: object, sent: object) -> bool:
         """Return whether the template cannot tell two ids of a call apart."""
-        if not self._writes_ids:
+        if not self.writes_ids:
             return True
         short = self._short_ids and isinstance(held, str) and isinstance(sent, str)
         return short and short_id(str(held)) == short_id(str(sent))
 
     @functools.cached_property
-    def _writes_ids(self) -> bool:
+    def writes_ids(self) -> bool:
+        """Whether the template writes the ids of calls."""
         try:
             return TRIED_ID in self._tried(TRIED_ID)
         except CannotRender:

@@ -12,8 +12,10 @@ from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAp
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.face import Face, given
 from middleware_hub.openai_session.sessions.contents import readable_contents
+from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
+from middleware_hub.openai_session.sessions.named_calls import named_calls
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
@@ -22,6 +24,8 @@ from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 
+#: What OpenAI's API had before tools, and what chooses nothing of it.
+FUNCTIONS, ANY_FUNCTION = ("functions", "function_call"), ("auto", "none")
 #: The field of a request whose last message is the beginning of the answer.
 GOES_ON = "continue_final_message"
 
@@ -52,11 +56,15 @@ class ChatFace(Face):
         """
         fields = self._settings.of_chat(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)
-        messages, places = self._continuation.roles.known(readable_contents(fields["messages"], media))
+        unread = Unread(first=not session.turns)
+        _look_for_functions(fields, unread)
+        given = readable_fields(fields["messages"], media, unread)
+        given = named_calls(given, unread, writes_ids=self._continuation.writes_ids)
+        messages, places = self._continuation.roles.known(readable_contents(given, media))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
-        turn.facts = {**turn.facts, **media.facts}
+        turn.facts = {**turn.facts, **media.facts, **unread.facts}
         return turn
 
     async def placed(
@@ -154,3 +162,12 @@ class ChatFace(Face):
             raise NotAppendOnly(obstacle)
         extension = await self._continuation.after(HeldEnd.of(parent), place.appended, context)
         return TokenPrompt(parent, Piece(frozen(extension.ids)), extension.drop)
+
+
+def _look_for_functions(fields: Mapping[str, Any], unread: Unread) -> None:
+    """Raises BadRequest: a session's first turn has functions of the form that no engine reads."""
+    for name in FUNCTIONS:
+        if fields.get(name) and fields[name] not in ANY_FUNCTION:
+            if unread.first:
+                raise BadRequest(f"{name}: the engine does not read it; send tools and tool_choice in its place")
+            unread.note([name])

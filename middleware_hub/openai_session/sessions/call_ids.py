@@ -1,6 +1,7 @@
 """Call ids that an agent's library gives anew, the same for a call and its result.
 
-Where a template cannot tell two ids apart, a history with renamed ids is the one that is held. Pure.
+Where a template cannot tell two ids apart, a history with renamed ids is the one that is held. A call that came back
+without an id may be any. Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.histories import HeldMessage
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.named_calls import is_unnamed
 
 #: `(held, sent)`: whether the template cannot tell two ids of a call apart.
 SameId = Callable[[object, object], bool]
@@ -52,7 +54,7 @@ def _names(held: Message, sent: Message, same_id: SameId) -> dict[object, object
     """Return which held id each id stands for; nothing if they are not as many, or two are one."""
     ones, others = _ids(held), _ids(sent)
     alike = len(ones) == len(others) == len(set(map(str, ones))) == len(set(map(str, others)))
-    if not alike or not all(map(same_id, ones, others)):
+    if not alike or not all(is_unnamed(other) or same_id(one, other) for one, other in zip(ones, others, strict=True)):
         return {}
     return {str(sent_id): held_id for held_id, sent_id in zip(ones, others, strict=True)}
 

@@ -1,0 +1,201 @@
+"""Calls and results of chat histories under ids that are texts.
+
+Agents with a loop of their own number their calls or leave ids out, and some send the form that OpenAI had before
+tools: a `function_call` of the assistant, answered by a message of the role `function`. SGLang 0.5.23 refuses numbers,
+and drops that form without a word.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.sessions.fields import ASSISTANT, FUNCTION_CALL, Unread
+from middleware_hub.openai_session.sessions.messages import Message, function_of
+from miles_router.errors import BadRequest
+
+#: How an id begins that a call was given here, since it had none. No session has sampled such a call.
+UNNAMED = "call_unnamed_"
+TOOL, FUNCTION = "tool", "function"
+
+
+def id_of(value: object) -> str | None:
+    """Return a call id as a text; None where it is missing, null or empty.
+
+    Raises:
+        ValueError: it is neither a text nor an integer.
+    """
+    if isinstance(value, str | None):
+        return value or None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be a string or an integer")
+    return str(value)
+
+
+def unnamed_id(place: int, number: int = 0) -> str:
+    """Return the id of a call without one: the same in each request of a history that grows."""
+    return f"{UNNAMED}{place}_{number}"
+
+
+def is_unnamed(call_id: object) -> bool:
+    """Return whether a call was given its id here."""
+    return isinstance(call_id, str) and call_id.startswith(UNNAMED)
+
+
+class OpenCalls:
+    """The calls of an answer that have no result yet, in their order."""
+
+    def __init__(self, calls: object = ()) -> None:
+        self._names: dict[str, str] = {}  # by the ids of the calls
+        self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions
+        for call in calls if isinstance(calls, Sequence) else ():
+            call_id, name = call.get("id") if isinstance(call, Mapping) else None, function_of(call).get("name")
+            if isinstance(call_id, str) and isinstance(name, str):
+                self._names[call_id] = name
+                self._ids.setdefault(name, {})[call_id] = None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def answer(self, call_id: str) -> None:
+        """Note the result of a call."""
+        self._ids.get(self._names.pop(call_id, ""), {}).pop(call_id, None)
+
+    def only(self, name: object, *, is_function: bool) -> str | None:
+        """Return the id of the one call that a result without an id can be of. `is_function`: the result names the
+        function, and is of no other."""
+        of_name = self._ids.get(name, {}) if isinstance(name, str) else {}
+        found = of_name or ({} if is_function and name else self._names)
+        return next(iter(found)) if len(found) == 1 else None
+
+    def first(self) -> str:
+        """Return the id of the first call."""
+        return next(iter(self._names))
+
+
+class _CallReader:
+    """Messages as they are read, the beginning first."""
+
+    def __init__(self, messages: Sequence[Message], unread: Unread, *, writes_ids: bool) -> None:
+        self._messages = messages
+        self._unread = unread
+        self._writes_ids = writes_ids
+        self._calls = OpenCalls()
+        self._run_end = 0  # behind the results without ids that come next
+
+    def message(self, place: int) -> Message:
+        """Raises BadRequest: an id is none, or it is not clear which call a result is of."""
+        message = self._messages[place]
+        role = message["role"].lower()
+        if role == ASSISTANT:
+            message = self._calling(message, place)
+            self._calls = OpenCalls(message.get("tool_calls"))
+        elif role in (TOOL, FUNCTION):
+            message = self._result(message, place)
+        return message
+
+    def _calling(self, message: Message, place: int) -> Message:
+        calls, legacy = message.get("tool_calls"), message.get(FUNCTION_CALL)
+        given: list[Any] = calls if isinstance(calls, list) else []
+        named = [_named(call, place, number) for number, call in enumerate(given)]
+        function = self._function(legacy, place) if legacy else None
+        if function is not None:
+            message = {name: value for name, value in message.items() if name != FUNCTION_CALL}
+            if function not in [_function(call) for call in given]:  # libraries write one call in both forms
+                named.append({"id": unnamed_id(place, len(given)), "type": FUNCTION, FUNCTION: function})
+        same = len(named) == len(given) and all(map(operator.is_, named, given))
+        return message if same else {**message, "tool_calls": named}
+
+    def _function(self, legacy: object, place: int) -> dict[str, Any] | None:
+        """Return what a `function_call` calls; None where it cannot be read, and the session has begun."""
+        function = _function({FUNCTION: legacy})
+        if isinstance(function["name"], str) and function["name"]:
+            return function
+        if self._unread.first:
+            raise BadRequest(f"messages[{place}].{FUNCTION_CALL} must be an object with the name of a function")
+        self._unread.note([FUNCTION_CALL])
+        return None
+
+    def _result(self, message: Message, place: int) -> Message:
+        try:
+            call_id = id_of(message.get("tool_call_id"))
+        except ValueError as error:
+            raise BadRequest(f"messages[{place}].tool_call_id {error}") from None
+        is_function = message["role"].lower() == FUNCTION
+        found = self._meant(message, place, is_function=is_function) if call_id is None else call_id
+        if found is None:
+            return message
+        self._calls.answer(found)
+        if message.get("tool_call_id") == found and not is_function:
+            return message
+        return {**message, "role": TOOL, "tool_call_id": found}
+
+    def _meant(self, message: Message, place: int, *, is_function: bool) -> str | None:
+        """Return the call that a result without an id is of; None where it is of none, or names none."""
+        if not self._calls:
+            return None
+        found = self._calls.only(message.get("name"), is_function=is_function)
+        if found is None and len(self._calls) > 1 and self._run(place) == len(self._calls):
+            return self._calls.first()  # as many results as calls: they are in order
+        if found is None and not is_function and (self._unread.first or self._writes_ids):
+            reason = f"is missing, and it is the result of one of {len(self._calls)} calls: say of which"
+            raise BadRequest(f"messages[{place}].tool_call_id {reason}")
+        return found
+
+    def _run(self, place: int) -> int:
+        """Return how many results without an id begin here."""
+        if place >= self._run_end:
+            rest = range(place, len(self._messages))
+            self._run_end = next((each for each in rest if not _is_unnamed_result(self._messages[each])), rest.stop)
+        return self._run_end - place
+
+
+def named_calls(messages: Sequence[Message], unread: Unread, *, writes_ids: bool) -> Sequence[Message]:
+    """Return messages whose calls and results have ids that are texts; the same object if they all have.
+
+    Args:
+        writes_ids: whether the chat template writes ids. Where it does not, a result without one may stay so.
+
+    Raises:
+        BadRequest: an id is neither a text nor an integer, or it is not clear which call a result is of.
+    """
+    if all(map(_is_named, messages)):
+        return messages
+    reading = _CallReader(messages, unread, writes_ids=writes_ids)
+    changed = [reading.message(place) for place in range(len(messages))]
+    return messages if all(map(operator.is_, messages, changed)) else changed
+
+
+def _is_named(message: Message) -> bool:
+    role, calls = message["role"].lower(), message.get("tool_calls")
+    if role == ASSISTANT:
+        return not message.get(FUNCTION_CALL) and not (isinstance(calls, list) and not all(map(_has_id, calls)))
+    return role not in (TOOL, FUNCTION) or (role == TOOL and _is_text(message.get("tool_call_id")))
+
+
+def _has_id(call: object) -> bool:
+    return not isinstance(call, Mapping) or _is_text(call.get("id"))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_unnamed_result(message: Message) -> bool:
+    return message["role"].lower() in (TOOL, FUNCTION) and message.get("tool_call_id") in (None, "")
+
+
+def _named(call: Any, place: int, number: int) -> Any:
+    if _has_id(call):
+        return call
+    try:
+        call_id = id_of(call.get("id"))
+    except ValueError as error:
+        raise BadRequest(f"messages[{place}].tool_calls[{number}].id {error}") from None
+    return {**call, "id": unnamed_id(place, number) if call_id is None else call_id}
+
+
+def _function(call: object) -> dict[str, Any]:
+    function = function_of(call)
+    return {"name": function.get("name"), "arguments": function.get("arguments") or "{}"}
