@@ -128,7 +128,7 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
         ({"given": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"given": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"given": [{"role": "boss", "content": "a"}]}, "input[0].role"),
-        ({"given": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"given": [{"type": "function_call", "call_id": {}, "name": "a", "arguments": "{}"}]}, "input[0].call_id"),
         ({"given": [{"type": "function_call", "call_id": "1", "name": "a", "arguments": 7}]}, "input[0].arguments"),
         ({"given": [{"type": "shell_call", "call_id": "1"}]}, "input[0].action"),
         ({"given": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),

@@ -50,19 +50,23 @@ class OpenCalls:
         self._names: dict[str, str] = {}  # by the ids of the calls
         self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions
         for call in calls if isinstance(calls, Sequence) else ():
-            call_id, name = call.get("id") if isinstance(call, Mapping) else None, function_of(call).get("name")
-            if isinstance(call_id, str) and isinstance(name, str):
-                self._names[call_id] = name
-                self._ids.setdefault(name, {})[call_id] = None
+            self.add(call)
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def add(self, call: object) -> None:
+        """Take one more call."""
+        call_id, name = call.get("id") if isinstance(call, Mapping) else None, function_of(call).get("name")
+        if isinstance(call_id, str) and isinstance(name, str):
+            self._names[call_id] = name
+            self._ids.setdefault(name, {})[call_id] = None
 
     def answer(self, call_id: str) -> None:
         """Note the result of a call."""
         self._ids.get(self._names.pop(call_id, ""), {}).pop(call_id, None)
 
-    def only(self, name: object, *, is_function: bool) -> str | None:
+    def only(self, name: object = None, *, is_function: bool = False) -> str | None:
         """Return the id of the one call that a result without an id can be of. `is_function`: the result names the
         function, and is of no other."""
         of_name = self._ids.get(name, {}) if isinstance(name, str) else {}

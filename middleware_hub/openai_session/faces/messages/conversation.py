@@ -16,6 +16,7 @@ from middleware_hub.openai_session.faces.messages.tools import MessagesTools
 from middleware_hub.openai_session.sessions.documents import as_parts, text_of
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
 BILLING = "x-anthropic-billing-header:"
@@ -41,6 +42,7 @@ class MessagesConversation:
         self._texts: list[str] = []  # of the user, in a row
         self._results: list[dict[str, Any]] = []  # of tools, in a row
         self._order: dict[str, int] = {}  # of the last calls
+        self._open = OpenCalls()  # of those, the ones without a result
         self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
         self._returned: set[int] = set()  # calls of the session that have come back
         self._whole: SentList | None = None  # those of the last request
@@ -110,10 +112,11 @@ class MessagesConversation:
         self._texts.append(text)
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
-        call_id, content = block.get("tool_use_id"), block.get("content")
-        if not isinstance(call_id, str):
-            raise invalid(f"{where}.tool_use_id", "Input should be a valid string")
-        content = as_parts(content)
+        call_id = _id(block, "tool_use_id", where) or self._open.only()
+        if call_id is None:
+            raise invalid(f"{where}.tool_use_id", "Field required: it is not clear which call this is the result of")
+        self._open.answer(call_id)
+        content = as_parts(block.get("content"))
         if not isinstance(content, str):
             content = self._result_text(content, f"{where}.content", call_id)
         self._end_texts()
@@ -192,6 +195,7 @@ class MessagesConversation:
             message = self._said(spoken)
             message = self._echo.held(message, digest) if digest is not None else message
         self._order = {str(call["id"]): place for place, call in enumerate(message.get("tool_calls") or ())}
+        self._open = OpenCalls(message.get("tool_calls"))
         self._messages.append(message)
 
     def _said(self, spoken: Sequence[tuple[object, str]]) -> Mapping[str, Any]:
@@ -207,7 +211,7 @@ class MessagesConversation:
                 if kind == "text":
                     texts.append(_text(block, at))
                 elif kind == "tool_use":
-                    calls.append(self._call(block, at))
+                    calls.append(self._call(block, at, len(calls)))
                 elif kind == "thinking":
                     thoughts.append(self._thought(block, at))
                 elif kind != "redacted_thinking":  # which says nothing that a template could read
@@ -225,10 +229,10 @@ class MessagesConversation:
             raise invalid(f"{where}.thinking", "Input should be a valid string")
         return self._echo.thinking(text or "", block.get("signature"))
 
-    def _call(self, block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        call_id, name = block.get("id"), block.get("name")
-        if not isinstance(call_id, str) or not isinstance(name, str):
-            raise invalid(where, "a tool_use block needs an id and a name")
+    def _call(self, block: Mapping[str, Any], where: str, number: int) -> Mapping[str, Any]:
+        call_id, name = _id(block, "id", where) or unnamed_id(len(self._messages), number), block.get("name")
+        if not isinstance(name, str):
+            raise invalid(where, "a tool_use block needs a name")
         return self._echo.call(call_id, name, block.get("input"), self.tools.schema(name), self._returned)
 
 
@@ -243,6 +247,13 @@ def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], st
         if block.get("type") is None and isinstance(block.get("text"), str):
             block = {**block, "type": "text"}
         yield block, f"{where}.{place}"
+
+
+def _id(block: Mapping[str, Any], name: str, where: str) -> str | None:
+    try:
+        return id_of(block.get(name))
+    except ValueError as error:
+        raise invalid(f"{where}.{name}", f"Input {error}") from None
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:

@@ -37,6 +37,7 @@ from middleware_hub.openai_session.faces.responses.tools import shown_name
 from middleware_hub.openai_session.sessions import documents
 from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
 from middleware_hub.openai_session.sessions.messages import Message, SentList
+from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
 SYSTEM = ("system", "developer")
 #: What asks OpenAI's server to compact a history, and what it answers, which it alone can read.
@@ -71,6 +72,8 @@ class ResponsesConversation:
         self._user: list[str] = []  # what a user says in a row
         self._attribution = Attribution(responses)
         self._answer: Answer | None = None  # the one that may grow
+        self._open = OpenCalls()  # its calls without an output
+        self._unnamed = 0  # calls without an id
         self._answers: list[Answer] = []  # that are not put together yet
         self._whole: SentList | None = None  # those of the last request
         self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
@@ -215,6 +218,7 @@ class ResponsesConversation:
             self._end_answer()
             answer = self._answer = Answer({"role": "assistant"})
             self._answers.append(answer)
+            self._open = OpenCalls()
             self._put(answer.message)
         answer.narrow(found)
         answer.reached = step
@@ -263,26 +267,30 @@ class ResponsesConversation:
         return _thought(held) if held is not None else ""
 
     def _call(self, item: Mapping[str, Any], form: CallForm, name: str, where: str) -> None:
-        call_id = item.get("call_id")
-        if not isinstance(call_id, str):
-            raise missing(f"{where}.call_id")
+        call_id = _id(item, "call_id", where)
+        if call_id is None:
+            self._unnamed += 1
+            call_id = unnamed_id(self._unnamed)
         named = response_of(item.get("id"))
         if named is None and not self._attribution.goes_on(self._answer, call_id):
             self._end_answer()
         found = self._attribution.callers(call_id, item, form, self._answer, named)
         calls = self._grow(CALL, [of for of, _ in found] or ([named] if named is not None else ())).calls
         held = next((each for _, each in found if held_call(each, item, form)), None)
-        if held is not None and form is not FUNCTION:
-            calls.append(held)
-            return
-        shown = shown_name(str(item.get("name") or name), item.get("namespace"))
-        function = {"name": shown, "arguments": form.arguments(item, where)}
-        calls.append({"id": call_id, "type": "function", "function": function})
+        if held is None or form is FUNCTION:
+            shown = shown_name(str(item.get("name") or name), item.get("namespace"))
+            function = {"name": shown, "arguments": form.arguments(item, where)}
+            held = {"id": call_id, "type": "function", "function": function}
+        calls.append(held)
+        self._open.add(held)
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
-        call_id = item.get("call_id") or item.get("id")
-        if not isinstance(call_id, str):
+        call_id = _id(item, "call_id", where)
+        if call_id is None:  # a shell of this machine names its call so
+            call_id = _id(item, "id", where) if item["type"] == "local_shell_call_output" else self._open.only()
+        if call_id is None:
             raise missing(f"{where}.call_id")
+        self._open.answer(call_id)
         self._put({"role": "tool", "tool_call_id": call_id, "content": self._output(item, where)})
         if self._answer is not None:
             self._answer.reached = RESULT
@@ -312,6 +320,13 @@ class ResponsesConversation:
         if found is not None:
             return found
         raise InvalidParameter(where, f"Item with id '{str(item_id)[:64]}' not found.", None)
+
+
+def _id(item: Mapping[str, Any], name: str, where: str) -> str | None:
+    try:
+        return id_of(item.get(name))
+    except ValueError:
+        raise wrong_type(f"{where}.{name}", "a string or an integer") from None
 
 
 def _thought(answer: Message) -> str:
