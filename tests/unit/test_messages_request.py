@@ -364,7 +364,7 @@ def test_a_tool_is_a_function() -> None:
         ({"tools": [7]}, "tools.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
-        ({"tools": [EDIT, EDIT]}, "tools"),
+        ({"tools": [EDIT, {**EDIT, "description": "Others."}]}, "tools.1"),
         ({"tools": [{"name": "a"}]}, "tools.0"),
         ({"tools": [{**EDIT, "description": 7}]}, "tools.0.description"),
         ({"tools": [{**EDIT, "mood": 7}]}, "tools.0.mood"),

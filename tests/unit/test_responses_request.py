@@ -114,7 +114,7 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
+        ({"tools": [FUNCTION, {**FUNCTION, "description": "Another."}]}, "tools[1].name"),
         ({"tools": [{"type": "custom", "name": "a", "format": {"type": "x"}}]}, "tools[0].format.type"),
         ({"tools": [{**FUNCTION, "parameters": 1}]}, "tools[0].parameters"),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools"),
@@ -141,7 +141,7 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
         ({"reasoning": "high"}, "reasoning"),
         ({"truncation": "middle"}, "truncation"),
         ({"include": "all"}, "include"),
-        ({"include": [{}]}, "include"),
+        ({"include": [{}]}, "include[0]"),
         ({"tools": [{"type": {}}]}, "tools[0].type"),
         ({"tools": [{"type": ["function"]}]}, "tools[0].type"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": 1}}, "tool_choice.tools"),

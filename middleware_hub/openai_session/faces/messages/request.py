@@ -108,7 +108,7 @@ def read(
         fields["chat_template_kwargs"] = {**settings, **(own if isinstance(own, Mapping) else {})}
     if messages[-1]["role"] == "assistant":  # the answer goes on from words that are put into the assistant's mouth
         fields["continue_final_message"] = True
-    return MessagesRequest(fields, tools, {**conversation.media.facts, **unknown.facts})
+    return MessagesRequest(fields, tools, {**conversation.media.facts, **unknown.facts, **tools.facts})
 
 
 def _messages(

@@ -72,14 +72,16 @@ class MessagesTools:
         self._shown: dict[str, dict[str, Any]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._gone: dict[str, Any] = {}  # schemas of tools that the session was told of
+        self._left_out: list[str] = []
         if given is None:
             return
         if not isinstance(given, list):
             raise invalid("tools", "Input should be a valid list")
         for place, tool in enumerate(given):
-            self._add(tool, f"tools.{place}")
+            self._add(tool, f"tools.{place}", again=self._held.began)
 
-    def _add(self, tool: object, where: str) -> None:
+    def _add(self, tool: object, where: str, *, again: bool = False) -> None:
+        """Take a tool. `again`: a different one under the name of one before is left out, and not refused."""
         if not isinstance(tool, Mapping):
             raise invalid(where, "Input should be an object")
         kind = tool.get("type")
@@ -90,11 +92,14 @@ class MessagesTools:
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not isinstance(schema, Mapping):
             raise invalid(where, "a tool needs a name and an input_schema")
-        if name in self._schemas:
-            raise invalid("tools", "Tool names must be unique.")
         self._refuse(tool, where)
+        function = _function(tool, name, schema, where)
+        if self._functions.setdefault(name, function) != function:
+            if not again:
+                raise invalid(where, f"Tool names must be unique: two different tools have the name {name[:64]!r}.")
+            self._left_out.append(name[:64])
+            return
         self._schemas[name] = schema
-        self._functions[name] = _function(tool, name, schema, where)
         if not tool.get("defer_loading"):
             self._shown[name] = self._functions[name]
 
@@ -103,6 +108,11 @@ class MessagesTools:
             raise unknown_field(name)
         if tool.get("allowed_callers") not in (None, DIRECT):
             raise invalid(f"{where}.allowed_callers", "only 'direct' is available here")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record of a turn says of them."""
+        return {"tools_left_out": self._left_out} if self._left_out else {}
 
     @property
     def shown(self) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ class Responses:
         for each in reversed(self._settings):
             if each.fields == fields:
                 return each
-        return Settings(fields, ResponsesTools(fields["tools"]))
+        return Settings(fields, ResponsesTools(fields["tools"], began=bool(self._answers)))
 
     def keep(self, envelope: Envelope, turn: Turn, *, stored: bool) -> int:
         """Remember a response that was recorded; gives the bytes that this takes."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import orjson
+
 from middleware_hub.openai_session.faces.policy import UNKNOWN_HINT, RequestPolicy, UnknownFields
 from middleware_hub.openai_session.faces.responses.conversation import ResponsesConversation
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.tools import choice_of
-from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -50,8 +52,8 @@ INCLUDABLE = frozenset(
         ENCRYPTED,
     )
 )
-#: Metadata, as the API bounds each pair of it.
-MAX_KEY, MAX_VALUE = 64, 512
+#: Bytes of memory that the metadata of a response takes.
+MAX_METADATA = 1 << 20
 STRICT = RequestPolicy()
 
 
@@ -115,7 +117,7 @@ def read(
     if _flag(request, "stream", default=False):
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     own = {"metadata": _metadata(request), "previous_response_id": request.get("previous_response_id")}
-    seals = ENCRYPTED in _included(request)
+    seals = ENCRYPTED in _included(request, unknown)
     facts = {**conversation.media.facts, **unknown.facts}
     return ResponsesRequest(fields, settings, own, seals, _flag(request, "store", default=True), facts)
 
@@ -230,24 +232,27 @@ def _form(text: Mapping[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", **schema}}}
 
 
-def _included(request: Mapping[str, Any]) -> list[Any]:
+def _included(request: Mapping[str, Any], unknown: UnknownFields) -> list[str]:
     included = request.get("include") or []
     if not isinstance(included, list):
         raise wrong_type("include", "an array")
-    for each in included:
-        if not isinstance(each, str) or each not in INCLUDABLE:
-            raise unavailable("include", f"'{str(each)[:64]}'")
+    for place, each in enumerate(included):
+        if not isinstance(each, str):
+            raise wrong_type(f"include[{place}]", "a string")
+    if (other := unknown.refused(dict.fromkeys(included, True), INCLUDABLE, "include.")) is not None:
+        name = other.removeprefix("include.")
+        raise InvalidParameter(
+            "include", f"'{name}' is not available in a traced session; {UNKNOWN_HINT}.", "unsupported_value"
+        )
     return included
 
 
 def _metadata(request: Mapping[str, Any]) -> Mapping[str, str]:
-    metadata = _given(_object(request, "metadata"))
-    for key, value in metadata.items():
-        if not isinstance(value, str) or len(key) > MAX_KEY or len(value) > MAX_VALUE:
-            raise InvalidParameter(
-                f"metadata.{key[:MAX_KEY]}",
-                f"Invalid 'metadata': expected a string of at most {MAX_VALUE} characters, under a key of {MAX_KEY}.",
-            )
+    """Metadata as the response says it again, in texts alone. SGLang takes values of any type and length."""
+    given = _given(_object(request, "metadata"))
+    metadata = {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in given.items()}
+    if message_bytes(metadata) + message_bytes([*metadata]) > MAX_METADATA:
+        raise InvalidParameter("metadata", f"Invalid 'metadata': it takes more than {MAX_METADATA} bytes of memory.")
     return metadata
 
 

@@ -33,12 +33,15 @@ class ResponsesTools:
         left_out: the others.
     """
 
-    def __init__(self, given: object) -> None:
-        """Raises InvalidParameter where one of them is none, or cannot be run."""
+    def __init__(self, given: object, *, began: bool = False) -> None:
+        """Raises InvalidParameter where one of them is none, or cannot be run, or is another one under the name of
+        one before. Of a session that `began`, such a tool is left out."""
+        self._began = began
         self.shown: list[dict[str, Any]] = []
         self.given: list[Any] = []
         self.left_out: list[str] = []
         self._named: dict[str, Named] = {}
+        self._functions: dict[str, dict[str, Any]] = {}
         if given is not None and not isinstance(given, list):
             raise wrong_type("tools", "an array")
         for place, tool in enumerate(given or ()):
@@ -91,12 +94,18 @@ class ResponsesTools:
             raise missing(f"{where}.name")
         namespace = str(space["name"]) if space is not None else None
         shown = shown_name(name, namespace)
-        if shown in self._named:
-            raise InvalidParameter(f"{where}.name", f"Duplicate tool name: '{shown[:64]}'.")
         description = tool.get("description")
         told = {"description": description} if isinstance(description, str) else {}
-        self._named[shown] = Named(form, name, namespace)
-        self.shown.append({"type": "function", "function": {"name": shown, **told, **form.function(tool, where)}})
+        function = {"name": shown, **told, **form.function(tool, where)}
+        stands_for = Named(form, name, namespace)
+        if shown not in self._named:
+            self._named[shown] = stands_for
+            self._functions[shown] = function
+            self.shown.append({"type": "function", "function": function})
+        elif (stands_for, function) != (self._named[shown], self._functions[shown]):
+            if not self._began:
+                raise InvalidParameter(f"{where}.name", f"Two different tools have the name '{shown[:64]}'.")
+            self.left_out.append(shown)
 
 
 def shown_name(name: str, namespace: object) -> str:
