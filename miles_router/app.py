@@ -123,7 +123,7 @@ def create_app(
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in duty.first_workers(config):
-        pools.default.fleet.pool.add(parse_worker_url(url))
+        pools.default.fleet.pool.expect(parse_worker_url(url))
     registrations = Registrations(store, pools)
     admin = duty.admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)

@@ -95,7 +95,9 @@ class Admin:
         return Json({"status": "success", "worker_urls": self._in_flight()})
 
     async def list_workers(self, request: Request) -> Response:
-        return Json({"urls": [worker.url for worker in self._pools.workers]})
+        workers = self._pools.workers
+        unreached = {worker.url: worker.reason for worker in workers if worker.state is WorkerState.UNREACHED}
+        return Json({"urls": [worker.url for worker in workers], **({"unreached": unreached} if unreached else {})})
 
     # Workers, the REST spelling of the SGLang gateway
 
@@ -246,6 +248,7 @@ class Admin:
             "workers_draining": states.count(WorkerState.DRAINING),
             "workers_outdated": states.count(WorkerState.OUTDATED),
             "workers_paused": states.count(WorkerState.PAUSED),
+            "workers_unreached": states.count(WorkerState.UNREACHED),
             "in_flight": sum(pool.fleet.pool.in_flight for pool in self._pools),
         }
 

@@ -94,11 +94,13 @@ class Duty:
 
     def running(self, pools: Pools) -> AbstractAsyncContextManager[None]:
         """While it is entered, this process does its duty."""
-        return _running()
+        return _running(pools)
 
 
 @asynccontextmanager
-async def _running() -> AsyncIterator[None]:
+async def _running(pools: Pools) -> AsyncIterator[None]:
+    """Ready once the first workers were asked: the router's first requests find those that answer."""
+    await pools.default.health.first_look()
     yield
 
 

@@ -47,7 +47,7 @@ class Outcome:
     @property
     def excused(self) -> bool:
         """Of a worker that takes no traffic anyway and cannot be reached."""
-        return not self.reachable and self.worker.state is WorkerState.QUARANTINED
+        return not self.reachable and self.worker.state in (WorkerState.QUARANTINED, WorkerState.UNREACHED)
 
     def describe(self) -> dict[str, object]:
         """For the `workers` part of an answer. What is no JSON, or nested too deep to be written again, is a text."""

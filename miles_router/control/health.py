@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from miles_router import tasks
 from miles_router.control.probes import UNAVAILABLE, Probes
 from miles_router.engines import paths
-from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import ALIVE, Signs, Transition, Worker, WorkerState
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: Rounds of probes in one interval while somebody takes no traffic for its weights alone.
 ROUNDS = 8
+#: Seconds from one check of workers that never answered to the next, and for which a router that starts waits for them.
+UNREACHED_AGAIN, FIRST_LOOK = 1.0, 2.0
 #: Seconds from one change of a version, after which all are asked, to the next: an address may have two engines.
 CALM = 1.0
 
@@ -56,6 +58,7 @@ class HealthMonitor:
         self._deep_passed: dict[str, float] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._newcomers: set[Worker] = set()  # who has joined and has not answered yet
+        self._expecting: asyncio.Task[None] | None = None  # asks workers that never answered
         self._asked_for_change = -math.inf  # when a change was last followed by questions
 
     @asynccontextmanager
@@ -65,11 +68,34 @@ class HealthMonitor:
         self._newcomers.update(self._pool)
         ticker = tasks.spawn(self._tick(), name="health checks")
         try:
+            self._expect()
             yield
         finally:
             unsubscribe()
-            for task in (ticker, *self._under_way.values()):
+            expecting = () if self._expecting is None else (self._expecting,)
+            for task in (ticker, *expecting, *self._under_way.values()):
                 await tasks.cancelled(task)
+
+    async def first_look(self) -> None:
+        """Return once each worker that never answered was checked, or after `FIRST_LOOK` seconds."""
+        for worker in self._unreached():
+            self.check_soon(worker)
+        if checks := [self._under_way[worker.url] for worker in self._unreached()]:
+            await asyncio.wait(checks, timeout=FIRST_LOOK)
+
+    def _unreached(self) -> list[Worker]:
+        return [worker for worker in self._pool if worker.state is WorkerState.UNREACHED]
+
+    def _expect(self) -> None:
+        """Check workers that never answered more often than others, while there are some."""
+        if self._unreached() and (self._expecting is None or self._expecting.done()):
+            self._expecting = tasks.spawn(self._ask_unreached(), name="first answers")
+
+    async def _ask_unreached(self) -> None:
+        while unreached := self._unreached():
+            for worker in unreached:
+                self.check_soon(worker)
+            await asyncio.sleep(min(UNREACHED_AGAIN, self._interval / ROUNDS))
 
     async def _tick(self) -> None:
         """All are asked once in an interval, and more often while the fleet is between two versions."""
@@ -117,6 +143,7 @@ class HealthMonitor:
         elif transition.before is None:
             self._newcomers.add(transition.worker)
             self.check_soon(transition.worker)
+            self._expect()
         elif (transition.before, transition.after) == (WorkerState.QUARANTINED, WorkerState.READY):
             self._fleet.ask_for_facts(transition.worker)
 
@@ -136,13 +163,17 @@ class HealthMonitor:
             self._fleet.ask_for_facts(worker)
 
     def _alive(self, worker: Worker, version: str | None, epoch: int) -> None:
-        trusted = epoch % 2 == 0 and epoch == self._pool.weights_epoch
+        trusted = self._trusted(epoch)
         changed = trusted and None not in (version, worker.weight_version) and version != worker.weight_version
         self._pool.record_alive(worker, version if trusted else None)
         if changed and time.monotonic() - self._asked_for_change >= min(CALM, self._interval / ROUNDS):
             # Somebody updates engines behind the router, and the others may have followed.
             self._asked_for_change = time.monotonic()
             self.check_all()
+
+    def _trusted(self, epoch: int) -> bool:
+        """Return whether a weight version that a worker named since this epoch began is its version now."""
+        return epoch % 2 == 0 and epoch == self._pool.weights_epoch
 
     async def _probe_once(self, worker: Worker, epoch: int) -> None:
         """Ask, and tell the pool.
@@ -168,6 +199,9 @@ class HealthMonitor:
         self._excused.discard(worker)
         version = facts.weight_version
         self._fleet.said(worker, facts)
+        if worker.state is WorkerState.UNREACHED and (hindrance := await self._reach(worker, version, epoch)):
+            self._pool.record_failure(worker, hindrance)
+            return
         paused = worker.state in ALIVE and not self._gate.deliberate and await self._is_paused(worker)
         if self._gate.deliberate or self._gate.pauses != pauses:  # then the pause may be the router's own
             self._alive(worker, version, epoch)
@@ -178,9 +212,20 @@ class HealthMonitor:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)
 
+    async def _reach(self, worker: Worker, version: str | None, epoch: int) -> str | None:
+        """Have a worker that answers for the first time join the fleet; returns why it could not."""
+        try:
+            await self._fleet.reach(worker, version if self._trusted(epoch) else None)
+        except (PartlyFailed, UpstreamUnreachable) as error:
+            return str(error)
+        return None
+
     async def record_silence(self, worker: Worker, reason: str, seconds: float) -> None:
         """Count a failure of a worker that did not answer in time. Bytes of its generations in the last `seconds` are a
         sign of life, and the last routable worker keeps its place while requests run on it."""
+        if worker.state is WorkerState.UNREACHED:  # nothing runs there; other processes may not be there to be asked
+            self._pool.record_failure(worker, reason)
+            return
         signs = await self.signs(worker)
         out = worker.state is WorkerState.QUARANTINED
         if out or not self._pool.snapshot.excuses(worker, signs, seconds):

@@ -24,7 +24,7 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.tokenizing import TokenizerQuestion
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import ALIVE, RankFault, Transition, Unit, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,6 @@ class Orders(Protocol):
 
 #: Names of its model, and adapters seen last, that a fleet remembers.
 MAX_NAMES, MAX_ADAPTERS = 64, 1024
-
-
-class RankFault:
-    """Why the ranks of one engine process are not chosen, if they are not. Kept with its facts, and gone with them."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
 
 
 class Fleet:
@@ -179,6 +172,13 @@ class Fleet:
             self.ask_for_facts(worker)  # it may say more to another key
         return worker
 
+    async def reach(self, worker: Worker, weight_version: str | None) -> None:
+        """Make a worker routable that has answered for the first time, once it is paused or put to sleep as the fleet
+        is. Raises as `join`."""
+        async with self.membership:
+            await self._bring_along(worker)
+            self.pool.reach(worker, None if self.pool.weight_version is None else weight_version)
+
     async def drain(self, worker: Worker) -> None:
         """Send nothing new to a worker and remove it after its last request; returns then, or when it is registered
         again before. `WorkerPool.remove` removes one at once."""
@@ -187,7 +187,8 @@ class Fleet:
         await idle.wait()
 
     def _is_registered(self, address: WorkerUrl) -> bool:
-        return any(worker.url == address.url for worker in self.pool)
+        states = (worker.state for worker in self.pool if worker.url == address.url)
+        return next(states, WorkerState.UNREACHED) is not WorkerState.UNREACHED
 
     async def _version_of(self, newcomer: Worker) -> str | None:
         try:
@@ -443,6 +444,6 @@ def _log(transition: Transition) -> None:
     """One line for each change of a worker's state, with its reason."""
     worker = transition.worker
     after = transition.after.value if transition.after else "removed"
-    in_order = transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
+    in_order = transition.before is None or transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
     level = logging.INFO if in_order else logging.WARNING
     logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

@@ -1,5 +1,6 @@
 """The pool of workers as a state machine: who is registered, what may be chosen, how many requests each carries.
 
+    expect ──> UNREACHED ──(answers, or registers itself)──> READY
     add ──> READY ──(K consecutive failures)──> QUARANTINED ──(probe passes, policy agrees)──> READY
               │ ├──(other weights than the fleet's)──> OUTDATED ──(the same again)──> READY
               │ └──(paused by somebody else)──> PAUSED ──(goes on)──> READY
@@ -13,27 +14,37 @@ and requests report what they saw, and this module decides.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from miles_router.errors import NotFound, NoWorkerAvailable, PolicyFault
+from miles_router.errors import NoWorkerAvailable, PolicyFault
 from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
+from miles_router.fleet.members import Members
 from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Policy, need_of
 from miles_router.fleet.placement.homes import Homes, prefill_key
 from miles_router.fleet.placement.paces import Paces
 from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState, other_weights, voted_version
+from miles_router.fleet.workers import (
+    ALIVE,
+    EXPECTED,
+    REGISTERED,
+    Transition,
+    Unit,
+    Worker,
+    WorkerState,
+    other_weights,
+    voted_version,
+)
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
-class WorkerPool:
-    """The registered workers, by normal URL, in order of registration."""
+class WorkerPool(Members):
+    """The registered workers, and what becomes of them."""
 
     def __init__(
         self,
@@ -44,6 +55,7 @@ class WorkerPool:
         homes: Homes | None = None,
         admission: float = 0.0,
     ) -> None:
+        super().__init__()
         #: Where sessions are, and whether others may begin.
         self.homes, self.paces = Homes() if homes is None else homes, Paces()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
@@ -59,33 +71,10 @@ class WorkerPool:
         self.snapshot = Snapshot()
         #: How many workers were found stalled.
         self.stalls = 0
-        self._workers: dict[str, Worker] = {}
-        self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
         self._weights_changed = False  # of some worker, some time
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(tuple(self._workers.values()))
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __repr__(self) -> str:
-        states = Counter(worker.state for worker in self)
-        counts = ", ".join(f"{states[state]} {state.value}" for state in WorkerState)
-        return f"<WorkerPool {counts}; in flight: {self.in_flight}>"
-
-    @property
-    def routable(self) -> Sequence[Worker]:
-        """The workers that new requests may go to."""
-        return [worker for worker in self if worker.state is WorkerState.READY]
-
-    @property
-    def busy(self) -> Sequence[Worker]:
-        """The workers with requests in flight, removed ones that still finish included."""
-        return [worker for worker in (*self, *self._leaving.values()) if worker.in_flight]
 
     @property
     def has_stragglers(self) -> bool:
@@ -96,31 +85,6 @@ class WorkerPool:
             and other_weights(worker, self.weight_version)
             for worker in self
         )
-
-    @property
-    def in_flight(self) -> int:
-        """Leases held on all workers, removed ones that still finish included."""
-        return sum(w.in_flight for w in self) + sum(w.in_flight for w in self._leaving.values())
-
-    def get(self, name: str) -> Worker:
-        """The worker with this normal URL or id.
-
-        Raises:
-            NotFound: no such worker is registered.
-        """
-        worker = self._workers.get(name) or next((w for w in self if w.address.id == name), None)
-        if worker is None:
-            raise NotFound(f"no worker {name!r} is registered")
-        return worker
-
-    def find(self, url: str) -> Worker | None:
-        """The worker at a normal URL, one that was removed and still finishes requests included."""
-        return self._workers.get(url) or self._leaving.get(url)
-
-    def version_of(self, url: str | None) -> str | None:
-        """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
-        worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, without its call
-        return None if worker is None else worker.weight_version
 
     # Registration
 
@@ -136,6 +100,7 @@ class WorkerPool:
         changes only the key and attributes given, and ends a drain, but not a quarantine."""
         if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
+            self.reach(known, weight_version)
             return known
         # A worker that was removed and returns while old requests still run keeps counting them.
         worker = self._leaving.pop(address.url, None)
@@ -146,14 +111,37 @@ class WorkerPool:
             self._end_drain(worker)
             worker.caches.change(worker.weight_version, new_number())  # for those that still run
             worker.failures, worker.weight_version = 0, None
+        self._workers[address.url] = worker
+        self._welcome(worker, weight_version, before=None)
+        return worker
+
+    def expect(self, address: WorkerUrl) -> Worker:
+        """Register a worker that the configuration names. It takes no requests before it has answered a check."""
+        if (known := self._workers.get(address.url)) is not None:
+            return known
+        worker = self._workers[address.url] = Worker(address, now=self._now())
+        self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
+        return worker
+
+    def reach(self, worker: Worker, weight_version: str | None) -> None:
+        """Make a worker routable that had not answered yet; others stay what they are."""
+        if self._is(worker, WorkerState.UNREACHED):
+            worker.failures = 0
+            self._welcome(worker, weight_version, before=worker.state)
+
+    def _welcome(self, worker: Worker, weight_version: str | None, *, before: WorkerState | None) -> None:
         # It may come with a cache of weights that this fleet has had, or of others.
         self._weights_changed |= weight_version not in (None, self.weight_version)
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
-        self._workers[address.url] = worker
         worker.weight_version, worker.missed_update = weight_version, self.unnamed_weights
-        self._move(worker, WorkerState.READY, "registered", before=None)
+        self._move(worker, WorkerState.READY, REGISTERED, before=before)
         self._settle_weights()
-        return worker
+
+    def stay_unreached(self, worker: Worker, reason: str) -> None:
+        """Say why a worker has not answered yet; told again only when the reason changes."""
+        reason = f"{EXPECTED}: {reason}"
+        if self._is(worker, WorkerState.UNREACHED) and worker.reason != reason:
+            self._move(worker, WorkerState.UNREACHED, reason, before=worker.state)
 
     def distrust_caches(self) -> None:
         """Another router may have filled those of all workers, later ones too, with what older weights computed."""
@@ -308,6 +296,7 @@ class WorkerPool:
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
         worker.failures, worker.last_check = worker.failures + 1, self._now()
         self._forget_engine(worker)
+        self.stay_unreached(worker, reason)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             worker.missed_update |= self.unnamed_weights  # it may start anew, with the weights of its disk
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)

@@ -25,6 +25,8 @@ class WorkerState(str, Enum):
     OUTDATED = "outdated"
     PAUSED = "paused"
     DRAINING = "draining"
+    #: Named in the configuration, and has not answered yet.
+    UNREACHED = "unreached"
 
 
 class Role(str, Enum):
@@ -40,6 +42,9 @@ class Role(str, Enum):
 #: States of workers that answer.
 ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
 
+
+#: Why a worker is what it is: it has joined, or it is expected to.
+REGISTERED, EXPECTED = "registered", "named in the configuration, and has not answered yet"
 
 #: The attributes that make a worker one half of a pair.
 ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
@@ -155,7 +160,7 @@ class Worker:
         #: Why its ranks are not chosen, where they could be.
         self.rank_fault: str | None = None
         self.state = WorkerState.READY
-        self.reason = "registered"
+        self.reason = REGISTERED
         self.since = now
         self.failures = 0
         self.weight_version: str | None = None
@@ -248,6 +253,13 @@ class Worker:
 
 def _load(*units: Unit) -> dict[str, object]:
     return {name: sum(getattr(unit, name) for unit in units) for name in ("in_flight", "sessions", "tokens")}
+
+
+class RankFault:
+    """Why the ranks of one engine process are not chosen, if they are not. Kept with its facts, and gone with them."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
 
 
 class Transition:

@@ -111,7 +111,9 @@ class RouterConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
     port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
     processes: int = setting(1, "processes that take requests, on one port; about one for each core", _processes)
-    worker_urls: tuple[str, ...] = setting((), "workers to start with; more register by POST /add_worker", _worker_urls)
+    worker_urls: tuple[str, ...] = setting(
+        (), "workers to start with, each routable once it answers; more register by POST /add_worker", _worker_urls
+    )
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id
     )

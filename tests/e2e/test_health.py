@@ -297,6 +297,7 @@ async def test_each_change_of_state_is_logged_once_with_its_reason(
     await probed(worker, 5)
     await router.ask("POST", f"/remove_worker?url={worker.url}&drain=true")
     assert transitions(caplog) == [
+        ("worker_unreached", "named in the configuration, and has not answered yet"),
         ("worker_ready", "registered"),
         ("worker_quarantined", f"{worker.url}/model_info answered 503"),
         ("worker_ready", "answers its checks again"),

@@ -7,11 +7,13 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from miles_router.fleet.workers import WorkerState
 from tests.support.http import RawReply, request
+from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, script, unread
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -53,6 +55,13 @@ def silent_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
+async def registered(stage: Stage, url: str, **settings: Any) -> RunningRouter:
+    """A router at which a worker has registered itself: it takes requests at once, though nobody answers there."""
+    router = await stage.router(**settings)
+    assert (await router.ask("POST", f"/add_worker?url={url}")).status == 200
+    return router
+
+
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
     """This process can open nothing."""
@@ -89,7 +98,7 @@ async def test_a_refused_connection_goes_to_another_worker(stage: Stage, refused
 
 
 async def test_a_refused_connection_with_nobody_else_is_502(stage: Stage, refused_url: str) -> None:
-    router = await stage.router(refused_url)
+    router = await registered(stage, refused_url)
     answer = await router.ask("POST", "/generate", body=BODY)
     assert_unreachable(answer)
     assert refused_url in answer.json()["error"]["message"]
@@ -97,7 +106,7 @@ async def test_a_refused_connection_with_nobody_else_is_502(stage: Stage, refuse
 
 async def test_a_connection_that_is_never_taken_ends_at_the_connect_timeout(stage: Stage, silent_url: str) -> None:
     worker = await stage.worker()
-    router = await stage.router(silent_url, connect_timeout=0.1)
+    router = await registered(stage, silent_url, connect_timeout=0.1)
     assert_unreachable(await router.ask("POST", "/generate", body=BODY))
     await router.ask("POST", f"/add_worker?url={worker.url}")
     for _ in range(2):
@@ -106,7 +115,7 @@ async def test_a_connection_that_is_never_taken_ends_at_the_connect_timeout(stag
 
 
 async def test_a_client_that_leaves_while_the_router_connects_ends_the_attempt(stage: Stage, silent_url: str) -> None:
-    router = await stage.router(silent_url, connect_timeout=30.0, health_check_timeout=0.05)
+    router = await registered(stage, silent_url, connect_timeout=30.0, health_check_timeout=0.05)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", body=BODY))
     await until(lambda: router.pool.in_flight == 1, "the request is leased")

@@ -116,7 +116,10 @@ def test_what_is_shown_of_a_worker_is_complete_and_holds_no_key() -> None:
 def test_the_repr_counts_states() -> None:
     scene = Scene.of("abc")
     scene.quarantine("a")
-    assert repr(scene.pool) == "<WorkerPool 2 ready, 1 quarantined, 0 outdated, 0 paused, 0 draining; in flight: 0>"
+    assert (
+        repr(scene.pool)
+        == "<WorkerPool 2 ready, 1 quarantined, 0 outdated, 0 paused, 0 draining, 0 unreached; in flight: 0>"
+    )
     assert repr(scene["a"]) == "<Worker http://a quarantined, in flight: 0, failures: 2>"
 
 

@@ -35,8 +35,8 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
 from miles_router.engines.facts import Facts
 from miles_router.errors import ControlUnavailable
-from miles_router.fleet.fleet import Fleet, RankFault
-from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.workers import RankFault, Transition, Unit, Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics.plain import written_declarations
 from miles_router.pools.pools import ModelPool, Pools

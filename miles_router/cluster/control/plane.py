@@ -187,7 +187,8 @@ class ControlDuty(Duty):
             logger.warning("control_plane_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
         else:
             for url in self._config.worker_urls:
-                self._pools.default.fleet.pool.add(parse_worker_url(url))
+                self._pools.default.fleet.pool.expect(parse_worker_url(url))
+            await self._pools.default.health.first_look()
         await self._registrations.restore(of_this_run=bool(sections))
         self.followers.number = number
         self.followers.go_on_counting(sections.get(COUNTED, ()))

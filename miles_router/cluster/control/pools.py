@@ -95,9 +95,17 @@ class DecidingPool(SharedPool):
         Raises:
             BadRequest: there are more workers than can be counted.
         """
+        self._check_room(address)
+        return super().add(address, api_key=api_key, attributes=attributes, weight_version=weight_version)
+
+    def expect(self, address: WorkerUrl) -> Worker:
+        """As `WorkerPool.expect`. Raises as `add`."""
+        self._check_room(address)
+        return super().expect(address)
+
+    def _check_room(self, address: WorkerUrl) -> None:
         if self.find(address.url) is None and not self._columns.room:
             raise BadRequest(f"the workers of this router have {COLUMNS} units; it takes no more")
-        return super().add(address, api_key=api_key, attributes=attributes, weight_version=weight_version)
 
     def _move_cells(self, worker: Worker, block: tuple[int, int] | None) -> None:
         """Have a worker counted there; where it was before if there is no room."""

@@ -7,7 +7,7 @@ import {bandsOf} from "./run_numbers.js";
 import {bar, numberCard, refill, section, stateChip, table} from "./tables.js";
 import {ago, clock, duration, percent} from "./words.js";
 
-const STATES = ["ready", "quarantined", "outdated", "paused", "draining"];
+const STATES = ["ready", "quarantined", "outdated", "paused", "draining", "unreached"];
 const TITLES = ["Worker", "State", "In flight", "Tokens", "Weights", "Failures", "Last check", "Reason"];
 const LOADS = [["in_flight", "requests in flight"], ["tokens", "tokens"], ["sessions", "sessions at home"]];
 

@@ -1,0 +1,63 @@
+"""The workers that a pool has, and how one of them is found. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from miles_router.errors import NotFound
+from miles_router.fleet.workers import Worker, WorkerState
+
+
+class Members:
+    """The registered workers, by normal URL, in order of registration."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __repr__(self) -> str:
+        states = Counter(worker.state for worker in self)
+        counts = ", ".join(f"{states[state]} {state.value}" for state in WorkerState)
+        return f"<WorkerPool {counts}; in flight: {self.in_flight}>"
+
+    @property
+    def routable(self) -> Sequence[Worker]:
+        """The workers that new requests may go to."""
+        return [worker for worker in self if worker.state is WorkerState.READY]
+
+    @property
+    def busy(self) -> Sequence[Worker]:
+        """The workers with requests in flight, removed ones that still finish included."""
+        return [worker for worker in (*self, *self._leaving.values()) if worker.in_flight]
+
+    @property
+    def in_flight(self) -> int:
+        """Leases held on all workers, removed ones that still finish included."""
+        return sum(w.in_flight for w in self) + sum(w.in_flight for w in self._leaving.values())
+
+    def get(self, name: str) -> Worker:
+        """The worker with this normal URL or id.
+
+        Raises:
+            NotFound: no such worker is registered.
+        """
+        worker = self._workers.get(name) or next((w for w in self if w.address.id == name), None)
+        if worker is None:
+            raise NotFound(f"no worker {name!r} is registered")
+        return worker
+
+    def find(self, url: str) -> Worker | None:
+        """The worker at a normal URL, one that was removed and still finishes requests included."""
+        return self._workers.get(url) or self._leaving.get(url)
+
+    def version_of(self, url: str | None) -> str | None:
+        """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
+        worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, without its call
+        return None if worker is None else worker.weight_version

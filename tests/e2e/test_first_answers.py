@@ -1,0 +1,196 @@
+"""A worker that the configuration names takes requests once it has answered a check, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.support.http import RawReply, ask
+from tests.support.ports import free_ports
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
+from tests.support.stage import Stage
+from tests.support.waiting import STEP
+
+EXPECTED = "named in the configuration, and has not answered yet"
+SHORT: dict[str, Any] = {"text": "Hi", "sampling_params": {"max_new_tokens": 1}}
+
+
+async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
+    body = json.dumps(fields).encode()
+    return await router.ask("POST", path, [("Content-Type", "application/json")], body)
+
+
+async def got(router: RunningRouter, path: str) -> Any:
+    answer = await router.ask("GET", path)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+async def shown(router: RunningRouter, url: str) -> dict[str, Any]:
+    """What the router says of one worker."""
+    found: list[dict[str, Any]] = (await got(router, "/workers"))["workers"]
+    return next(each for each in found if each["url"] == url)
+
+
+async def in_state(router: RunningRouter, url: str, state: str) -> dict[str, Any]:
+    while (found := await shown(router, url))["state"] != state:  # noqa: ASYNC110
+        await asyncio.sleep(STEP)
+    return found
+
+
+async def refusing(stage: Stage) -> ScriptedWorker:
+    """A worker that takes no connection yet."""
+    worker = await stage.worker()
+    worker.refuse()
+    return worker
+
+
+async def test_a_worker_that_never_answered_is_shown_as_unreached(stage: Stage) -> None:
+    silent = await refusing(stage)
+    router = await stage.router(silent)
+    record = await shown(router, silent.url)
+    assert record["state"] == "unreached"
+    assert record["reason"].startswith(EXPECTED)
+    for path in ("/health", "/router/info"):
+        said = await got(router, path)
+        assert (said["workers_total"], said["workers_routable"], said["workers_unreached"]) == (1, 0, 1)
+    assert (await router.ask("GET", "/readiness")).status == 503
+    listed = await got(router, "/list_workers")
+    assert (listed["urls"], [*listed["unreached"]]) == ([silent.url], [silent.url])
+    assert listed["unreached"][silent.url].startswith(EXPECTED)
+    text = (await router.ask("GET", "/metrics")).body.decode()
+    assert f'miles_router_worker_routable{{worker="{silent.url}"}} 0.0' in text
+    assert 'miles_router_workers{state="unreached"} 1.0' in text
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/get_model_info", "/any/path"])
+async def test_requests_are_told_503_while_no_worker_has_answered(stage: Stage, path: str) -> None:
+    silent = await refusing(stage)
+    router = await stage.router(silent)
+    answer = await router.ask("GET" if path == "/get_model_info" else "POST", path, body=b"{}")
+    assert (answer.status, answer.error_type) == (503, "no_worker_available")
+    assert "1 unreached" in answer.json()["error"]["message"]
+    assert int(answer.value("retry-after") or 0) >= 1
+
+
+@pytest.mark.parametrize("readmit", ["same-weights", "healthy", "never"])
+async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage, readmit: str) -> None:
+    late = await refusing(stage)
+    router = await stage.router(late, readmit=readmit, health_check_failure_threshold=1)
+    while not (await shown(router, late.url))["failures"]:  # noqa: ASYNC110
+        await asyncio.sleep(STEP)
+    await late.listen()
+    record = await in_state(router, late.url, "ready")
+    assert (record["reason"], record["failures"]) == ("registered", 0)
+    assert (await post(router, "/generate", **SHORT)).status == 200
+    assert "unreached" not in await got(router, "/list_workers")
+
+
+@pytest.mark.parametrize("answer", ["hangs", "answers 500"])
+async def test_a_worker_that_listens_and_says_nothing_good_gets_no_request(stage: Stage, answer: str) -> None:
+    starting, well = await stage.worker(), await stage.worker()
+    starting.model_info = script(HANG) if answer == "hangs" else script(reply(b"", 500))
+    router = await stage.router(starting, well, health_check_timeout=0.2)
+    answers = [(await post(router, "/generate", **SHORT)).status for _ in range(6)]
+    assert answers == [200] * 6
+    assert (starting.requests, len(well.requests)) == ([], 6)
+    starting.model_info = script(reply(b'{"weight_version": "1"}'))
+    await in_state(router, starting.url, "ready")
+
+
+async def test_no_request_is_sent_to_an_address_where_nobody_listens(stage: Stage) -> None:
+    silent, well = await refusing(stage), await stage.worker()
+    router = await stage.router(silent, well)
+    for _ in range(6):
+        assert (await post(router, "/generate", **SHORT)).status == 200
+    text = (await router.ask("GET", "/metrics")).body.decode()
+    assert "miles_router_retries_total 0.0" in text
+
+
+async def test_a_router_whose_workers_are_up_takes_requests_at_once(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    async with running_router(*workers) as router:
+        answers = await asyncio.gather(*(post(router, "/generate", **SHORT) for _ in range(9)))
+    assert [answer.status for answer in answers] == [200] * 9
+    assert all(worker.requests for worker in workers)
+
+
+async def test_a_worker_that_registers_itself_takes_requests_at_once(stage: Stage) -> None:
+    silent, other = await refusing(stage), await refusing(stage)
+    router = await stage.router(silent)
+    for url in (other.url, silent.url):  # the second one is named in the configuration, too
+        answer = await post(router, "/add_worker", url=url)
+        assert answer.status == 200
+        assert (await shown(router, url))["state"] == "ready"
+    assert (await post(router, "/remove_worker", url=silent.url)).status == 200
+    assert (await got(router, "/list_workers")) == {"urls": [other.url]}
+
+
+async def test_a_worker_that_had_registered_itself_takes_requests_behind_a_restart(
+    stage: Stage, tmp_path: Path
+) -> None:
+    named, gone = await stage.worker(), await refusing(stage)
+    async with running_router(named, state_dir=str(tmp_path)) as before:
+        assert (await post(before, "/add_worker", url=gone.url)).status == 200
+    named.refuse()
+    async with running_router(named, state_dir=str(tmp_path)) as after:
+        states = [(await shown(after, worker.url))["state"] for worker in (named, gone)]
+        assert states == ["unreached", "ready"]
+
+
+async def test_a_control_request_does_not_fail_for_a_worker_that_never_answered(stage: Stage) -> None:
+    silent, well = await refusing(stage), await stage.worker()
+    router = await stage.router(silent, well)
+    answer = await post(router, "/flush_cache")
+    assert answer.status == 200
+    assert answer.json()["workers"][silent.url]["status"] == 0
+
+
+async def test_a_worker_that_comes_under_a_pause_is_paused_before_it_joins(stage: Stage) -> None:
+    late, well = await refusing(stage), await stage.worker()
+    router = await stage.router(late, well)
+    assert (await post(router, "/pause_generation", mode="retract")).status == 200
+    await late.listen()
+    await in_state(router, late.url, "ready")
+    (told,) = [each for each in late.requests if each.path == "/pause_generation"]
+    assert json.loads(told.body or b"")["mode"] == "retract"
+    assert (await post(router, "/continue_generation")).status == 200
+    for _ in range(4):
+        assert (await post(router, "/generate", **SHORT)).status == 200
+
+
+async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: Stage) -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    async with SimulatedWorker(weight_version="1") as well:
+        router = await stage.router(well.url, url)
+        assert (await post(router, "/update_weight_version", new_version="2")).status == 200
+        async with SimulatedWorker(weight_version="1", port=port) as late:
+            await in_state(router, url, "outdated")
+            for _ in range(4):
+                assert (await post(router, "/generate", **SHORT)).status == 200
+            assert not late.door.at("/generate")
+            assert (await post(router, "/update_weight_version", new_version="2")).status == 200
+            await in_state(router, url, "ready")
+
+
+async def test_a_worker_that_missed_an_unnamed_update_takes_no_requests(stage: Stage) -> None:
+    late, well = await refusing(stage), await stage.worker()
+    router = await stage.router(late, well)
+    assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
+    await late.listen()
+    record = await in_state(router, late.url, "outdated")
+    assert "did not take the fleet's last update" in record["reason"]
+
+
+async def test_a_worker_that_never_answered_can_be_drained_and_removed(stage: Stage) -> None:
+    silent = await refusing(stage)
+    router = await stage.router(silent)
+    assert (await ask(router.url, "POST", f"/remove_worker?url={silent.url}&drain=true")).status == 200
+    assert (await got(router, "/health"))["workers_total"] == 0
