@@ -14,6 +14,7 @@ from miles_router import log
 from miles_router.dialects import Unsupported, middleware_paths, replayed_rows, session_options, settings_of
 from miles_router.dialects.miles import SESSION_HOST, SESSION_PORT
 from miles_router.errors import ConfigError
+from miles_router.fleet.pool import NEVER
 from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
 
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
@@ -21,9 +22,6 @@ EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 POSITIONS = "middleware_hub.indexer_topk_middleware.IndexerTopkMiddleware"
 #: Who keeps rows of a kind.
 KEEPERS = {"routed_experts": EXPERTS, "indexer_topk": POSITIONS}
-#: Failures in a row that take a worker out. The router behind a session server is the only place there is to send to,
-#: and answers for its workers itself.
-NEVER = 2**31
 
 
 def run_router(args: Namespace | RouterConfig) -> None:
@@ -91,6 +89,7 @@ def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
         "host": str(host) if host is not None else given.get("host", RouterConfig.host),
         "port": str(port),
         "worker_urls": backend_url,
+        # The router behind a session server is the only place to send to, and answers for its workers itself.
         "health_check_failure_threshold": str(NEVER),
         "deep_health_check_interval": "0",
     }

@@ -40,6 +40,8 @@ from miles_router.fleet.workers import (
     voted_version,
 )
 
+#: A number of failures in a row that is never reached: no check takes a worker out.
+NEVER = 2**31
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
@@ -116,9 +118,12 @@ class WorkerPool(Members):
         return worker
 
     def expect(self, address: WorkerUrl) -> Worker:
-        """Register a worker that the configuration names. It takes no requests before it has answered a check."""
+        """Register a worker that the configuration names. It takes no requests before it has answered a check, where
+        checks can take a worker out."""
         if (known := self._workers.get(address.url)) is not None:
             return known
+        if self._failure_threshold >= NEVER:
+            return self.add(address)
         worker = self._workers[address.url] = Worker(address, now=self._now())
         self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
         return worker

@@ -89,11 +89,12 @@ class Metrics(Statistics, prefix="miles_router"):
         for fleet in fleets:
             self.count(fleet)
 
-    def count(self, fleet: Fleet) -> None:
-        """Count what happens in this fleet as well."""
+    def count(self, fleet: Fleet, *, joins: bool = True) -> None:
+        """Count what happens in this fleet as well. `joins`: workers join it here; a process that follows another one
+        sees a worker first in the state that it has by then."""
         self._fleets.append(fleet)
         self._gates.append(fleet.gate)
-        fleet.subscribe(self._transition)
+        fleet.subscribe(self._transition if joins else self._later_transition)
 
     def _workers(self) -> Iterator[Worker]:
         return (worker for fleet in self._fleets for worker in fleet.pool)
@@ -119,6 +120,10 @@ class Metrics(Statistics, prefix="miles_router"):
     def unread_reply(self, layer: str, reason: str) -> None:
         """A layer should have read a reply and could not: it was compressed, too long, or of another kind."""
         self.unread_replies[layer, reason] += 1
+
+    def _later_transition(self, transition: Transition) -> None:
+        if transition.before is not None:
+            self._transition(transition)
 
     def _transition(self, transition: Transition) -> None:
         before = transition.before.value if transition.before else "unknown"
