@@ -196,6 +196,9 @@ SURE = (
     Plan("unopened", False, True, 500, (9,)),
     *(Plan("short", True, False, 500, (tokens,), "#") for tokens in (3, 4, 5, 6)),  # one falls on the stop string
     *(Plan("text", True, False, 500, (tokens, 1), "naïve 世") for tokens in range(4, 9)),
+    # Its first text is held back, for it may be the beginning of the stop string.
+    *(Plan("text", True, tools, 500, (0, 4), "twice") for tools in (True, False)),
+    Plan("reasoning", True, True, 500, (0,), "<think>!"),
 )
 
 

@@ -39,6 +39,8 @@ class Template:
 class Rendering:
     """A continuation that gives two ids and notes what it renders with; or refuses for a reason."""
 
+    writes_ids = True
+
     def __init__(self, refusal: str | None = None) -> None:
         self.tools: Sequence[Any] | None = None
         self.settings: Mapping[str, Any] | None = None

@@ -20,6 +20,9 @@ from miles_router.partial_rollouts.generation import CannotResume
 from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
+#: Fields of a delta that have text of the model.
+TEXTS = ("content", "reasoning_content")
+
 
 class ShownChoice:
     """What a stream's client has of one choice."""
@@ -33,6 +36,7 @@ class ShownChoice:
         #: Whether a pause has cut it.
         self.cut = False
         self.held = HeldDelta(texts=True, stops=stops, told_only=told_only)
+        self._first: dict[str, str] = {}
 
     def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
         """Take a chunk with this choice alone; gives the chunks that are shown now."""
@@ -40,7 +44,15 @@ class ShownChoice:
         if logprobs and logprobs.get("content"):
             self.entries += logprobs["content"]
             self.versions.reach(len(self.entries), version)
+        delta = chunk["choices"][0].get("delta") or {}
+        self._first = self._first or {name: delta[name] for name in TEXTS if delta.get(name)}
         return self.show(self.held.pieces(chunk))
+
+    def begun(self) -> dict[str, Any]:
+        """Return the message as far as it was shown. While it has no text, its first text stands there, shown or held
+        back: whether that is reasoning tells how the rest is read. Raises one of `MALFORMED` as `GrowingMessage`."""
+        shown = self.message.message()
+        return shown if any(shown.get(name) for name in TEXTS) else {**shown, **self._first}
 
     def show(self, chunks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """These are shown."""

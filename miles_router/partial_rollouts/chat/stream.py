@@ -115,7 +115,7 @@ class ResumableChatStream(ChatLegs):
     def _watch(self, generation: ChatGeneration) -> None:
         """See whether what follows can be read as it comes: once something was shown of it."""
         index = generation.index
-        growing = self.reader.growing(self.opening.choices[index].message.message(), self.opening.leg.facts)
+        growing = self.reader.growing(self.opening.choices[index].begun(), self.opening.leg.facts)
         if growing is not None and index not in self._growing:
             self._growing[index] = growing
         generation.watched = index in self._growing
@@ -188,10 +188,9 @@ class ResumableChatStream(ChatLegs):
         self.turn.versions[index] = KnownVersions(runs, self._by_engine)
         deltas: list[Mapping[str, Any]] = []
         try:
-            began = choice.message.message()
             facts = self.opening.leg.facts
-            read = await self.reader.read(answer, began, facts, self.questions(), stream=True)
-            finish, deltas = finished(answer, read.message), list(deltas_behind(began, *read))
+            read = await self.reader.read(answer, choice.begun(), facts, self.questions(), stream=True)
+            finish, deltas = finished(answer, read.message), list(deltas_behind(choice.message.message(), *read))
         except (CannotResume, UnreadableAnswer, RouterError) as error:
             self.give_up(error)
             finish = {"type": "abort"}
