@@ -139,7 +139,10 @@ SPELLED = [
     ("}{", "{}"),
     ("{}", "[]"),
     ("[]", "{}"),
+    *((sampled, spelled) for sampled in ("{}", "", "null", " {} ") for spelled in ("[]", "0", "false", '""', "null")),
 ]
+#: What libraries write for no arguments, as JSON of any type.
+NOTHING: list[Any] = [[], 0, False, "", None, {}, "[]", "0", "false", "null"]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
@@ -155,6 +158,50 @@ async def test_arguments_in_another_spelling_are_the_held_call(
         reply = await turn(trial, session, path, given)
         assert reply.status == 200, reply.body
     assert await parents(trial, session) == [None, 0]
+
+
+def holding(path: str, value: Any) -> list[Any]:
+    """The history with this value as it is in place of the arguments."""
+    history = sent_back(path, "{}")
+    if path == RESPONSES:
+        history[1]["arguments"] = value
+    elif path == MESSAGES:
+        history[1]["content"][0]["input"] = value
+    else:
+        history[1]["tool_calls"][0]["function"]["arguments"] = value
+    return history
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("value", NOTHING, ids=repr)
+async def test_nothing_in_any_form_is_the_held_call_without_arguments(stage: Stage, path: str, value: Any) -> None:
+    answers: list[Any] = [{"tool_calls": [call(text, f"bash:{n}")]} for n, text in enumerate(("{}", ""))]
+    trial = await session_trial(stage, scripted(await stage.worker(), *answers, {}))
+    session, given = await trial.create(), [USER]
+    for number in range(3):
+        reply = await turn(trial, session, path, given)
+        assert reply.status == 200, reply.body
+        given += renamed_call(path, holding(path, value)[1:], f"bash:{number}")
+    assert await parents(trial, session) == [None, 0, 1]
+
+
+def renamed_call(path: str, history: list[Any], call_id: str) -> list[Any]:
+    """The same messages or items with this id of the call."""
+    return list(orjson.loads(orjson.dumps(history).replace(b"bash:0", call_id.encode())))
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("value", [[], 0, False, "[]", "0"], ids=repr)
+async def test_nothing_in_place_of_arguments_is_an_edit(stage: Stage, path: str, value: Any) -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')]}
+    worker = await stage.worker()
+    worker.next(*[script(chat_reply([7], message=said, finish_reason="tool_calls"))] * 2)
+    trial = await session_trial(stage, able(worker))
+    session = await trial.create()
+    for given in ([USER], holding(path, value)):
+        reply = await turn(trial, session, path, given)
+        assert reply.status == 200, reply.body
+    assert await parents(trial, session) == [None, None]
 
 
 @pytest.mark.parametrize(("path", "given"), [(CHAT, None), (CHAT, {"a": 1}), (CHAT, "left out"), (RESPONSES, {"a": 1})])
@@ -225,3 +272,13 @@ async def test_a_segment_may_begin_with_malformed_arguments(
         held = records[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
         asked = orjson.loads(trial.door[0].body)["messages"][1]["tool_calls"][0]["function"]["arguments"]
         assert (held, orjson.loads(asked)) == (arguments, {"INVALID_JSON": arguments})
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("value", [[], 0, False, None, ""], ids=repr)
+async def test_the_engine_is_given_no_arguments_that_it_refuses(stage: Stage, path: str, value: Any) -> None:
+    """A simulated worker refuses numbers and lists as SGLang does."""
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        reply = await turn(trial, session, path, holding(path, value))
+        assert reply.status == 200, reply.body

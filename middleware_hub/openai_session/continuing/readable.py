@@ -49,7 +49,7 @@ def _wrapped_call(call: Any) -> Any:
     arguments = function.get("arguments")
     if not function or isinstance(arguments, Mapping) or _is_object(arguments):
         return call
-    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null", "[]")):
         said = "{}"
     else:
         text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
@@ -82,11 +82,6 @@ def shortened(message: Message) -> Message:
         ]
         message = {**message, "tool_calls": short}
     return {**message, "tool_call_id": short_id(call_id)} if isinstance(call_id, str) else message
-
-
-def _shortened_call(call: Any) -> Any:
-    named = isinstance(call, Mapping) and isinstance(call.get("id"), str)
-    return {**call, "id": short_id(call["id"])} if named else call
 
 
 def short_id(call_id: str) -> str:

@@ -10,9 +10,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from middleware_hub.openai_session.sessions.documents import as_parts, text_of
 from middleware_hub.openai_session.sessions.media import KINDS, Media, text_of_data
-from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of
 
 ASSISTANT, RESULTS = "assistant", ("tool", "function")
 THINKING, REDACTED = ("thinking", "reasoning"), "redacted_thinking"
@@ -34,9 +36,10 @@ def readable_contents(messages: Sequence[Message], media: Media) -> Sequence[Mes
 
 def _message(message: Message, where: str, media: Media) -> Message:
     content, calls, role = message.get("content"), message.get("tool_calls"), message["role"].lower()
-    if isinstance(calls, list) and any(map(_has_null_type, calls)):
-        typed = [{**call, "type": "function"} if _has_null_type(call) else call for call in calls]
-        message = {**message, "tool_calls": typed}
+    if isinstance(calls, list):
+        typed = [*map(_call, calls)]
+        if not all(map(operator.is_, calls, typed)):
+            message = {**message, "tool_calls": typed}
     if isinstance(content, str):
         return message
     if content is None:
@@ -51,8 +54,14 @@ def _message(message: Message, where: str, media: Media) -> Message:
     return {**message, "content": [part for part in parts if part is not None]}
 
 
-def _has_null_type(call: object) -> bool:
-    return isinstance(call, Mapping) and call.get("type", "") is None
+def _call(call: Any) -> Any:
+    """Return a call with a type, and with arguments that are a text or an object."""
+    if not isinstance(call, Mapping):
+        return call
+    function = function_of(call)
+    if not isinstance(arguments := function.get("arguments"), str | Mapping | None):
+        call = {**call, "function": {**function, "arguments": orjson.dumps(arguments).decode()}}
+    return {**call, "type": "function"} if call.get("type", "") is None else call
 
 
 def _part(part: Any, role: str, where: str, media: Media) -> Any:

@@ -118,7 +118,7 @@ class Likeness:
             if of_one.get("name") != of_other.get("name"):
                 yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
             arguments = of_one.get("arguments"), of_other.get("arguments")
-            same = arguments[0] == arguments[1] or (self.json and same_json(*map(_value, arguments)))
+            same = arguments[0] == arguments[1] or (self.json and _same_value(*map(_value, arguments)))
             known = self.json and one.get("id") == other.get("id")
             if not same and not (known and (arguments[1] is None or is_repair(*arguments))):
                 yield Difference(f"{where}.function.arguments", *arguments)
@@ -156,6 +156,11 @@ def same_json(one: Any, other: Any) -> bool:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return float(one) == float(other)
     return bool(one == other)
+
+
+def _same_value(held: object, sent: object) -> bool:
+    """Return whether two values of arguments are the same. Libraries write no arguments as 0, false or a text, too."""
+    return same_json(held, sent) or (held == {} and not sent)
 
 
 def words_of(message: Message) -> str:

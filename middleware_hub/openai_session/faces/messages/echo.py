@@ -137,6 +137,8 @@ def _all_of(message: Message) -> tuple[Any, ...]:
 def is_held_input(arguments: object, given: object, schema: object) -> bool:
     """Return whether the input of a call that comes back says what its sampled arguments say. An input that is left out
     does: agents that could not parse the arguments have none. A text is the arguments, or the JSON of an input."""
+    if not input_of(arguments) and not (_parsed(given) if isinstance(given, str) else given):
+        return True  # libraries write no arguments as a list, a number or false, too
     if given is None or (isinstance(given, str) and not given.strip()):
         return True
     if isinstance(given, str):
@@ -154,7 +156,7 @@ def is_held_input(arguments: object, given: object, schema: object) -> bool:
 def arguments_of(given: object) -> str:
     """Return the arguments for an input that no held call has; what is no object is wrapped in one."""
     said = _parsed(given) if isinstance(given, str) else given
-    if said is None or said == "":
+    if said in (None, "", []):
         said = {}
     if not isinstance(said, dict):
         said = {INVALID_JSON: given if isinstance(given, str) else orjson.dumps(given).decode()}

@@ -72,7 +72,7 @@ class FunctionForm(CallForm):
         given = item.get("arguments")
         if isinstance(given, dict | list):
             return orjson.dumps(given).decode()
-        return "" if given is None else _text(item, "arguments", where)
+        return _text(item, "arguments", where) if given else ""
 
 
 class CustomForm(CallForm):
