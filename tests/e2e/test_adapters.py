@@ -15,7 +15,7 @@ from tests.e2e.test_pools import CHAT, ROUTES, applied, load, register, with_lor
 from tests.support import http
 from tests.support.fleet import JSON, held, post, posting
 from tests.support.http import RawReply
-from tests.support.running_router import RunningRouter, running_router
+from tests.support.running_router import RunningRouter, processes_used, running_router
 from tests.support.waiting import until
 
 KEYED = [*JSON, ("Authorization", "Bearer k")]
@@ -51,8 +51,11 @@ async def test_an_engine_with_a_key_and_no_adapters_answers_to_any_name() -> Non
             body = orjson.dumps({**ROUTES[CHAT], "model": "gpt-4"})
             assert (await router.ask("POST", CHAT, headers, body)).status == status
         upload = [("Content-Type", "multipart/form-data; boundary=x"), KEYED[-1]]
-        await router.ask("POST", "/v1/audio/transcriptions", upload, b"--x--")
-        assert worker.door.at("/v1/audio/transcriptions"), "it passes as it came"
+        passed: list[Any] = []
+        while not passed:  # the other processes of a router hear a moment later that it applies no adapters
+            await router.ask("POST", "/v1/audio/transcriptions", upload, b"--x--")
+            passed = worker.door.at("/v1/audio/transcriptions")
+            assert passed or processes_used() > 1, "it passes as it came"
         answer = await post(router, "/workers", url=worker.url, api_key="k")
         assert answer.status in (200, 201), answer.body
         record = router.pool.get(worker.url)
