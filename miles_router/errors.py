@@ -334,8 +334,11 @@ class UpstreamUnreachable(UpstreamError):
         given_up: bool = False,
         exhausted: bool = False,
         timed_out: bool = False,
+        kept: bool = False,
     ) -> None:
         super().__init__(message)
+        #: True when a kept connection was lost, and the worker takes new ones: it had most likely closed it while idle.
+        self.kept = kept
         #: True when no connection could be made in time: the worker was silent.
         self.timed_out = timed_out
         self.exhausted = exhausted

@@ -148,11 +148,20 @@ class Forwarder:
                 raise
 
     async def _open_at(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
-        """Ask the unit of a lease.
+        """Ask the unit of a lease; once more, under other names, where a kept connection was lost.
 
         Raises:
             The errors of `_ask`.
         """
+        try:
+            return await self._open_once(lease, request, flight)
+        except UpstreamUnreachable as error:
+            if not error.kept:
+                raise
+        return await self._open_once(lease, request, flight)
+
+    async def _open_once(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
+        """Ask the unit of a lease. Raises as `_ask`."""
         request.names = None
         try:
             reply = await self._ask(lease.unit, request, flight)

@@ -141,4 +141,5 @@ async def send(
         slot=slot,
         admit=admit,
         pulse=worker.pulse if request.computes else None,
+        once=request.computes,
     )

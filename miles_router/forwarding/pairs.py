@@ -61,6 +61,7 @@ class PrefillLost(UpstreamUnreachable):
             given_up=known.given_up,
             exhausted=known.exhausted,
             timed_out=known.timed_out,
+            kept=known.kept,
         )
         self.worker = worker
 

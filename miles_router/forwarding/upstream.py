@@ -67,11 +67,13 @@ class Upstream:
         slot: bool = True,
         admit: Admit | None = None,
         pulse: Pulse | None = None,
+        once: bool = False,
     ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
         Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
         asked each time at the moment of writing, when nothing is left to wait for. A request with the `pulse` of an
-        engine ends when that one is given up.
+        engine ends when that one is given up. A request that is lost on a kept connection is written again to a new
+        one, but for one that is written `once`: its engine may have begun it.
 
         Raises:
             UpstreamUnreachable: no connection, or it was lost, or given up, before a reply began.
@@ -80,10 +82,10 @@ class Upstream:
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body, admit, pulse)
+            return await self._exchange(address, method, head, body, admit, pulse, once=once)
         await self._slots.acquire()
         try:
-            reply = await self._exchange(address, method, head, body, admit, pulse)
+            reply = await self._exchange(address, method, head, body, admit, pulse, once=once)
         except BaseException:
             self.slot_freed()
             raise
@@ -155,11 +157,13 @@ class Upstream:
         body: bytes,
         admit: Admit | None = None,
         pulse: Pulse | None = None,
+        *,
+        once: bool = False,
     ) -> Reply:
         connection = self._take_idle(address)
+        kept = connection is not None
+        connection = connection or await self._connect(address)
         while True:
-            kept = connection is not None
-            connection = connection or await self._connect(address)
             if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
                 self.keep(address, connection)
                 raise NotAdmitted
@@ -172,7 +176,11 @@ class Upstream:
                     raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
-                connection = None
+                connection, kept = await self._connect(address), False
+                if once:
+                    self.keep(address, connection)
+                    error.kept = True
+                    raise
             except BaseException:
                 connection.abort()
                 raise

@@ -15,7 +15,7 @@ from tests.support.events import events_of
 from tests.support.fleet import JSON, post, posting
 from tests.support.http import Client, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, Visit, chunk, chunked_head, reply
+from tests.support.scripted_worker import LAST_CHUNK, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply
 from tests.support.session_trial import simulated_sessions
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -37,6 +37,7 @@ class Engine:
         self.aborted: list[str] = []
         self.running: set[str] = set()
         self.may_end = asyncio.Event()
+        self.to_lose = 0  # of the next generations the connections, not the generations
 
     async def _answer(self, visit: Visit) -> None:
         body = orjson.loads(await visit.read_body())
@@ -52,6 +53,10 @@ class Engine:
             return
         self.names += names
         self.running |= {*names}
+        if self.to_lose:
+            self.to_lose -= 1
+            await visit.run([RESET])
+            return
         finish = {"finish_reason": "stop"}
         answer = orjson.dumps({"text": "a", "meta_info": {"id": names[0]}, "choices": [finish], "type": COMPLETED})
         if body.get("stream"):
@@ -108,6 +113,23 @@ async def test_each_name_of_a_list_may_be_sent_again(stage: Stage) -> None:
     engine.may_end.set()
     answer = await again
     assert (answer.status, answer.json()["meta_info"]["id"]) == (200, "one")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_kept_connection_is_lost_behind_a_name(stage: Stage, path: str, stream: bool) -> None:
+    """It may have been closed while it was idle, so that the request is sent again; or the engine has begun it."""
+    engine, router = await engine_and_router(stage)
+    engine.may_end.set()
+    await post(router, path, rid="before")
+    engine.to_lose = 1
+    answer = await post(router, path, rid="mine", stream=stream)
+    assert (answer.status, engine.names[:2]) == (200, ["before", "mine"]), answer.body
+    assert engine.worker.connections == 2
+    _, _, again = engine.names
+    assert b'"mine"' in answer.body
+    assert again != "mine"
+    assert again not in answer.body.decode()
 
 
 async def test_names_that_begin_with_that_of_a_client_that_left_go_on(stage: Stage) -> None:
