@@ -25,7 +25,7 @@ from miles_router.trajectory.rows import RowKind
 
 BINARY, JSON = "application/octet-stream", "application/json"
 MAX_TEXTS = 4096
-FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
+FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "rewards"})
 
 
 class Retrieval:
@@ -55,6 +55,7 @@ class Retrieval:
                 found = await self._of_several(request.scope, texts, pace, strict=strict)
             else:
                 found = [await self._one_of_many(text, pace, strict=strict) for text in texts]
+            self._rollouts.rewarded(found, [asked.get("reward")] if texts is None else asked.get("rewards") or ())
             if BINARY in request.headers.get("accept", ""):
                 write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY
             else:
@@ -202,6 +203,7 @@ def _checked(asked: Any) -> Mapping[str, Any]:
         if asked.get(name) is not None and not isinstance(asked[name], wanted):
             raise BadRequest(f"{name} must be a {wanted.__name__}")
     texts = asked.get("texts")
+    _check_rewards(asked, texts)
     if texts is None:
         if asked.get("text") is None and asked.get("rid") is None:
             raise BadRequest("text, texts or rid is required")
@@ -214,6 +216,17 @@ def _checked(asked: Any) -> Mapping[str, Any]:
     for text in texts:
         _check_text(text if isinstance(text, str) else "")
     return asked
+
+
+def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> None:
+    given, rewards = asked.get("reward"), asked.get("rewards")
+    if given is not None and texts is not None:
+        raise BadRequest("reward goes with text or rid; texts have rewards, one for each")
+    if rewards is not None and (texts is None or not isinstance(rewards, list) or len(rewards) != len(texts)):
+        raise BadRequest("rewards must be a list with one number or null for each of texts")
+    for reward in (given, *(rewards or ())):
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
+            raise BadRequest(f"a reward must be a number, not {type(reward).__name__}")
 
 
 def _check_text(text: str | None) -> None:

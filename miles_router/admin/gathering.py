@@ -31,13 +31,15 @@ def one_run(runs: Sequence[Json]) -> Json:
     intervals.sort(key=lambda each: each["start"])
     versions = _sums((each for run in runs for each in run["versions"]), lambda each: each["weight_version"])
     versions.sort(key=lambda each: each["since"])
+    rewards = _sums((each for run in runs for each in run["rewards"]), lambda each: each["weight_version"])
     gate = {
         "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),
     }
     forgotten = [each["start"] + runs[0]["interval_s"] for each in intervals[:-INTERVALS][-1:]]
     since = max([*(run["since"] for run in runs), *forgotten])
-    return {**runs[0], "since": since, "intervals": intervals[-INTERVALS:], "versions": versions, "gate": gate}
+    counted = {"intervals": intervals[-INTERVALS:], "versions": versions, "rewards": rewards}
+    return {**runs[0], "since": since, **counted, "gate": gate}
 
 
 def _sums(counts: Iterable[Json], key: Callable[[Json], Hashable]) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ async def single_turn(
     """
     require_finite({"reward": reward, "label": label, "metadata": metadata})
     generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
-    exact = await _exact(client, prompt, generation)
+    exact = await _exact(client, prompt, generation, reward)
     carried = {"reward": reward, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
     return _sample(exact, prompt, generation.prompt_tokens, generation.status, carried)
 
@@ -102,7 +102,7 @@ async def multi_turn(
         status = "truncated"
         if turn + 1 < max_turns:
             text += observed
-    exact = await _exact(client, sent, last)
+    exact = await _exact(client, sent, last, reward)
     carried = {"reward": reward, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
     return _sample(exact, prompt, given, status, carried)
 
@@ -170,8 +170,8 @@ async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -
     return [made[place] for place in range(size)]
 
 
-async def _exact(client: RouterClient, prompt: str, generation: Generation) -> Retrieved:
-    """The tokens of a generation and everything in front of it.
+async def _exact(client: RouterClient, prompt: str, generation: Generation, reward: Reward) -> Retrieved:
+    """The tokens of a generation and everything in front of it. The router is told a reward that is a number.
 
     Raises:
         InvalidSample: what was retrieved does not end with what was generated.
@@ -179,7 +179,8 @@ async def _exact(client: RouterClient, prompt: str, generation: Generation) -> R
     whole = prompt + generation.text
     if not generation.output_ids:  # aborted before its first token: there is nothing but what was given
         return await client.retrieve(whole, strict=False)
-    exact = await client.retrieve(whole, rid=generation.rid)
+    told = float(reward) if isinstance(reward, (int, float)) else None
+    exact = await client.retrieve(whole, rid=generation.rid, reward=told)
     sampled = np.asarray(generation.output_ids)
     place = slice(len(exact) - len(sampled), None)
     if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():

@@ -127,18 +127,21 @@ class RouterClient(FleetControl):
                     yield _event(event)
         raise ConnectionLost("POST /generate: the stream ended without [DONE]")
 
-    async def retrieve(self, text: str | None = None, *, rid: str | None = None, strict: bool = True) -> Retrieved:
+    async def retrieve(
+        self, text: str | None = None, *, rid: str | None = None, strict: bool = True, reward: float | None = None
+    ) -> Retrieved:
         """The exact tokens of a text that was generated through `RadixTreeMiddleware`: the prompt that was sent and
         the text that came back. `rid` (`Generation.rid`) tells siblings of equal text apart; send it always.
 
         Args:
             strict: False gives the encoding of what nobody generated, with mask 0, instead of `NotFound`.
+            reward: for the dashboard and `/router/run`, which count it each time that it is sent.
 
         Raises:
             NotFound: no such `rid` is held, or with `strict` the text was not recorded from end to end.
             InvalidSample: the arrays are none that a rollout can have.
         """
-        fields = {"text": text, "rid": rid, "strict": strict}
+        fields = {"text": text, "rid": rid, "strict": strict, "reward": reward}
         body = {name: value for name, value in fields.items() if value is not None}
         request = Request("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
         data = await self._transport.bytes(request)

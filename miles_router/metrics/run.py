@@ -18,6 +18,8 @@ INTERVAL, INTERVALS, VERSIONS = 10, 720, 64
 #: Names by which the tokens of one interval are told apart; further ones are `OTHER`.
 NAMES = 32
 UNKNOWN, OTHER = "unknown", "other"
+#: Rewards beyond it are not added up: sums stay numbers that JSON has.
+LARGEST_REWARD = 1e15
 #: Tokens by the weight version that sampled them; None: nobody says.
 ByVersion = Mapping["str | None", int]
 
@@ -50,6 +52,14 @@ class RunCounts:
         return {**shown, "since": self.start, "sampled": self.sampled.total(), "trained": self.trained.total()}
 
 
+@dataclass
+class Rewards:
+    """The rewards of samples that one weight version has ended."""
+
+    count: int = 0
+    sum: float = 0.0
+
+
 class RunSeries:
     """What layers tell. Samples are made in threads, so that each may.
 
@@ -64,6 +74,7 @@ class RunSeries:
         self._lock = Lock()
         self._intervals: deque[RunCounts] = deque(maxlen=INTERVALS)
         self._totals: OrderedDict[str | None, RunCounts] = OrderedDict()
+        self._rewards: OrderedDict[str | None, Rewards] = OrderedDict()
         #: All intervals from here on are kept.
         self._since = now() // INTERVAL * INTERVAL
 
@@ -101,6 +112,20 @@ class RunSeries:
                     _add(counts.trained, UNKNOWN if version is None else version, tokens)
                     _add(counts.staleness, _lag(version, fleet), tokens)
 
+    def reward(self, version: str | None, reward: object) -> None:
+        """Count the reward of a sample whose last token this weight version has sampled (None: nobody says). What is
+        no number between -`LARGEST_REWARD` and that does not count."""
+        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= LARGEST_REWARD:
+            return
+        with self._lock:
+            if version not in self._rewards:
+                self._rewards[version] = Rewards()
+                if len(self._rewards) > VERSIONS:
+                    self._rewards.popitem(last=False)
+            rewards = self._rewards[version]
+            rewards.count += 1
+            rewards.sum += reward
+
     def wait(self, seconds: float) -> None:
         """A generation has waited so long, at the gate or for room."""
         with self._lock:
@@ -118,6 +143,7 @@ class RunSeries:
                 "weight_version": self._version(),
                 "intervals": [each.interval() for each in self._intervals],
                 "versions": [each.total() for each in self._totals.values()],
+                "rewards": [{"weight_version": version, **vars(each)} for version, each in self._rewards.items()],
             }
 
     def _current(self) -> tuple[RunCounts, RunCounts]:

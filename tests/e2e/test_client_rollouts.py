@@ -24,6 +24,7 @@ from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
+from tests.e2e.test_episodes import got
 from tests.support import waiting
 from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.scripted_worker import reply, script
@@ -88,6 +89,7 @@ async def test_one_turn(trial: Trial, client: RouterClient) -> None:
     assert (sample.response, sample.response_length, sample.status) == (record.text, 6, "truncated")
     assert (sample.reward, sample.label, sample.metadata) == (1.0, "42", {"rid": record.rid, "group": 3})
     assert sample.weight_versions == (("default", len(record.input_ids), len(sample)),)
+    assert (await got(trial, "run"))["rewards"] == [{"weight_version": "default", "count": 1, "sum": 1.0}]
     assert trial.door[-1].json()["custom_params"] == {"a": 1}
 
 

@@ -638,6 +638,7 @@ async def test_the_run_view_adds_up_to_what_the_router_says(browser: Browser, ru
             for lag, tokens in interval["staleness"].items():
                 stale[lag] = stale.get(lag, 0) + tokens
         assert await table(page, "staleness") == [[lag, f"{stale[lag]:,}"] for lag in ("0", "1")]
+        assert await table(page, "rewards") == [["7", "1.000", "1"], ["6", "0.500", "1"]]
 
 
 async def test_rates_are_those_of_the_intervals_that_are_over(browser: Browser, run: ExpertsTrial) -> None:

@@ -112,6 +112,64 @@ async def test_staleness_is_how_far_the_fleet_was_ahead_when_samples_were_read(t
     ]
 
 
+async def test_the_reward_of_a_session_counts_once_for_the_weights_that_ended_it(trial: SessionTrial) -> None:
+    session = await branched(trial)
+    await trial.samples(session)
+    assert (await run(trial))["rewards"] == [], "none is known yet"
+    update = {"new_version": "2", "abort_all_requests": False}
+    assert (await trial.ask("POST", "/update_weight_version", update)).status == 200
+    for reward in (0.25, 1.0):
+        assert {sample["reward"] for sample in await trial.samples(session, reward=reward)} == {reward}
+    assert (await run(trial))["rewards"] == [{"weight_version": "1", "count": 1, "sum": 0.25}]
+    odd: list[Any] = [-1, {"format": 1.0}]  # what is no number is the client's own
+    for each in odd:
+        other = await trial.create()
+        await trial.chat(other, HI)
+        await trial.samples(other, reward=each)
+    assert (await run(trial))["rewards"] == [
+        {"weight_version": "1", "count": 1, "sum": 0.25},
+        {"weight_version": "2", "count": 1, "sum": -1.0},
+    ]
+
+
+async def test_rewards_of_texts_are_counted_as_they_are_told(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        await trial.router.probed()
+        answer = await trial.generate(text="one")
+        text = f"one{answer['text']}"
+        await trial.retrieve(text=text, rid=answer["meta_info"]["id"], reward=0.5)
+        await trial.retrieve(rid=answer["meta_info"]["id"], reward=0)
+        await trial.retrieve(texts=[text, "never seen", text], rewards=[2, 4.0, None])
+        await trial.retrieve(text=text)
+        assert (await run(trial))["rewards"] == [
+            {"weight_version": "default", "count": 3, "sum": 2.5},
+            {"weight_version": None, "count": 1, "sum": 4.0},
+        ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"text": "one", "reward": "1"},
+        {"text": "one", "reward": True},
+        {"text": "one", "reward": {"a": 1}},
+        {"text": "one", "rewards": [1]},
+        {"texts": ["one"], "reward": 1},
+        {"texts": ["one"], "rewards": 1},
+        {"texts": ["one"], "rewards": [1, 2]},
+        {"texts": ["one"], "rewards": [[1]]},
+    ],
+    ids=str,
+)
+async def test_a_reward_that_is_none_is_refused_and_counts_nothing(stage: Stage, wrong: dict[str, Any]) -> None:
+    async with simulated_trial(stage) as trial:
+        refused = await trial.post("/retrieve_from_text", wrong)
+        assert (refused.status, refused.error_type, "reward" in refused.json()["error"]["message"]) == (
+            *(400, "invalid_request", True),
+        )
+        assert (await run(trial))["rewards"] == []
+
+
 async def test_a_wait_at_the_gate_counts_when_it_is_over(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         session = await trial.create()

@@ -73,9 +73,9 @@ async def a_run(trial: ExpertsTrial) -> None:
     """Two groups, forks, two weight versions, samples that were read, a session at the end of its budget."""
     for number in range(4):
         await sum_of(trial, f"sum-17-{number}", metadata={"group": "prompt-17", "label": "seventeen and more"})
-    await trial.samples("sum-17-0")
+    await trial.samples("sum-17-0", reward=0.5)
     await forked(trial, "sum-18-0", metadata={"group": "prompt-18", "label": "an agent that edits"})
-    await trial.samples("sum-18-0")
+    await trial.samples("sum-18-0", reward=1)
     await sum_of(trial, "sum-18-1", contract={"group": "prompt-18", "budget": {"max_turns": 2}})
     await trial.turn("sum-18-1", [SYSTEM, user("One more?")])
     await trial.create("sum-18-2", metadata={"group": "prompt-18"})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import pytest
 
 from miles_router.admin.gathering import one_run
 from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
@@ -69,6 +72,33 @@ def test_how_stale_nobody_can_tell_is_unknown() -> None:
     scene.version = "7"
     scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
     assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
+
+
+def test_rewards_are_kept_of_the_last_versions_alone() -> None:
+    scene = Scene()
+    for version in range(VERSIONS + 1):
+        scene.series.reward(str(version), version)
+        scene.series.reward(str(version), 0.5)
+    told = scene.series.describe()["rewards"]
+    kept = range(1, VERSIONS + 1)
+    assert told == [{"weight_version": str(version), "count": 2, "sum": version + 0.5} for version in kept]
+
+
+@pytest.mark.parametrize("odd", [None, True, "1", {"a": 1}, math.nan, math.inf, -math.inf, 1e16, 10**400])
+def test_what_is_no_number_is_no_reward(odd: object) -> None:
+    scene = Scene()
+    scene.series.reward("1", odd)
+    assert scene.series.describe()["rewards"] == []
+
+
+def test_rewards_of_several_processes_are_added_up() -> None:
+    runs = []
+    for rewards in ({"1": 1.0, "2": 3}, {"2": -0.5, "3": 2}):
+        scene = Scene()
+        for version, reward in rewards.items():
+            scene.series.reward(version, reward)
+        runs.append({**scene.series.describe(), "gate": {"closed": False, "held": 0}})
+    assert [tuple(each.values()) for each in one_run(runs)["rewards"]] == [("1", 1, 1.0), ("2", 2, 2.5), ("3", 1, 2.0)]
 
 
 def test_from_when_on_nothing_is_forgotten_is_said() -> None:

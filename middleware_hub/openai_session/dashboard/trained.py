@@ -1,4 +1,4 @@
-"""Which tokens of sessions trainers have read, for the run's series."""
+"""Which tokens of sessions trainers have read, and what reward they gave, for the run's series."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from miles_router.trajectory import Sample
 
 
 def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, Sample]]) -> None:
-    """Samples of a session are read, each that of a leaf: a turn counts the first time that it is in a loss."""
+    """Count the samples of a session that are read, each that of a leaf: a turn the first time that it is in a loss,
+    and the session's reward the first time that one is given."""
     trained: Counter[str | None] = Counter()
     for leaf, sample in samples:
+        if sample.reward is not None and not session.rewarded:
+            session.rewarded = True
+            run.reward(leaf.sampled[-1].version if leaf.sampled else None, sample.reward)
         for turn, span in zip(leaf.line(), sample.metadata["turns"], strict=False):
             if turn.number in session.read:
                 continue

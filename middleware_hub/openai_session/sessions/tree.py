@@ -205,6 +205,7 @@ class Session:
         self.model: str | None = None  # that the last request named
         self.tally = Tally()
         self.read: set[int] = set()  # turns that a sample which somebody has read has in its loss
+        self.rewarded = False  # its reward is counted
         self._histories = HeldMessage({})  # the root of them
         self._ends: dict[Turn, HeldMessage] = {}
         self._last = 0  # the number of the list that the last turn was sent; 0 where another may be like it

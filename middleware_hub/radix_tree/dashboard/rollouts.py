@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from miles_router.middlewares import (
     GenerateRequest,
     Router,
 )
+from miles_router.trajectory import Retrieved
 
 KIND = "text"
 
@@ -98,6 +99,13 @@ class TextRollouts:
             turn, tokens = _sampled_within(turn.before, min(tokens, turn.kept))
         if trained.total():
             self._router.run.train(trained)
+
+    def rewarded(self, found: Iterable[Retrieved], rewards: Iterable[object]) -> None:
+        """Count the rewards of texts, one for each (None: not known), at the versions that sampled their ends."""
+        for each, reward in zip(found, rewards, strict=False):
+            if reward is not None:
+                spans = each.trajectory.weight_versions
+                self._router.run.reward(spans[-1].version if spans else None, reward)
 
     def _unread(self, turn: TextTurn, tokens: int) -> TextTurn:
         """Return this turn or an equal one whose first `tokens` tokens are not all counted; this one if all are."""

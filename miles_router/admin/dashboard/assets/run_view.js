@@ -34,6 +34,18 @@ function barList(id, label, titles, counts, order) {
   return table(label, titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
 }
 
+/** The mean of what each version was given, newest first. */
+function rewardTable(rewards) {
+  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample was read with a reward.");
+  const means = rewards.map(({sum, count}) => sum / count), most = Math.max(0, ...means);
+  const rows = rewards.map(({weight_version: version, count}, at) => [
+    version ?? "unknown",
+    bar(Math.max(0, means[at]), most, means[at].toFixed(3)),
+    counted(count),
+  ]);
+  return table("Mean reward by weight version", ["Version", "Mean reward", "Samples"], rows.reverse(), {id: "rewards"});
+}
+
 function inWords(rate) {
   return rate === null ? "nobody knows how many" : rate.toFixed(1);
 }
@@ -52,6 +64,7 @@ export class RunView {
     this._staleness = element("div");
     this._forks = element("div");
     this._versions = element("div");
+    this._rewards = element("div");
     const choice = element("select", {id: "span"}, ...SPANS.map(([value, title]) => element("option", {value}, title)));
     choice.addEventListener("change", () => {
       this._span = Number(choice.value);
@@ -78,6 +91,7 @@ export class RunView {
       element("div", {class: "split"},
         section("Staleness of trained tokens, in versions", this._staleness), section("Forks by reason", this._forks)),
       section("By weight version", this._versions),
+      section("Mean reward by weight version", this._rewards),
     );
   }
 
@@ -87,6 +101,7 @@ export class RunView {
     const {versions} = this._run, most = Math.max(0, ...versions.map(({sampled}) => sampled));
     const newest = [...versions].reverse();
     refill(this._versions, table("By weight version", TITLES, newest.map((each) => rowOf(each, most)), {id: "versions"}));
+    refill(this._rewards, rewardTable(this._run.rewards));
     refill(this._forks, barList("forks", "Forks by reason", ["Reason", "Turns"], added(versions, "forks"), mostFirst));
     this._draw();
   }
