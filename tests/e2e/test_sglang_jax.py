@@ -59,7 +59,7 @@ class Engines:
         return sum(len(worker.door.generations) for worker in self.simulated)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its schedulers take a core for themselves, also where nothing runs
 def jax() -> Iterator[list[JaxWorker]]:
     with jax_workers(2) as workers:
         yield workers
