@@ -12,7 +12,7 @@ from tests.support.fleet import JSON, asked, by_path
 from tests.support.http import Client, ask, request
 from tests.support.processes import processes
 from tests.support.running_router import AS_USERS_DO, refuses, router_process
-from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
+from tests.support.scripted_worker import BODY, HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -36,6 +36,14 @@ async def test_the_banner_comes_once_and_says_how_many_there_are(stage: Stage) -
         shown = router.router.stderr()
     assert shown.count("listening") == 1
     assert "processes    2, and one that decides" in shown
+
+
+async def test_it_listens_though_a_worker_never_says_what_it_is(stage: Stage) -> None:
+    worker = await stage.worker()
+    worker.model_info = script(reply(b'{"model_path": "/a"}'))
+    worker.standing["/server_info"] = script(HANG)
+    async with processes([worker]) as router:
+        assert (await router.ask("GET", "/health")).json()["workers_routable"] == 1
 
 
 async def test_requests_in_flight_are_those_of_all_processes(

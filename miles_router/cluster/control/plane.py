@@ -177,6 +177,9 @@ class ControlDuty(Duty):
 
     async def _begin(self, state: tuple[int, dict[str, Any]]) -> None:
         number, sections = state
+        self.followers.number = number  # before anything is decided, which counts on from there
+        self.followers.go_on_counting(sections.get(COUNTED, ()))
+        self.followers.counted = sections.get(COUNTED, [])
         for name, record in sections.items():
             if name.startswith(POOL):
                 await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
@@ -190,9 +193,6 @@ class ControlDuty(Duty):
                 self._pools.default.fleet.pool.expect(parse_worker_url(url))
             await self._pools.default.health.first_look()
         await self._registrations.restore(of_this_run=bool(sections))
-        self.followers.number = number
-        self.followers.go_on_counting(sections.get(COUNTED, ()))
-        self.followers.counted = sections.get(COUNTED, [])
         self.followers.changed()
         self._ready.set()
 
