@@ -65,7 +65,7 @@ class Workers:
         body: bytes,
         **how: object,
     ) -> Reply:
-        assert how == {"slot": False, "admit": None, "pulse": None}, (
+        assert how == {"slot": False, "admit": None, "pulse": None, "once": False}, (
             "it must get through while all connections are taken"
         )
         path = target.decode()
