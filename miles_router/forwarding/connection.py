@@ -90,6 +90,8 @@ class Connection(asyncio.BufferedProtocol):
         self._reusable = False
         self._reading_paused = False
         self.idle_since = 0.0
+        #: Whether it was made in place of one that was lost, and not used since: its own loss is the worker's.
+        self.just_made = False
 
     # The exchange
 
@@ -102,6 +104,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None:
             raise UpstreamUnreachable(f"{self._address.url} closed the connection before it was used", refused=True)
         assert self._reply is None
+        self.just_made = False
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         self._reply = Reply(self, self._loop, self._pool.backlog)

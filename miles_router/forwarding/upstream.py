@@ -161,7 +161,7 @@ class Upstream:
         once: bool = False,
     ) -> Reply:
         connection = self._take_idle(address)
-        kept = connection is not None
+        kept = connection is not None and not connection.just_made
         connection = connection or await self._connect(address)
         while True:
             if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
@@ -178,6 +178,7 @@ class Upstream:
                 # new connection can tell that from a dead worker.
                 connection, kept = await self._connect(address), False
                 if once:
+                    connection.just_made = True
                     self.keep(address, connection)
                     error.kept = True
                     raise

@@ -892,7 +892,12 @@ async def test_what_scrolls_sideways_has_a_name_and_keeps_the_focus_while_it_is_
     places = {
         "#/fleet": ["Workers"],
         "#/episodes?group=prompt-18": ["Episodes side by side"],
-        "#/run": ["Staleness of trained tokens", "Forks by reason", "By weight version"],
+        "#/run": [
+            "Staleness of trained tokens",
+            "Forks by reason",
+            "By weight version",
+            "Mean reward by weight version",
+        ],
     }
     async with dashboard(browser, run.router.url, width=320, height=640) as page:
         for address, names in places.items():

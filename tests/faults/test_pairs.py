@@ -48,7 +48,7 @@ async def test_a_lost_prefill_half_is_replaced_and_the_decode_half_serves(stage:
         pair.prefills[1].faults.clear()
         for _ in range(2):
             assert (await pair.answer(stream=stream))["output_ids"] == pair.truth().output_ids
-        assert pair.router.app.router.metrics.retries >= 1, "a half that closes a kept connection alone is not lost"
+        assert pair.router.app.router.metrics.retries >= 2
         assert pair.router.pool.get(pair.decode.url).failures == 0
         await pair.free()
 
