@@ -99,11 +99,17 @@ class RealWorker:
 
     @classmethod
     def start(
-        cls, *flags: str, moe: bool = False, port: int | None = None, environment: Mapping[str, str] | None = None
+        cls,
+        *flags: str,
+        moe: bool = False,
+        model: Path | None = None,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> RealWorker:
-        """Starts the processes and returns, so that several can come up side by side; `wait` or `with` waits."""
-        built = ensure()
-        model = built.moe_model if moe else built.dense_model
+        """Starts the processes and returns, so that several can come up side by side; `wait` or `with` waits. `model`
+        is a directory in place of the random models."""
+        if model is None:
+            model = ensure().moe_model if moe else ensure().dense_model
         worker = cls(port or free_ports(1)[0], ("--model-path", str(model), *FLAGS, *flags), environment or {})
         worker._spawn()
         return worker
@@ -250,10 +256,10 @@ def _exists(signalled: Callable[[int, int], None], pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def real_workers(count: int, *flags: str, moe: bool = False) -> Iterator[list[RealWorker]]:
+def real_workers(count: int, *flags: str, moe: bool = False, model: Path | None = None) -> Iterator[list[RealWorker]]:
     """`count` workers, started side by side and all ready."""
     with contextlib.ExitStack() as stack:
-        workers = [RealWorker.start(*flags, moe=moe) for _ in range(count)]
+        workers = [RealWorker.start(*flags, moe=moe, model=model) for _ in range(count)]
         for worker in workers:
             stack.callback(worker.kill)
         for worker in workers:

@@ -1,0 +1,1 @@
+"""`make train`: a small model learns through the router, with real SGLang and without a GPU."""

@@ -1,0 +1,114 @@
+"""A model learns through the router: `make train` as it is typed, with real SGLang and a trained model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiers import heavy, size
+from tests.support.waiting import until
+from tests.training.__main__ import ROOT
+
+pytestmark = pytest.mark.sglang
+
+#: Two short steps of few samples, or the whole run.
+SHORT = ("--steps", "2", "--prompts", "2", "--group", "4")
+
+
+async def run(out: Path, *flags: str) -> tuple[int | None, str]:
+    """Run the command; return its exit status and all that it printed."""
+    process = await _start(out, *flags)
+    said, _ = await process.communicate()
+    return process.returncode, said.decode()
+
+
+async def _start(out: Path, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.training", "--out", str(out), *flags),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+async def test_a_model_is_trained_on_exact_tokens(tmp_path: Path) -> None:
+    """In the heavy tier it must learn; two steps must be exact."""
+    status, said = await run(tmp_path, *size(heavy=("--expect-learning",), otherwise=SHORT))
+    print(said)
+    assert status == 0, said
+    lines = said.splitlines()
+    assert lines[0].startswith("dashboard  http://"), "where to look comes first"
+    assert len([line for line in lines if line.startswith("step ")]) == size(heavy=16, otherwise=2)
+    assert (tmp_path / "training.svg").read_text().startswith("<svg")
+    page = (tmp_path / "samples.html").read_text()
+    assert "capital" in page
+
+
+@pytest.mark.skipif(not heavy(), reason="takes minutes")
+@pytest.mark.parametrize("update", ["retract", "in_place"])
+async def test_other_updates_lose_nothing(tmp_path: Path, update: str) -> None:
+    status, said = await run(tmp_path, "--update", update, "--steps", "4")
+    print(said)
+    assert status == 0, said
+
+
+@pytest.mark.skipif(not heavy(), reason="takes minutes")
+async def test_an_agent_of_two_turns_is_trained_on_exact_tokens(tmp_path: Path) -> None:
+    status, said = await run(tmp_path, "--task", "lookup", "--steps", "6")
+    print(said)
+    assert status == 0, said
+
+
+@pytest.mark.skipif(not heavy(), reason="takes minutes")
+async def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
+    process = await _start(tmp_path)
+    assert process.stdout is not None
+    read: list[str] = []
+    while not (read and read[-1].startswith("held out")):
+        read.append((await process.stdout.readline()).decode())
+        assert read[-1], "".join(read)
+    urls = re.findall(r"http://127\.0\.0\.1:(\d+)", "".join(read))
+    assert len(urls) == 3
+    process.send_signal(signal.SIGINT)
+    assert await process.wait() == 130
+
+    async def is_free(port: str) -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    for port in urls:
+        assert await is_free(port)
+    await until(lambda: not _processes_of(tmp_path), "no process of it is left")
+
+
+def _processes_of(out: Path) -> list[str]:
+    """Return the commands of running processes that name a directory."""
+    commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline") if os.access(each, os.R_OK)]
+    return [each.decode(errors="replace") for each in commands if str(out).encode() in each]
+
+
+async def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    async with server:
+        status, said = await run(tmp_path, "--port", str(server.sockets[0].getsockname()[1]))
+    assert status == 1
+    assert "Traceback" not in said
+    assert "address already in use" in said.lower()
+
+
+async def test_text_of_an_agent_is_refused(tmp_path: Path) -> None:
+    status, said = await run(tmp_path, "--task", "lookup", "--tokens", "text")
+    assert status == 2
+    assert "--tokens text is for --task capitals" in said
