@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # What each change is tried with on routers of several processes; `make processes` has all.
 CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or trickles or drain"
 
-.PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm
+.PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm train
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ soak: install ## half an hour of everything at once: nothing may grow, every tok
 
 unit: install tokenizers agents chromium ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang"
+
+train: install ## a small model learns through the router: real SGLang, GRPO, no GPU; TRAIN='--steps 30 --update in_place'
+	@$(BIN)/python -m tests.training $(TRAIN)
 
 coverage: install tokenizers agents chromium ## which branches the tests without SGLang take, in the processes that they start too
 	@$(call say,tests under coverage)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from tests.sglang.environment import NURSERY, ensure, transfer_parts
+from tests.sglang.environment import NURSERY, ensure, transfer_parts, venv
 from tests.support.ports import free_ports
 from tests.support.waiting import PATIENCE
 
@@ -52,7 +52,7 @@ class Nursery:
     def __init__(self) -> None:
         LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
         self.log_path = LOG_DIRECTORY / f"{os.getpid()}-nursery.log"
-        command = [str(ensure().python), str(NURSERY)]
+        command = [str(venv()), str(NURSERY)]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from miles_router.client import Sample
 from miles_router.trajectory.pieces import VersionRun
 from tests.training import measures, picture
+from tests.training.__main__ import ROOT
 from tests.training.measures import Run, Step
 
 STEPS = [
@@ -117,3 +119,12 @@ def test_the_picture_shows_every_step() -> None:
     assert heights == sorted(heights, reverse=True), "a reward that rises goes up"
     assert "held out 0.10" in drawn
     assert "held out 0.80" in drawn
+
+
+def test_the_page_shows_the_loop_as_it_is() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = [block for block in page.split("```") if block.startswith("text\nasync def ")]
+    assert len(blocks) == 2
+    source = (ROOT / "tests" / "training" / "trainer.py").read_text(encoding="utf-8")
+    for block in blocks:
+        assert textwrap.indent(block.removeprefix("text\n"), "    ") in source
