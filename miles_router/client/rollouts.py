@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 Environment = Callable[[str], Awaitable[str | None]]
 #: An agent as its builder wrote it: all it is told is the `base_url` for its OpenAI client.
 Agent = Callable[..., Awaitable[Any]]
-#: The reward of what an agent returned.
+#: The reward of what an agent returned, or of the last generation of a text.
 Judge = Callable[[Any], Reward | Awaitable[Reward]]
 
 
@@ -40,21 +40,26 @@ async def single_turn(
     prompt: str,
     sampling_params: Mapping[str, Any] | None = None,
     *,
-    reward: Reward = None,
+    reward: Reward | Judge = None,
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Sample:
     """One generation of a prompt, and its exact tokens. Further fields go to `/generate`.
 
+    Args:
+        reward: of the sample, or what makes it of the `Generation`; may be a coroutine function. The router is told one
+            that is a number, for its dashboard.
+
     Raises:
         NotFound: its tokens are not held (any more): `max_tokens` of the middleware is too small, or it is not there.
         ValueError: reward, label or metadata contain NaN or an infinity.
     """
-    require_finite({"reward": reward, "label": label, "metadata": metadata})
+    require_finite({"reward": None if callable(reward) else reward, "label": label, "metadata": metadata})
     generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
-    exact = await _exact(client, prompt, generation, reward)
-    carried = {"reward": reward, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
+    earned = await _judged(reward, generation)
+    exact = await _exact(client, prompt, generation, earned)
+    carried = {"reward": earned, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
     return _sample(exact, prompt, generation.prompt_tokens, generation.status, carried)
 
 
@@ -65,7 +70,7 @@ async def multi_turn(
     sampling_params: Mapping[str, Any] | None = None,
     *,
     max_turns: int = 16,
-    reward: Reward = None,
+    reward: Reward | Judge = None,
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
     **fields: Any,
@@ -76,7 +81,8 @@ async def multi_turn(
     turn where the engine trims that (`<|im_end|>`), and end with the markup that begins the next one.
 
     The sample is `completed` when the environment ends the episode, `truncated` when tokens or `max_turns` run out,
-    `aborted` when somebody aborts a generation. All turns go to one worker while it is routable.
+    `aborted` when somebody aborts a generation. All turns go to one worker while it is routable. `reward` is as of
+    `single_turn`, of the last generation.
 
     Raises:
         NotFound, ValueError: as of `single_turn`.
@@ -84,7 +90,7 @@ async def multi_turn(
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
-    require_finite({"reward": reward, "label": label, "metadata": metadata})
+    require_finite({"reward": None if callable(reward) else reward, "label": label, "metadata": metadata})
     key = uuid4().hex
     text, given = prompt, 0
     rids: list[str] = []
@@ -102,8 +108,9 @@ async def multi_turn(
         status = "truncated"
         if turn + 1 < max_turns:
             text += observed
-    exact = await _exact(client, sent, last, reward)
-    carried = {"reward": reward, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
+    earned = await _judged(reward, last)
+    exact = await _exact(client, sent, last, earned)
+    carried = {"reward": earned, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
     return _sample(exact, prompt, given, status, carried)
 
 
@@ -144,8 +151,7 @@ async def agentic(
     async with await client.create_session(session_id, metadata, contract) as session:
         keyed = {} if session.own_key is None else {"api_key": session.own_key}
         outcome = await agent(session.base_url, **keyed)
-        judged = None if reward is None else reward(outcome)
-        earned = await judged if inspect.isawaitable(judged) else judged
+        earned = await _judged(reward, outcome)
         return await session.collect(
             max_seq_len=max_seq_len,
             branches=branches,
@@ -170,8 +176,22 @@ async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -
     return [made[place] for place in range(size)]
 
 
+async def _judged(reward: Reward | Judge, outcome: Any) -> Reward:
+    """The reward, or what makes it of an outcome.
+
+    Raises:
+        ValueError: it contains NaN or an infinity.
+    """
+    if not callable(reward):
+        return reward
+    judged = reward(outcome)
+    earned = await judged if inspect.isawaitable(judged) else judged
+    require_finite({"reward": earned})
+    return earned
+
+
 async def _exact(client: RouterClient, prompt: str, generation: Generation, reward: Reward) -> Retrieved:
-    """The tokens of a generation and everything in front of it. The router is told a reward that is a number.
+    """The tokens of a generation and everything in front of it.
 
     Raises:
         InvalidSample: what was retrieved does not end with what was generated.

@@ -11,6 +11,7 @@ import pytest
 
 from miles_router.client import (
     ErrorReply,
+    Generation,
     InvalidSample,
     NotFound,
     Retries,
@@ -91,6 +92,24 @@ async def test_one_turn(trial: Trial, client: RouterClient) -> None:
     assert sample.weight_versions == (("default", len(record.input_ids), len(sample)),)
     assert (await got(trial, "run"))["rewards"] == [{"weight_version": "default", "count": 1, "sum": 1.0}]
     assert trial.door[-1].json()["custom_params"] == {"a": 1}
+
+
+async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client: RouterClient) -> None:
+    async def judged(answer: Generation) -> float:
+        return len(answer.text) + (0.5 if answer.status == "truncated" else 0)
+
+    one = await single_turn(client, PROMPT, SHORT, reward=lambda answer: len(answer.text))
+
+    async def again(said: str) -> str | None:
+        return TOOL.format(said)
+
+    two = await multi_turn(client, PROMPT, again, SHORT, max_turns=2, reward=judged)
+    assert one.reward == len(one.response)
+    assert two.reward == len(records(trial)[-1].text) + 0.5
+    (rewards,) = (await got(trial, "run"))["rewards"]
+    assert (rewards["count"], rewards["sum"]) == (2, one.reward + two.reward)
+    with pytest.raises(ValueError, match="reward is nan"):
+        await single_turn(client, PROMPT, SHORT, reward=lambda _: float("nan"))
 
 
 async def test_one_turn_that_ends_by_itself_has_its_stop_token(

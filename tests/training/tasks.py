@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from miles_router.client import RouterClient, Sample, Session, single_turn
+from miles_router.client import Generation, RouterClient, Sample, Session, single_turn
 
 _PAIRS = """
 France Paris, Italy Rome, Japan Tokyo, Spain Madrid, Germany Berlin, Russia Moscow, China Beijing, Egypt Cairo,
@@ -33,12 +33,17 @@ Question = tuple[str, str]
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout: its exact sample, its reward, the text in front of the response, and the last answer."""
+    """One rollout: its exact sample with its reward, the text in front of the response, and the last answer."""
 
     sample: Sample
-    reward: float
     prompt: str
     answer: str
+
+    @property
+    def reward(self) -> float:
+        """The sample's."""
+        assert isinstance(self.sample.reward, float)
+        return self.sample.reward
 
 
 class Task(Protocol):
@@ -72,10 +77,12 @@ class Capitals:
         country, capital = question
         prompt = self.prompt.format(country)
         sampling = {"temperature": temperature, "max_new_tokens": self.max_new_tokens}
-        sample = await single_turn(client, prompt, sampling, label=capital)
-        stopped = 1.0 if sample.status == "completed" else 0.5
-        reward = stopped if capital in sample.response else 0.0
-        return Rollout(sample, reward, prompt, sample.response)
+
+        def reward(answer: Generation) -> float:
+            return (1.0 if answer.status == "completed" else 0.5) if capital in answer.text else 0.0
+
+        sample = await single_turn(client, prompt, sampling, reward=reward, label=capital)
+        return Rollout(sample, prompt, sample.response)
 
 
 class LookUp:
@@ -118,7 +125,7 @@ class LookUp:
                 answer = await self._turn(session, messages, temperature)
             reward = (0.3 if right else 0.0) + (0.7 if right and number in answer else 0.0)
             (sample,) = await session.collect(reward=reward, label=number)
-        return Rollout(sample, reward, "", answer)
+        return Rollout(sample, "", answer)
 
     async def _turn(self, session: Session, messages: Sequence[Mapping[str, Any]], temperature: float) -> str:
         answer = await session.chat(messages, temperature=temperature, max_tokens=self.max_new_tokens)
