@@ -208,6 +208,7 @@ def report(options: argparse.Namespace, progress: Progress, model: Path, samples
     print(f"held-out reward  {run.before:.2f} before, {run.after:.2f} after")
     spanning = sum(step.spanning for step in run.steps)
     print(f"samples          {sum(step.whole for step in run.steps)} whole, {spanning} of two weight versions")
+    print(f"distance         {measures.distances(run.steps)}")
     print(f"encoding again   changes {sum(step.changed for step in run.steps) / len(run.steps):.1%} of the samples")
     print(f"picture          {drawn}\ntokens           {page}")
     problems = measures.exactness_problems(run.steps, keeps_cache=options.update == "in_place")

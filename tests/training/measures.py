@@ -102,6 +102,14 @@ def changes(tokenizer: Encodes, sample: Sample) -> bool:
     return bool(tokenizer.encode(tokenizer.decode(tokens)) != tokens)
 
 
+def distances(steps: Sequence[Step]) -> str:
+    """Return in words how far trainer and engine are apart: on tokens of the weights that both have, the largest of
+    all steps; on tokens stamped with the weights before, the mean of each of the first steps."""
+    current = max((step.current[0] for step in steps if step.current), default=0.0)
+    older = [f"{step.older[1]:.2g}" for step in steps[1 : STAMPED_STEPS + 1] if step.older]
+    return f"{current:.1g} nats at most by the same weights; in the mean by those before: {', '.join(older) or '-'}"
+
+
 def exactness_problems(steps: Sequence[Step], *, keeps_cache: bool) -> list[str]:
     """Return what is not exact, a sentence each.
 

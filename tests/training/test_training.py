@@ -99,6 +99,29 @@ def _processes_of(out: Path) -> list[str]:
     return [each.decode(errors="replace") for each in commands if str(out).encode() in each]
 
 
+@pytest.mark.skipif(not heavy(), reason="takes minutes")
+async def test_a_worker_that_dies_is_one_line(tmp_path: Path) -> None:
+    process = await _start(tmp_path)
+    assert process.stdout is not None
+    while not (line := (await process.stdout.readline()).decode()).startswith("held out"):
+        assert line, "it goes on until then"
+    (nursery,) = (child for child in _children(process.pid) if "nursery.py" in _command(child))
+    os.killpg(_children(nursery)[0], signal.SIGKILL)
+    said, _ = await process.communicate()
+    assert process.returncode == 1
+    assert re.search(r"^make train: worker http://127.0.0.1:\d+ died; its log: /\S+\.log$", said.decode(), re.MULTILINE)
+    assert b"Traceback" not in said
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+
+
 async def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with server:
