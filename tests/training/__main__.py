@@ -203,7 +203,8 @@ def report(options: argparse.Namespace, progress: Progress, model: Path, samples
     drawn.write_text(picture.draw(run, title), encoding="utf-8")
     page = options.out / "samples.html"
     command = (sys.executable, "-m", "miles_router", "view", str(samples), "--output", str(page))
-    viewed = subprocess.run([*command, "--hf-checkpoint", str(model)], stdout=subprocess.PIPE, text=True)
+    quiet = {**os.environ, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # it says that torch is absent, which nobody needs
+    viewed = subprocess.run([*command, "--hf-checkpoint", str(model)], stdout=subprocess.PIPE, env=quiet)
     print("\n".join(answer_lines(progress)) + "\n")
     print(f"held-out reward  {run.before:.2f} before, {run.after:.2f} after")
     spanning = sum(step.spanning for step in run.steps)
