@@ -277,8 +277,10 @@ def replies_in(data: bytes, methods: Sequence[str]) -> list[tuple[int, bytes]]:
 
 
 def _stripped(headers: RawHeaders) -> RawHeaders:
-    """Values without the space around them, which is no part of them (RFC 9110 section 5.5) and is passed on."""
-    return [(name, value.strip(b" \t")) for name, value in headers]
+    """Values without the space around them, which is no part of them (RFC 9110 section 5.5) and is passed on. That of
+    Transfer-Encoding in lower case, as h11 tells it: capitals mean nothing there (RFC 9112 section 7)."""
+    values = [(name, value.strip(b" \t")) for name, value in headers]
+    return [(name, value.lower() if name == b"transfer-encoding" else value) for name, value in values]
 
 
 def _origin_form(start: re.Match[bytes]) -> bytes:
