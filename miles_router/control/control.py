@@ -71,6 +71,7 @@ class Control:
             arguments=arguments,
             undo=None if row.undo is None else self.rows[row.undo],
             naming=None if row.naming is None else self.rows[row.naming],
+            flushing=None if row.flushing is None else self.rows[row.flushing],
             fleet=self._fleet,
             fan_out=self._fan_out,
             requests=self.requests,

@@ -36,6 +36,8 @@ class Call:
     undo: Row | None
     #: The row that names a version to a worker whose weights have it.
     naming: Row | None
+    #: The row that empties a worker's caches.
+    flushing: Row | None
     fleet: Fleet
     fan_out: FanOut
     requests: Requests
@@ -95,6 +97,8 @@ class Row:
     undo: str | None = None
     #: The path of the row that names a version to a worker whose weights have it.
     naming: str | None = None
+    #: The path of the row that empties a worker's caches.
+    flushing: str | None = None
 
     def order(self, **fields: object) -> Order:
         """This request with these arguments."""

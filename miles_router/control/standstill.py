@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,18 +133,26 @@ async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
 
 
 async def flush(call: Call) -> list[Outcome]:
-    """While the fleet is paused, whoever refuses is asked again for a while: an engine may not have done yet what it
-    was told. Who refuses in the end says what is held there."""
-    outcomes = await call.ask(call.workers())
+    """Ask every worker to empty its caches. A worker that refuses in the end says which requests the pause holds."""
+    outcomes = await ask_to_flush(call, call.workers(), call.ask)
+    if call.fleet.pause is None:
+        return outcomes
+    return [await _with_held(call, outcome) if outcome.status == REFUSED else outcome for outcome in outcomes]
+
+
+async def ask_to_flush(
+    call: Call, workers: Sequence[Worker], ask: Callable[[Sequence[Worker]], Awaitable[list[Outcome]]]
+) -> list[Outcome]:
+    """Ask workers to empty their caches, by `ask`. While the fleet is paused, a worker that refuses is asked again for
+    `FLUSH_PATIENCE` seconds: its engine may not have let go yet of what it was told to abort."""
+    outcomes = await ask(workers)
     loop = asyncio.get_running_loop()
     until = loop.time() + FLUSH_PATIENCE
     while call.fleet.pause is not None and (refused := _refused(outcomes)) and loop.time() < until:
         await asyncio.sleep(FLUSH_AGAIN)
-        again = {outcome.worker: outcome for outcome in await call.ask([each.worker for each in refused])}
+        again = {outcome.worker: outcome for outcome in await ask([each.worker for each in refused])}
         outcomes = [again.get(outcome.worker, outcome) for outcome in outcomes]
-    if call.fleet.pause is None:
-        return outcomes
-    return [await _with_held(call, outcome) if outcome.status == REFUSED else outcome for outcome in outcomes]
+    return outcomes
 
 
 def _refused(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -37,12 +37,14 @@ ABORT = Row("/abort_request", check=aborts.check, effect=aborts.abort, beside_ot
 UPDATE_VERSION = Row(
     "/update_weight_version", check=weights.check_version, effect=weights.update, naming="/update_weight_version"
 )
+FLUSH = Row("/flush_cache", methods=EITHER, effect=weights.flush)
 UPDATE_FROM_DISK = Row(
     "/update_weights_from_disk",
     timeout=SLOW,
     check=weights.check_model_path,
     effect=weights.update_and_flush,
     naming=UPDATE_VERSION.path,
+    flushing=FLUSH.path,
 )
 
 
@@ -50,7 +52,13 @@ def own_row(path: str) -> Row:
     """The row of a path of the user's own. SGLang's other updates come in many requests, with tensors of the trainer's
     choice: such a path may be one."""
     if path.startswith("/update_weights_"):
-        return Row(path, timeout=SLOW, effect=weights.update_and_flush, naming=UPDATE_VERSION.path)
+        return Row(
+            path,
+            timeout=SLOW,
+            effect=weights.update_and_flush,
+            naming=UPDATE_VERSION.path,
+            flushing=FLUSH.path,
+        )
     return Row(path)
 
 
@@ -58,7 +66,7 @@ TABLE = (
     PAUSE,
     CONTINUE,
     ABORT,
-    Row("/flush_cache", methods=EITHER, effect=weights.flush),
+    FLUSH,
     SLEEP,
     WAKE,
     UPDATE_FROM_DISK,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from miles_router.control import standstill
@@ -13,6 +15,8 @@ from miles_router.control.row import Call
 from miles_router.fleet.workers import Worker
 
 logger = logging.getLogger(__name__)
+
+FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the cache was flushed a moment later."}'
 
 
 def check_version(arguments: Mapping[str, Any]) -> str | None:
@@ -28,16 +32,23 @@ def check_model_path(arguments: Mapping[str, Any]) -> str | None:
 async def update(call: Call) -> list[Outcome]:
     """Note who took an update, and to which version; then ask every worker for its own. After an update that names no
     version the fleet's is unknown, and only who took it is routable under `same-weights`."""
+    outcomes, _ = await _update(call)
+    return outcomes
+
+
+async def _update(call: Call) -> tuple[list[Outcome], list[Worker]]:
+    """Update; return the outcomes, and the workers that refused and sample with the new version all the same."""
     pool, workers = call.fleet.pool, call.workers()
     version = call.arguments.get("new_version", call.arguments.get("weight_version"))
+    changed: list[Worker] = []
     with pool.changing_weights():
         await call.fleet.everywhere()
         outcomes = await call.ask(workers)
-        did = [outcome.worker for outcome in outcomes if outcome.ok]
         if version is not None:
             refused = [outcome.worker for outcome in outcomes if outcome.reachable and not outcome.ok]
             others = [worker for worker in refused if worker.weight_version != str(version)]
-            did += await _changed_all_the_same(call, others, str(version))
+            changed = await _changed_all_the_same(call, others, str(version))
+    did = [outcome.worker for outcome in outcomes if outcome.ok] + changed
     if version is not None:
         pool.updated(did, str(version), took=call.row != call.naming)
     elif did:
@@ -45,7 +56,7 @@ async def update(call: Call) -> list[Outcome]:
         missed = [worker.url for worker in pool if worker.missed_update]
         logger.warning("weights_without_version", extra={"fields": {"path": call.row.path, "missed_by": missed}})
     call.health.check_all()
-    return outcomes
+    return outcomes, changed
 
 
 async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: str) -> list[Worker]:
@@ -65,10 +76,27 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
 
 async def update_and_flush(call: Call) -> list[Outcome]:
     """An update after which SGLang flushes the caches, if it is not told otherwise: `/update_weights_from_...`."""
-    outcomes = await update(call)
+    outcomes, changed = await _update(call)
     if call.arguments.get("flush_cache", True) is True:
+        outcomes = await _flushed_later(call, outcomes, changed)
         _flushed(outcomes)
     return outcomes
+
+
+async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:
+    """Flush the caches of workers whose weights have changed and whose caches could not be flushed; return outcomes in
+    which those that did it succeed.
+
+    In a pause with `abort`, SGLang 0.5.23 answers the pause while its scheduler still holds a request that its client
+    has just left. It lets go of it a step later.
+    """
+    pause = call.fleet.pause
+    if not changed or pause is None or pause.mode == "in_place":  # what is kept in place is never let go of
+        return outcomes
+    assert call.flushing is not None
+    told = await standstill.ask_to_flush(call, changed, partial(call.tell, row=call.flushing, brief=True))
+    did = {outcome.worker for outcome in told if outcome.ok}
+    return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in did else each for each in outcomes]
 
 
 async def flush(call: Call) -> list[Outcome]:

@@ -133,6 +133,58 @@ async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
         assert answer["choices"][0]["finish_reason"] != "abort"
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_is_aborted_in_the_queue_is_resumed_and_tells_its_prompt(
+    stage: Stage, stream: bool, choices: int
+) -> None:
+    """SGLang tells of a generation that it aborts in its queue no length of the prompt, which chat shows as 0."""
+    async with cuttable(stage) as (trial, brake):
+        session, engine = await trial.create(), trial.worker.engine
+        brake.on = True
+        fields: dict[str, Any] = {
+            "max_tokens": 8,
+            "n": choices,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        }
+        asked = trial.turn(session, HI, stream=stream, **fields)
+        async with under_way(asked) as turn:
+            await until(lambda: len(engine.running) == choices, "they run, and have sampled nothing")
+            for mode in ("retract", "abort"):
+                await pause(trial, mode)
+            await go_on(trial, brake, "2")
+            answer = await turn
+        assert answer.status == 200, answer.body
+        said = chunks_of(answer.body)[-1] if stream else answer.json()
+        samples = await trial.samples(session)
+        assert len(samples) == choices
+        for sample in samples:
+            assert said["usage"]["prompt_tokens"] == len(sample["tokens"]) - 8
+            assert [run["version"] for run in sample["weight_versions"]] == ["2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_is_aborted_in_the_queue_is_recorded_beside_one_that_ends(
+    stage: Stage, stream: bool
+) -> None:
+    async with cuttable(stage, settings={"partial_rollout": "return"}) as (trial, brake):
+        session, engine = await trial.create(), trial.worker.engine
+        brake.on = True
+        fields: dict[str, Any] = {
+            "max_tokens": 8,
+            "n": 2,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        }
+        async with under_way(trial.turn(session, HI, stream=stream, **fields)) as turn:
+            await until(lambda: len(engine.running) == 2, "they run, and have sampled nothing")
+            next(iter(engine.running.values())).abort_waiting()
+            brake.on = False
+            answer = await turn
+        assert answer.status == 200, answer.body
+        assert len(await trial.samples(session)) == 1
+        assert sorted(record["finish_reason"] for record in await trial.records(session)) == ["abort", "length"]
+
+
 async def test_a_penalty_of_the_model_s_own_counts_like_one_of_the_agent_s(
     stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
+from miles_router.control import standstill
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
@@ -296,6 +297,46 @@ async def test_an_update_that_is_refused_and_took_effect_is_noticed(
             assert caplog.messages.count("refused_update_took_effect") == 1, "the second has changed nothing"
             assert (await post(router, "/continue_generation")).status == 200
             assert (await generate(router))["cached_tokens"] == 0
+
+
+class LetsGoLater:
+    """An engine that still holds an aborted request when it answers the pause, and lets go of it behind `refusals`."""
+
+    def __init__(self, worker: SimulatedWorker, refusals: int) -> None:
+        self.refusals = refusals
+        worker.engine.can_flush = self.can_flush  # type: ignore[method-assign]
+
+    def can_flush(self) -> bool:
+        self.refusals -= 1
+        return self.refusals < 0
+
+
+@pytest.mark.parametrize("refusals", [1, 3])
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+async def test_an_update_whose_flush_comes_too_early_is_flushed_later(
+    stage: Stage, mode: str, refusals: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet(stage) as (worker, router):
+        await generate(router)
+        assert (await post(router, "/pause_generation", mode=mode)).status == 200
+        engine = LetsGoLater(worker, refusals)
+        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
+        assert (answer.status, answer.json()["success"]) == (200, True), answer.body
+        assert engine.refusals < 0
+        assert router.pool.weight_version == worker.engine.named_version == "2"
+        assert caplog.messages.count("refused_update_took_effect") == 1
+        assert (await post(router, "/continue_generation")).status == 200
+        assert (await generate(router))["cached_tokens"] == 0
+        assert keys(worker) == [None, None], "nothing of older weights is left to be kept apart"
+
+
+async def test_an_update_whose_cache_stays_full_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standstill, "FLUSH_PATIENCE", 0.5)
+    async with fleet(stage) as (worker, router):
+        assert (await post(router, "/pause_generation", mode="abort")).status == 200
+        LetsGoLater(worker, 1000)
+        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
+        assert (answer.status, answer.json()["success"]) == (400, False)
 
 
 async def test_an_update_that_is_refused_and_changed_nothing_changes_no_version(stage: Stage) -> None:

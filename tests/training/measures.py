@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,7 @@ class Step:
         current: largest and mean distance (nats) of tokens that the trainer's weights sampled; None: there are none.
         older: the same of tokens that the weights before sampled.
         changed: the share of samples that are other tokens when their text is encoded again.
+        taught: whether rewards within a group differed, so that the step changed the weights.
         clipped: the share of tokens whose ratio was clipped.
         sampling_s, training_s, update_s: seconds.
     """
@@ -59,6 +61,7 @@ class Step:
     current: tuple[float, float] | None
     older: tuple[float, float] | None
     changed: float
+    taught: bool
     clipped: float = 0.0
     sampling_s: float = 0.0
     training_s: float = 0.0
@@ -128,8 +131,10 @@ def exactness_problems(steps: Sequence[Step], *, keeps_cache: bool) -> list[str]
             for step in steps
             if step.current is not None and step.current[0] > EXACT
         ]
-        for step in steps[1 : STAMPED_STEPS + 1]:
-            if step.current and step.older and step.older[1] < STAMPS_APART * step.current[1]:
+        for before, step in pairwise(steps[: STAMPED_STEPS + 1]):
+            if not (before.taught and step.current and step.older):
+                continue  # without a lesson, the weights of both stamps are the same
+            if step.older[1] < STAMPS_APART * step.current[1]:
                 problems.append(f"step {step.number}: tokens stamped with older weights are as close as current ones")
     later = steps[1:]
     spanning, samples = sum(step.spanning for step in later), sum(step.samples for step in later)

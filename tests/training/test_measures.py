@@ -25,6 +25,7 @@ STEPS = [
         current=(2e-5, 1e-6),
         older=(1.0, 0.3) if number else None,
         changed=0.0,
+        taught=True,
     )
     for number in range(8)
 ]
@@ -91,6 +92,14 @@ def test_a_step_that_is_not_exact_is_named(broken: dict[str, object], said: str)
     (problem,) = measures.exactness_problems(steps, keeps_cache=False)
     assert problem.startswith("step 2: ")
     assert said in problem
+
+
+def test_stamps_are_not_judged_where_the_step_before_taught_nothing() -> None:
+    near = [replace(each, older=(1e-5, 2e-6)) for each in STEPS]
+    assert measures.exactness_problems([replace(each, taught=False) for each in near], keeps_cache=False) == []
+    taught = [replace(each, taught=each.number == 1) for each in near]
+    (problem,) = measures.exactness_problems(taught, keeps_cache=False)
+    assert problem.startswith("step 2: tokens stamped with older weights")
 
 
 def test_updates_without_generations_in_flight_are_a_problem() -> None:

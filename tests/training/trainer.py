@@ -124,6 +124,7 @@ class Trainer:
             current=measures.distance(ours[current], theirs[current]),
             older=measures.distance(ours[~current], theirs[~current]),
             changed=float(np.mean([measures.changes(self._tokenizer, each) for each in samples])),
+            taught=bool(gains.any()),
         )
         known: list[Any] | None = old
         if self._options.tokens == "text":

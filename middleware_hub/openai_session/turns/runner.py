@@ -292,7 +292,8 @@ class TurnRunner:
             UnusableAnswer: the answer cannot be recorded.
         """
         exchange = Exchange.of(scope)
-        if read is not None and any(choice.ids or choice.finish != "abort" for choice in choices):
+        queued = any(not choice.ids and choice.finish == "abort" for choice in choices)  # which tells no prompt
+        if read is not None and not queued:
             self._check_prompt(turn, choices, exchange, read)
         turn.cache = exchange.flight.cache
         facts: Mapping[str, Any] = {

@@ -190,11 +190,15 @@ def joined_answer(first: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
 
 
 def joined_usage(first: Any, metas: Sequence[Mapping[str, Any]]) -> Any:
-    """The usage of an answer whose first part told `first`: of the prompt nothing has changed."""
+    """Return the usage of an answer whose first part told `first`; what that says of the prompt stays.
+
+    SGLang 0.5.23 tells of a choice that it aborts in its queue no prompt, and counts 0: the part behind it tells.
+    """
     if not isinstance(first, Mapping):
         return first
     completion = sum(meta["completion_tokens"] for meta in metas)
-    usage = {**first, "completion_tokens": completion, "total_tokens": (first.get("prompt_tokens") or 0) + completion}
+    prompt = first.get("prompt_tokens") or max((meta.get("prompt_tokens") or 0 for meta in metas), default=0)
+    usage = {**first, "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     if first.get("reasoning_tokens"):
         reasoning = sum(meta.get("reasoning_tokens") or 0 for meta in metas)
         usage["reasoning_tokens"] = reasoning
