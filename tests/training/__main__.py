@@ -127,7 +127,8 @@ async def follow(
     """
     given = {"router": router, "model": model, "scratch": scratch, "task": options.task, "tokens": options.tokens}
     given |= {"update": options.update, "steps": options.steps, "prompts": options.prompts, "group": options.group}
-    flags = [part for name, value in {**given, "seed": options.seed}.items() for part in (f"--{name}", str(value))]
+    given |= {"examined": options.examined, "seed": options.seed}
+    flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     log = options.out / "trainer.log"
     with log.open("wb") as errors:
         trainer = await asyncio.create_subprocess_exec(
@@ -270,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
         ("steps", 16, "weight updates"),
         ("prompts", 8, "groups of a step"),
         ("group", 8, "samples of a prompt"),
+        ("examined", 32, "held-out questions"),
     ):
         add(f"--{name}", type=_positive, default=default, help=f"{said} (default: %(default)s)")
     add("--seed", type=int, default=0, help="which questions are drawn (default: %(default)s)")

@@ -132,7 +132,7 @@ def test_the_picture_shows_every_step() -> None:
 
 def test_the_page_shows_the_loop_as_it_is() -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    blocks = [block for block in page.split("```") if block.startswith("text\nasync def ")]
+    blocks = [block for block in page.split("```") if block.startswith(("text\nasync def ", "text\ndef "))]
     assert len(blocks) == 2
     source = (ROOT / "tests" / "training" / "trainer.py").read_text(encoding="utf-8")
     for block in blocks:

@@ -36,6 +36,23 @@ async def _start(out: Path, *flags: str) -> asyncio.subprocess.Process:
     )
 
 
+async def _read_until(process: asyncio.subprocess.Process, start: str) -> str:
+    """Read the command's lines up to one that starts like this; return them."""
+    assert process.stdout is not None
+    read: list[str] = []
+    while not (read and read[-1].startswith(start)):
+        read.append((await process.stdout.readline()).decode())
+        assert read[-1], "".join(read)
+    return "".join(read)
+
+
+async def test_two_steps_are_exact(tmp_path: Path) -> None:
+    status, said = await run(tmp_path, "--steps", "2", "--prompts", "2", "--group", "4", "--examined", "2")
+    print(said)
+    assert status == 0, said
+    assert "samples          16 whole" in said
+
+
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_a_model_is_trained_on_exact_tokens(tmp_path: Path) -> None:
     status, said = await run(tmp_path, "--expect-learning")
@@ -67,13 +84,8 @@ async def test_an_agent_of_two_turns_is_trained_on_exact_tokens(tmp_path: Path) 
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
     process = await _start(tmp_path)
-    assert process.stdout is not None
-    read: list[str] = []
-    while not (read and read[-1].startswith("held out")):
-        read.append((await process.stdout.readline()).decode())
-        assert read[-1], "".join(read)
-    urls = re.findall(r"http://127\.0\.0\.1:(\d+)", "".join(read))
-    assert len(urls) == 3
+    ports = re.findall(r"http://127\.0\.0\.1:(\d+)", await _read_until(process, "held out"))
+    assert len(ports) == 3, "of the router and of two workers"
     process.send_signal(signal.SIGINT)
     assert await process.wait() == 130
 
@@ -85,7 +97,7 @@ async def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
         writer.close()
         return False
 
-    for port in urls:
+    for port in ports:
         assert await is_free(port)
     await until(lambda: not _processes_of(tmp_path), "no process of it is left")
 
@@ -99,9 +111,7 @@ def _processes_of(out: Path) -> list[str]:
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_a_worker_that_dies_is_one_line(tmp_path: Path) -> None:
     process = await _start(tmp_path)
-    assert process.stdout is not None
-    while not (line := (await process.stdout.readline()).decode()).startswith("held out"):
-        assert line, "it goes on until then"
+    await _read_until(process, "held out")
     (nursery,) = (child for child in _children(process.pid) if "nursery.py" in _command(child))
     os.killpg(_children(nursery)[0], signal.SIGKILL)
     said, _ = await process.communicate()

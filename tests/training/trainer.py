@@ -32,8 +32,8 @@ from tests.training.tasks import TASKS, Question, Rollout, draw, held_out
 
 #: Steps of the optimizer that one step of sampling is for.
 MINIBATCHES = 2
-#: Held-out questions: sampled answers for the reward, and greedy ones to look at.
-SAMPLED, SHOWN = 32, 4
+#: Held-out questions whose greedy answers are shown.
+SHOWN = 4
 #: Of the newest step, what a page shows.
 SAMPLES_FILE = "samples.safetensors"
 
@@ -56,7 +56,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Train, and say what comes of it."""
-        await self._update("0")
+        await self._update(self._save(0))
         await self._examine("before")
         sampling = spawn(self._sample(0), name="rollouts")
         for number in range(self._options.steps):
@@ -64,11 +64,12 @@ class Trainer:
             groups = await sampling
             sampled = time.monotonic()
             step = self._train(number, groups)
+            weights = self._save(number + 1)
             trained = time.monotonic()
             if number + 1 < self._options.steps:
                 sampling = spawn(self._sample(number + 1), name="rollouts")
                 await self._first_token(number + 1)
-            step.update_s = await self._update(str(number + 1))
+            step.update_s = await self._update(weights)
             step.sampling_s, step.training_s = sampled - began, trained - sampled
             say("step", **asdict(step))
         newest = [each.sample for made in groups for each in made]
@@ -92,16 +93,20 @@ class Trainer:
             async for _ in stream:
                 return
 
-    async def _update(self, version: str) -> float:
-        """Give every engine the trained layers, and name them; return for how many seconds the fleet was paused."""
-        weights = self._options.scratch / f"weights-{version}"
+    def _save(self, number: int) -> Path:
+        """Write the trained layers as they are; return the directory, whose name is their version."""
+        weights: Path = self._options.scratch / str(number)
         self._learner.save(weights)
+        return weights
+
+    async def _update(self, weights: Path) -> float:
+        """Give every engine the trained layers, and name them; return for how many seconds the fleet was paused."""
         began = time.monotonic()
         async with self._client.paused(self._options.update):
             flush = self._options.update != "in_place"  # the engine holds requests, with their keys and values
-            await self._client.update_weights_from_disk(str(weights), weight_version=version, flush_cache=flush)
+            await self._client.update_weights_from_disk(str(weights), weight_version=weights.name, flush_cache=flush)
         shutil.rmtree(weights)
-        self._version = version
+        self._version = weights.name
         return time.monotonic() - began
 
     def _train(self, number: int, groups: Sequence[Sequence[Rollout]]) -> measures.Step:
@@ -151,7 +156,7 @@ class Trainer:
     async def _examine(self, when: str) -> None:
         """Say the mean reward on questions that are never trained on, and some greedy answers."""
         ask = self._task.rollout
-        sampled = await asyncio.gather(*(ask(self._client, each, 1.0) for each in held_out(SAMPLED)))
+        sampled = await asyncio.gather(*(ask(self._client, each, 1.0) for each in held_out(self._options.examined)))
         shown = await asyncio.gather(*(ask(self._client, each, 0.0) for each in held_out(SHOWN)))
         answers = [[question[0], each.answer] for question, each in zip(held_out(SHOWN), shown, strict=True)]
         say("examined", when=when, reward=float(np.mean([each.reward for each in sampled])), answers=answers)
@@ -170,6 +175,7 @@ def parser() -> argparse.ArgumentParser:
         ("steps", int, 16),
         ("prompts", int, 8),
         ("group", int, 8),
+        ("examined", int, 32),
         ("seed", int, 0),
         ("layers", int, 6),
         ("learning-rate", float, 1e-4),
