@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from miles_router.trajectory import Piece
-from tests.sglang.environment import ensure
+from tests.sglang.environment import ensure, trained_model
 from tests.sglang_worker import RealWorker
 from tests.support.audits import audited, damaged, episode, foreign, shifted
 from tests.support.real_sessions import real_sessions
@@ -43,10 +44,11 @@ CASES = (
     Case("shifted by one position", {}, shifted),
     Case("foreign ids", {}, foreign),
 )
-MODELS = {
-    "tiny Qwen3, CPU, bfloat16": ((), False, CASES),
-    "the same, float32": (("--dtype", "float32"), False, CASES[:1]),
-    "tiny Qwen3-MoE, CPU, bfloat16": ((), True, CASES[:1]),
+MODELS: Mapping[str, tuple[tuple[str, ...], Callable[[], Path], tuple[Case, ...]]] = {
+    "tiny Qwen3, CPU, bfloat16": ((), lambda: ensure().dense_model, CASES),
+    "the same, float32": (("--dtype", "float32"), lambda: ensure().dense_model, CASES[:1]),
+    "tiny Qwen3-MoE, CPU, bfloat16": ((), lambda: ensure().moe_model, CASES[:1]),
+    "SmolLM2-135M-Instruct, CPU, bfloat16": (("--dtype", "bfloat16"), trained_model, (CASES[0], *CASES[-2:])),
 }
 
 
@@ -64,14 +66,10 @@ async def quantiles(trial: SessionTrial, case: Case) -> list[float]:
     return [said.report["total"]["quantiles"][quantile] for quantile in QUANTILES]
 
 
-async def rows(flags: tuple[str, ...], cases: tuple[Case, ...], *, moe: bool) -> list[tuple[str, list[float]]]:
-    """Each case's quantiles on a worker of its own."""
-    model = str(ensure().moe_model if moe else ensure().dense_model)
-    with await asyncio.to_thread(RealWorker.start, *flags, moe=moe) as worker:
-        async with real_sessions(worker, hf_checkpoint=model) as (
-            trial,
-            _,
-        ):
+async def rows(flags: tuple[str, ...], cases: tuple[Case, ...], model: Path) -> list[tuple[str, list[float]]]:
+    """Return each case's quantiles on a worker of its own."""
+    with await asyncio.to_thread(RealWorker.start, *flags, model=model) as worker:
+        async with real_sessions(worker, hf_checkpoint=str(model)) as (trial, _):
             return [(case.name, await quantiles(trial, case)) for case in cases]
 
 
@@ -79,9 +77,9 @@ def table() -> Iterator[str]:
     """The rows as GitHub markdown."""
     yield f"| model | what | {' | '.join(QUANTILES)} |"
     yield f"| --- | --- |{' ---: |' * len(QUANTILES)}"
-    for model, (flags, moe, cases) in MODELS.items():
-        for number, (name, values) in enumerate(asyncio.run(rows(flags, cases, moe=moe))):
-            yield f"| {'' if number else model} | {name} | {' | '.join(f'{value:.4f}' for value in values)} |"
+    for name_of_model, (flags, model, cases) in MODELS.items():
+        for number, (name, values) in enumerate(asyncio.run(rows(flags, cases, model()))):
+            yield f"| {'' if number else name_of_model} | {name} | {' | '.join(f'{value:.4f}' for value in values)} |"
 
 
 def main() -> None:

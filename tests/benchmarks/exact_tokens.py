@@ -1,10 +1,12 @@
 """How much would be wrong without exact tokens: what encoding the text of rollouts anew would have made of them.
 
     python -m tests.benchmarks.exact_tokens [--seeds N] [--groups N] [--json FILE] [--plot FILE.png]
+    python -m tests.benchmarks.exact_tokens --trained
 
 The rollouts of the exactness test against two real SGLang workers with random weights (the hardest input there is), the
 Qwen3 tokenizer and the router between: what is retrieved is first held against the account at the workers' doors, then
-the text of every turn is encoded and compared with the tokens that the engine was given and sampled.
+the text of every turn is encoded and compared with the tokens that the engine was given and sampled. With `--trained`:
+conversations with SmolLM2-135M-Instruct in their place.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
-from tests.sglang.environment import ensure
+from tests.sglang.environment import ensure, trained_model
 from tests.sglang_worker import RealWorker, real_workers
 from tests.support.door import Door
 from tests.support.exactness import Compared, Drift, compare_all, drift
@@ -26,6 +29,19 @@ from tests.support.rollouts import GROUPS, TURNS, Rollouts
 from tests.support.running_router import running_router
 from tests.support.tokenizers import tokenizer
 
+OPENINGS = (
+    "Tell me about the sea.",
+    "Write a short poem about rain.",
+    "How do I bake bread?",
+    "What is a prime number?",
+    "Describe your favourite animal.",
+    "Give me three tips for sleeping well.",
+    "Who was Napoleon?",
+    "Write a JSON object about a cat.",
+)
+NEXT = ("Why?", "Say it shorter.", "Give me an example, with numbers.", "And in another language?")
+CONVERSATION = 5  # turns
+ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {})
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9822b", "#666666"
 
@@ -42,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs, each of other rollouts (default: %(default)s)")
     parser.add_argument("--groups", type=int, default=GROUPS, help="groups of 8 rollouts (default: %(default)s)")
+    parser.add_argument("--trained", action="store_true", help="conversations with a trained model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the shares over the turns")
     return parser.parse_args()
@@ -60,6 +77,32 @@ async def measured(workers: list[RealWorker], seed: int, groups: int) -> Measure
     for turn in rollouts.turns:
         turns[turn.turn].append(ledger.accounts[turn.rid])
     return Measured(compared, [drift(accounts, tokenizer("qwen3")) for accounts in turns])
+
+
+async def conversations(workers: list[RealWorker], model: str, copies: int) -> list[Drift]:
+    """Return the drift after each turn of conversations at temperature 1, so many with each opening."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    drifts = [Drift() for _ in range(CONVERSATION)]
+
+    async def converse(client: RouterClient, opening: str) -> None:
+        text = ASKED.format(opening)
+        for turn, drifted in enumerate(drifts):
+            answer = await client.generate(text, sampling_params={"temperature": 1.0, "max_new_tokens": 32})
+            sample = await client.retrieve(text + answer.text, rid=answer.rid)
+            end = [tokenizer.eos_token_id] if answer.status == "completed" else []  # which the text does not show
+            anew = tokenizer.encode(text + answer.text) + end
+            drifted.add(sample.tokens.tolist(), sample.loss_mask.tolist(), anew)
+            text += f"{answer.text}<|im_end|>\n{ASKED.format(NEXT[turn % len(NEXT)])}"
+
+    urls = [worker.url for worker in workers]
+    async with (
+        running_router(*urls, middlewares=(CACHE,), hf_checkpoint=model) as router,
+        RouterClient(router.url) as client,
+    ):
+        await asyncio.gather(*(converse(client, opening) for opening in OPENINGS for _ in range(copies)))
+    return drifts
 
 
 def together(runs: list[Measured]) -> list[Drift]:
@@ -93,6 +136,13 @@ def plot(drifts: list[Drift], path: Path) -> None:
 
 def main() -> None:
     options = arguments()
+    if options.trained:
+        model = trained_model()
+        with real_workers(2, model=model) as workers:
+            drifts = asyncio.run(conversations(workers, str(model), copies=8))
+        for turn, each in enumerate(drifts, 1):
+            print(f"after turn {turn}: {each}")
+        return
     with real_workers(2) as workers:
         runs = [asyncio.run(measured(workers, seed, options.groups)) for seed in range(options.seeds)]
     drifts = together(runs)

@@ -126,12 +126,12 @@ def binary_arrays(data: bytes, prefix: str = "") -> Arrays:
 class Drift:
     """What encoding each rollout's final text would have changed."""
 
-    rollouts: int
-    changed_rollouts: int
-    positions: int
-    changed_positions: int
-    sampled: int
-    changed_sampled: int
+    rollouts: int = 0
+    changed_rollouts: int = 0
+    positions: int = 0
+    changed_positions: int = 0
+    sampled: int = 0
+    changed_sampled: int = 0
 
     def __str__(self) -> str:
         return (
@@ -140,21 +140,25 @@ class Drift:
             f"{self.changed_sampled / self.sampled:.1%} of {self.sampled} sampled tokens"
         )
 
-
-def drift(accounts: Iterable[Account], tokenizer: Any) -> Drift:
-    """Positions without a counterpart in the encoding of the text, by the longest matching blocks."""
-    total = Drift(0, 0, 0, 0, 0, 0)
-    for account in accounts:
-        exact = account.arrays.tokens
-        anew = tokenizer.backend_tokenizer.encode(account.text[: account.shown]).ids
+    def add(self, exact: Sequence[int], sampled: Sequence[int], anew: Sequence[int]) -> None:
+        """Count a rollout's exact tokens, the mask of those that were sampled, and the encoding of its text. A position
+        changes where it has no counterpart in the encoding, by the longest matching blocks."""
         kept = np.zeros(len(exact), dtype=bool)
         for block in difflib.SequenceMatcher(None, exact, anew, autojunk=False).get_matching_blocks():
             kept[block.a : block.a + block.size] = True
-        mask = np.array(account.arrays.mask, dtype=bool)
-        total.rollouts += 1
-        total.changed_rollouts += exact != anew
-        total.positions += len(exact)
-        total.changed_positions += int((~kept).sum())
-        total.sampled += int(mask.sum())
-        total.changed_sampled += int((mask & ~kept).sum())
+        mask = np.array(sampled, dtype=bool)
+        self.rollouts += 1
+        self.changed_rollouts += list(exact) != list(anew)
+        self.positions += len(exact)
+        self.changed_positions += int((~kept).sum())
+        self.sampled += int(mask.sum())
+        self.changed_sampled += int((mask & ~kept).sum())
+
+
+def drift(accounts: Iterable[Account], tokenizer: Any) -> Drift:
+    """Return what encoding the texts of these accounts would have changed."""
+    total = Drift()
+    for account in accounts:
+        anew = tokenizer.backend_tokenizer.encode(account.text[: account.shown]).ids
+        total.add(account.arrays.tokens, account.arrays.mask, anew)
     return total

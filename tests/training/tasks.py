@@ -5,9 +5,11 @@ The trainer imports this in SGLang's environment, so it imports only the client 
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -54,6 +56,9 @@ class Task(Protocol):
     async def rollout(self, client: RouterClient, question: Question, temperature: float) -> Rollout:
         """Sample one answer to a question and judge it."""
 
+    async def under_way(self, client: RouterClient) -> None:
+        """Wait until the rollouts that have just been started are being sampled."""
+
 
 def draw(seed: int, count: int) -> list[Question]:
     """Draw questions to train on: the same for the same seed."""
@@ -84,6 +89,14 @@ class Capitals:
         sample = await single_turn(client, prompt, sampling, reward=reward, label=capital)
         return Rollout(sample, prompt, sample.response)
 
+    async def under_way(self, client: RouterClient) -> None:
+        """Wait for the first token of a stream that was asked for behind the rollouts."""
+        prompt = self.prompt.format("Atlantis")
+        stream = client.generate_stream(prompt, sampling_params={"max_new_tokens": 4, "temperature": 1.0})
+        async with aclosing(stream):
+            async for _ in stream:
+                return
+
 
 class LookUp:
     """Look a number up and repeat it: two turns of an agent over the chat API.
@@ -101,6 +114,14 @@ class LookUp:
         {"role": "user", "content": "RESULT 5093"},
         {"role": "assistant", "content": "5093"},
     )
+
+    def __init__(self) -> None:
+        self._answered = asyncio.Event()
+
+    async def under_way(self, client: RouterClient) -> None:
+        """Wait for the first answer, behind which its rollout has another turn."""
+        self._answered.clear()
+        await self._answered.wait()
 
     async def rollout(self, client: RouterClient, question: Question, temperature: float) -> Rollout:
         """Run one episode in a session of its own and judge it."""
@@ -129,6 +150,7 @@ class LookUp:
 
     async def _turn(self, session: Session, messages: Sequence[Mapping[str, Any]], temperature: float) -> str:
         answer = await session.chat(messages, temperature=temperature, max_tokens=self.max_new_tokens)
+        self._answered.set()
         content: str | None = answer["choices"][0]["message"]["content"]
         return content or ""
 

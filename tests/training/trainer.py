@@ -13,7 +13,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ class Trainer:
             trained = time.monotonic()
             if number + 1 < self._options.steps:
                 sampling = spawn(self._sample(number + 1), name="rollouts")
-                await self._first_token(number + 1)
+                await self._under_way(sampling)
             step.update_s = await self._update(weights)
             step.sampling_s, step.training_s = sampled - began, trained - sampled
             say("step", **asdict(step))
@@ -85,13 +84,11 @@ class Trainer:
 
         return list(await asyncio.gather(*map(one, questions)))
 
-    async def _first_token(self, number: int) -> None:
-        """Wait until a stream behind the step's requests has begun, so that these are being sampled."""
-        text = f"Step {number} of the training has"
-        stream = self._client.generate_stream(text, sampling_params={"max_new_tokens": 4, "temperature": 1.0})
-        async with aclosing(stream):
-            async for _ in stream:
-                return
+    async def _under_way(self, sampling: asyncio.Task[Any]) -> None:
+        """Wait until rollouts are being sampled, or have failed."""
+        waiting = spawn(self._task.under_way(self._client), name="under way")
+        await asyncio.wait({sampling, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
 
     def _save(self, number: int) -> Path:
         """Write the trained layers as they are; return the directory, whose name is their version."""
