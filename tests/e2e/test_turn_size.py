@@ -1,0 +1,107 @@
+"""What one must hold in mind to follow a request: how many of our modules and calls it passes. The bounds are what they
+are today; a change that makes a turn simpler lowers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.support.call_counts import CallCount
+from tests.support.cuts import cut, cuttable
+from tests.support.generations import GENERATE
+from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api
+from tests.support.session_trial import CHAT, JSON
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+
+pytestmark = pytest.mark.alone("calls are counted in the test's own process")
+TOKENS, TURNS = 12, 4
+
+
+class Size(NamedTuple):
+    """At most so many modules, calls, and JSON texts that are parsed and written."""
+
+    modules: int
+    calls: int
+    parsed: int
+    written: int
+
+
+#: By path, whether the answer is streamed, and what the router is set to: `plain`; `durable`, with `--partial-rollout
+#: resume` and a state directory; `cut`, the same where a pause cuts the turn once.
+BOUNDS: dict[tuple[str, bool, str], Size] = {
+    (GENERATE, False, "plain"): Size(39, 180, 0, 0),
+    (CHAT, False, "plain"): Size(96, 559, 3, 6),
+    (CHAT, False, "durable"): Size(108, 654, 5, 10),
+    (CHAT, False, "cut"): Size(130, 1939, 15, 19),
+    (CHAT, True, "plain"): Size(97, 1350, 20, 19),
+    (CHAT, True, "durable"): Size(114, 1823, 38, 36),
+    (CHAT, True, "cut"): Size(139, 3386, 51, 48),
+    (COMPLETIONS, False, "plain"): Size(85, 495, 2, 4),
+    (COMPLETIONS, False, "durable"): Size(92, 556, 3, 8),
+    (COMPLETIONS, False, "cut"): Size(104, 1229, 8, 11),
+    (COMPLETIONS, True, "plain"): Size(86, 1203, 16, 16),
+    (COMPLETIONS, True, "durable"): Size(93, 1262, 17, 20),
+    (COMPLETIONS, True, "cut"): Size(104, 1582, 15, 16),
+    (MESSAGES, False, "plain"): Size(99, 594, 3, 6),
+    (MESSAGES, False, "durable"): Size(113, 696, 5, 10),
+    (MESSAGES, False, "cut"): Size(134, 1980, 15, 19),
+    (MESSAGES, True, "plain"): Size(102, 1621, 20, 22),
+    (MESSAGES, True, "durable"): Size(119, 2094, 38, 39),
+    (MESSAGES, True, "cut"): Size(144, 3614, 51, 51),
+    (RESPONSES, False, "plain"): Size(102, 627, 2, 6),
+    (RESPONSES, False, "durable"): Size(116, 735, 4, 12),
+    (RESPONSES, False, "cut"): Size(137, 2017, 14, 21),
+    (RESPONSES, True, "plain"): Size(105, 1586, 19, 25),
+    (RESPONSES, True, "durable"): Size(122, 2062, 37, 44),
+    (RESPONSES, True, "cut"): Size(147, 3630, 50, 56),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "durable", "cut"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+async def test_a_turn_passes_no_more_than_it_did(
+    stage: Stage, tmp_path: Path, path: str, stream: bool, kind: str
+) -> None:
+    settings: dict[str, Any] = {"state_dir": tmp_path} if kind != "plain" else {"partial_rollout": "return"}
+    async with cuttable(stage, settings=settings) as (trial, brake):
+        api, counts = Api(path), []
+        for number in range(TURNS):
+            session = await trial.create()
+            asked = api.ask(trial, session, TOKENS, stream=stream, ignore_eos=True)
+            with CallCount() as count:
+                if kind == "cut":
+                    async with under_way(asked) as turn:
+                        await cut(trial, brake, 3, str(number + 2))
+                        answer = await turn
+                else:
+                    answer = await asked
+            assert answer.status == 200
+            counts.append(count)
+    _check((path, stream, kind), counts)
+
+
+async def test_a_generation_without_layers_passes_no_more_than_it_did(stage: Stage) -> None:
+    asked = orjson.dumps({"text": "Hi", "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True}})
+    async with SimulatedWorker() as worker:
+        router = await stage.router(worker.url)
+        counts = []
+        for _ in range(TURNS):
+            with CallCount() as count:
+                answer = await router.ask("POST", GENERATE, JSON, asked)
+            assert answer.status == 200
+            counts.append(count)
+    _check((GENERATE, False, "plain"), counts)
+
+
+def _check(case: tuple[str, bool, str], counts: Sequence[CallCount]) -> None:
+    """Check the least of several turns: what is loaded once, timers and bytes that come in pieces only add to it."""
+    sizes = [(len(each.modules), each.calls, each.parsed, each.written) for each in counts]
+    found, bound = Size(*map(min, zip(*sizes, strict=True))), BOUNDS[case]
+    assert all(is_now <= most for is_now, most in zip(found, bound, strict=True)), f"{found}, at most {bound}"
