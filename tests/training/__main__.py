@@ -267,8 +267,8 @@ def parser() -> argparse.ArgumentParser:
     add("--task", choices=sorted(TASKS), default="capitals", help="one turn of text, or two turns of an agent")
     add("--tokens", choices=("exact", "text"), default="exact", help="text: train on the text encoded again")
     add("--update", choices=("abort", "retract", "in_place"), default="abort", help="what a pause does to generations")
+    add("--steps", type=_positive, help="weight updates (default: 16; of lookup 10)")
     for name, default, said in (
-        ("steps", 16, "weight updates"),
         ("prompts", 8, "groups of a step"),
         ("group", 8, "samples of a prompt"),
         ("examined", 32, "held-out questions"),
@@ -291,6 +291,7 @@ def main() -> int:
     """Run the command line."""
     made = parser()
     options = made.parse_args()
+    options.steps = options.steps or TASKS[options.task].steps
     if options.tokens == "text" and options.task != "capitals":
         made.error("--tokens text is for --task capitals: an agent's samples have no text of their own")
     try:

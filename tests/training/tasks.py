@@ -49,9 +49,10 @@ class Rollout:
 
 
 class Task(Protocol):
-    """A task of `--task`. `config` is the router's configuration file for it."""
+    """A task of `--task`. `config` is the router's configuration file for it; `steps` are enough to learn it."""
 
     config: ClassVar[str]
+    steps: ClassVar[int]
 
     async def rollout(self, client: RouterClient, question: Question, temperature: float) -> Rollout:
         """Sample one answer to a question and judge it."""
@@ -74,6 +75,7 @@ class Capitals:
     """Name the capital and stop: one turn of text. The reward is 1, or 0.5 where the answer was cut at its longest."""
 
     config: ClassVar[str] = "configs/grpo-text.yaml"
+    steps: ClassVar[int] = 16
     max_new_tokens = 12
     prompt = "<|im_start|>user\nWhat is the capital of {}? Answer with one word.<|im_end|>\n<|im_start|>assistant\n"
 
@@ -106,6 +108,7 @@ class LookUp:
     """
 
     config: ClassVar[str] = "configs/agents.yaml"
+    steps: ClassVar[int] = 10
     max_new_tokens = 12
     system = "You look up phone numbers. First write FIND and the name. Then repeat the number."
     example: ClassVar[Sequence[Mapping[str, str]]] = (

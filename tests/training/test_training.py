@@ -76,7 +76,7 @@ async def test_other_updates_lose_nothing(tmp_path: Path, update: str) -> None:
 
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_an_agent_of_two_turns_is_trained_on_exact_tokens(tmp_path: Path) -> None:
-    status, said = await run(tmp_path, "--task", "lookup", "--steps", "6")
+    status, said = await run(tmp_path, "--task", "lookup", "--steps", "8", "--expect-learning")
     print(said)
     assert status == 0, said
 
