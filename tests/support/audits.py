@@ -140,5 +140,5 @@ def shifted(piece: Piece) -> Piece:
 def foreign(piece: Piece) -> Piece:
     """Other tokens with the same logprobs."""
     assert piece.logprobs is not None
-    ids = np.random.default_rng(7).integers(1000, 100_000, len(piece))
+    ids = np.random.default_rng(7).integers(1000, 40_000, len(piece))  # within every vocabulary here
     return Piece.sampled(ids, piece.logprobs, piece.version)

@@ -15,7 +15,8 @@ from tests.support.tiers import heavy
 from tests.support.waiting import until
 from tests.training.__main__ import ROOT
 
-pytestmark = pytest.mark.sglang
+#: The longest takes 8 minutes alone, and several times as long beside other tests.
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
 
 
 async def run(out: Path, *flags: str) -> tuple[int | None, str]:
