@@ -168,8 +168,8 @@ class Admin:
         if not isinstance(version, str) or not version:
             raise BadRequest("weight_version must be a string that is not empty")
         workers = list(fleet.pool)
-        profiles = await fleet.profiles(workers)
-        silent = [worker for worker, each in zip(workers, profiles, strict=True) if not each.tells_version]
+        engines = await fleet.engines(workers)
+        silent = [worker for worker, each in zip(workers, engines, strict=True) if not each.tells_version]
         if not silent:
             raise BadRequest("no worker is registered that does not say itself which weights it has")
         fleet.pool.name_version(silent, version)

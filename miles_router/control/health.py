@@ -18,8 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from miles_router import tasks
-from miles_router.control.probes import UNAVAILABLE, Probes
-from miles_router.engines import paths
+from miles_router.control.probes import Probes
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import ALIVE, Signs, Transition, Worker, WorkerState
@@ -207,7 +206,7 @@ class HealthMonitor:
             self._alive(worker, version, epoch)
         elif paused:
             self._alive(worker, version, epoch)
-            self._pool.set_paused(worker, f"paused by somebody else: {paths.READY} answers {UNAVAILABLE}")
+            self._pool.set_paused(worker, "paused by somebody else: it says that it is not ready")
         else:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 
 import orjson
 
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
-from miles_router.engines.facts import Facts, read_facts, sampling_version
+from miles_router.engines.engine import WITHHELD, Engine, Names
+from miles_router.engines.facts import Facts
+from miles_router.engines.known import ALIVE, DOCUMENTS, USUAL, facts_of, read_facts
 from miles_router.engines.models import adapters
-from miles_router.engines.profile import USUAL
 from miles_router.errors import Unauthorized, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -20,8 +20,6 @@ from miles_router.forwarding.upstream import Upstream
 OK, NOT_FOUND, UNAVAILABLE = 200, 404, 503
 #: What an engine answers that has a key which it was not asked with.
 KEYED = frozenset({401, 403})
-#: A document that is for whoever has the key.
-WITHHELD = b"null"
 MAX_ANSWER = 1024 * 1024
 MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
 MAX_MODELS = 8 * 1024 * 1024  # some 50,000 adapters
@@ -50,30 +48,33 @@ class Probes:
         Raises:
             UpstreamError: it does not answer, or answers with a server error.
         """
-        status, body = await self._first(worker, paths.MODEL_INFO, self.timeout)
-        return read_facts(model_info=body if status == OK else None)
+        ways = ALIVE if worker.engine is None else (worker.engine.alive,)
+        for names in ways:
+            status, body = await self._first(worker, names, self.timeout)
+            if status == OK:
+                return read_facts({names[0]: body})
+        return Facts()
 
     async def sampling_version(self, worker: Worker) -> str | None:
         """The weight version that samples at a worker now; None where it does not say, or not everywhere the same."""
+        engine = _engine(worker)
         with suppress(UpstreamError):
-            status, body = await self._first(worker, paths.SERVER_INFO, self.timeout, MAX_DOCUMENT)
-            return sampling_version(body) if status == OK else None
+            status, body = await self._first(worker, engine.scheduler, self.timeout, MAX_DOCUMENT)
+            return engine.sampling_version(body) if status == OK else None
         return None
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
         """All that a worker says about itself, and the number of the process that said it; None where parts of it went
         unanswered, or may be another process's. What it does not answer is unknown."""
         for _ in range(ATTEMPTS):
-            model_info = await self._document(worker, paths.MODEL_INFO)
-            process = self.process(worker)  # the connection of the first answer is kept; it proves the others
-            server_info = await self._document(worker, paths.SERVER_INFO)
-            schema = await self._document(worker, paths.SCHEMA)
-            facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
-            if server_info not in (None, WITHHELD) and facts.lora is None:  # it has had the opportunity to say so
-                facts = replace(facts, lora=False)
-            if None not in (model_info, server_info):  # it has said all that a profile is known by
-                facts = replace(facts, profile=facts.profile or USUAL)
-            if None in (model_info, server_info, schema):
+            documents: dict[str, bytes | None] = {}
+            process: int | None = None
+            for names in DOCUMENTS if worker.engine is None else worker.engine.documents:
+                documents[names[0]] = await self._document(worker, names)
+                if len(documents) == 1:  # the connection of the first answer is kept; it proves the others
+                    process = self.process(worker)
+            facts = facts_of(documents)
+            if None in documents.values():
                 break
             if process is not None and process == self.process(worker):
                 return facts, process
@@ -110,16 +111,22 @@ class Probes:
 
     async def is_unready(self, worker: Worker) -> bool:
         """Whether it says that it is not ready. Silence says nothing: a busy worker is late."""
+        path = _engine(worker).ready
+        if path is None:
+            return False
         try:
-            status, _ = await self._get(worker, paths.READY, self.timeout)
+            status, _ = await self._get(worker, path, self.timeout)
         except UpstreamError:
             return False
         return status == UNAVAILABLE
 
     async def is_paused(self, worker: Worker) -> bool:
         """Whether it says that it was paused and is well. One that is not well says neither."""
+        path = _engine(worker).well
+        if path is None:
+            return False
         try:
-            return await self.is_unready(worker) and (await self._get(worker, paths.WELL, self.timeout))[0] == OK
+            return await self.is_unready(worker) and (await self._get(worker, path, self.timeout))[0] == OK
         except UpstreamError:
             return False
 
@@ -130,7 +137,7 @@ class Probes:
         one that cannot be asked because this machine has no room for a connection.
         """
         try:
-            status, _ = await self._first(worker, paths.SERVER_INFO, patience / 2, MAX_DOCUMENT)
+            status, _ = await self._first(worker, _engine(worker).scheduler, patience / 2, MAX_DOCUMENT)
             if status == OK:
                 return
         except UpstreamError as error:
@@ -138,7 +145,7 @@ class Probes:
                 return
         while True:
             try:
-                await self._first(worker, paths.HEALTH_GENERATE, patience)
+                await self._first(worker, _engine(worker).token, patience)
                 return
             except UpstreamError as error:
                 if error.exhausted:
@@ -151,8 +158,7 @@ class Probes:
         Raises:
             UpstreamTimeout: no answer came.
         """
-        profile = worker.profile or (await self.facts(worker))[0].profile or USUAL
-        path = profile.health
+        path = (worker.engine or (await self.facts(worker))[0].engine or USUAL).deep
         try:
             status, _ = await self._get(worker, path, min(self.timeout, DEEP_PATIENCE))
         except UpstreamTimeout:
@@ -161,7 +167,7 @@ class Probes:
             return str(error)
         return f"{worker.url}{path} answered {status}" if status >= 500 else None
 
-    async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
+    async def _document(self, worker: Worker, names: Names) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
         try:
             status, body = await self._first(worker, names, self.timeout, MAX_DOCUMENT)
@@ -172,7 +178,7 @@ class Probes:
     async def _first(
         self,
         worker: Worker,
-        names: tuple[str, ...],
+        names: Names,
         timeout: float,
         limit: int = MAX_ANSWER,
         key: bytes | None = None,
@@ -196,6 +202,10 @@ class Probes:
         """An answer to the worker's own key, else to `key`."""
         headers = _headers(worker, key)
         return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout, limit=limit)
+
+
+def _engine(worker: Worker) -> Engine:
+    return worker.engine or USUAL
 
 
 def _headers(worker: Worker, key: bytes | None) -> RawHeaders:

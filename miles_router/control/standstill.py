@@ -54,7 +54,7 @@ async def pause(call: Call) -> list[Outcome]:
 
 async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
     """Pause each in this mode, or in the one that its engine has in place of it; the answer says so then."""
-    told = [each.pauses.get(mode, mode) for each in await call.fleet.profiles(workers)]
+    told = [each.pauses.get(mode, mode) for each in await call.fleet.engines(workers)]
     others = {each for each in told if each != mode}
     groups = {each: [worker for worker, its in zip(workers, told, strict=True) if its == each] for each in others}
     asked = call.ask([worker for worker, its in zip(workers, told, strict=True) if its == mode])
@@ -126,10 +126,10 @@ async def wake(call: Call) -> list[Outcome]:
 
 
 async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
-    profiles = await call.fleet.profiles(workers)
-    for worker, profile in zip(workers, profiles, strict=True):
-        if not profile.sleeps:
-            raise UnsupportedByEngine(f"{call.row.path}: the engine of {worker.url} ({profile.name}) ends over it")
+    engines = await call.fleet.engines(workers)
+    for worker, engine in zip(workers, engines, strict=True):
+        if not engine.sleeps:
+            raise UnsupportedByEngine(f"{call.row.path}: the engine of {worker.url} ({engine.kind}) ends over it")
 
 
 async def flush(call: Call) -> list[Outcome]:

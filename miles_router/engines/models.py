@@ -14,7 +14,7 @@ from contextlib import suppress
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.profile import CannotServe, Parse
+from miles_router.engines.engine import CannotServe, Parse
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 

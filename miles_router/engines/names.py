@@ -18,9 +18,9 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
+from miles_router.engines.engine import Parse
 from miles_router.engines.events import Event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, TEXT
-from miles_router.engines.profile import Parse
 from miles_router.engines.scan import Field, Incomplete
 from miles_router.engines.writing import extended
 

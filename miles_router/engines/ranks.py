@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from miles_router.engines import paths
-from miles_router.engines.facts import HALVES, Facts
-from miles_router.engines.profile import Parse
+from miles_router.engines.engine import Parse
+from miles_router.engines.facts import Facts
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
@@ -37,7 +37,7 @@ def ranks(facts: Facts) -> int:
     """How many ranks requests can be pinned to; 1 where the engine has one, or does not say that it can be told. The
     halves of a pair agree on a prefill half's rank by the room in which they meet, and a pin breaks that
     (`disaggregation/common/conn.py`, `decode.py`)."""
-    if facts.half in HALVES:
+    if facts.is_half:
         return 1
     told = facts.takes_field("GenerateReqInput", FIELDS[0])
     return facts.dp_size if told and facts.dp_size is not None and facts.dp_size <= MAX_RANKS else 1

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miles_router import tasks
+from miles_router.engines.engine import Engine
 from miles_router.engines.facts import Facts
+from miles_router.engines.known import USUAL
 from miles_router.engines.models import possible_adapters
-from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.adapters import AdapterQuestion, adapters_by, told_adapters
@@ -200,7 +201,7 @@ class Fleet:
         """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
         that is registered already sleeps."""
         if self.pause is not None:
-            pauses = (await self.profile(newcomer)).pauses
+            pauses = (await self.engine(newcomer)).pauses
             order = self.pause.order(pauses.get(self.pause.mode, self.pause.mode))
             await self._order(newcomer, order, "the fleet is paused")
         if not self._is_registered(newcomer.address):
@@ -273,24 +274,24 @@ class Fleet:
         await asyncio.wait({asking})
         return Facts() if asking.cancelled() else asking.result()
 
-    async def profile(self, worker: Worker) -> Profile:
-        """How a worker's engine is dealt with. It is asked once; the answer holds until the worker is lost, or says
-        that it is another.
+    async def engine(self, worker: Worker) -> Engine:
+        """Return the kind of engine that a worker is. It is asked once; the answer holds until the worker is lost, or
+        says that it is another.
 
         Raises:
             UpstreamUnreachable: it answers, and does not say what it is.
         """
-        if worker.profile is not None:
-            return worker.profile
+        if worker.engine is not None:
+            return worker.engine
         facts = await self._facts_of(worker)
-        if worker.profile is None and facts.model_path is not None:
+        if worker.engine is None and facts.model_path is not None:
             raise UpstreamUnreachable(f"{worker.url} has not said yet what engine it is")
-        return worker.profile or USUAL  # it says nothing at all: no engine that is dealt with otherwise
+        return worker.engine or USUAL  # it says nothing at all
 
-    async def profiles(self, workers: Collection[Worker]) -> list[Profile]:
-        """Those of several; of one that answers and does not say what it is, the usual one."""
-        found = await asyncio.gather(*map(self.profile, workers), return_exceptions=True)
-        return [each if isinstance(each, Profile) else USUAL for each in found]
+    async def engines(self, workers: Collection[Worker]) -> list[Engine]:
+        """Return the engines of several workers; the usual one where a worker does not say which it is."""
+        found = await asyncio.gather(*map(self.engine, workers), return_exceptions=True)
+        return [each if isinstance(each, Engine) else USUAL for each in found]
 
     async def weight_version(self, url: str) -> str | None:
         """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
@@ -373,7 +374,7 @@ class Fleet:
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self.questions.facts(worker)
         adapters = await adapters_by(self.questions, facts, worker)
-        worker.profile = facts.profile or worker.profile
+        worker.engine = facts.engine or worker.engine
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         self.note_applies(worker, facts.lora, adapters)
         self.note_adapters(facts.adapters or ())

@@ -308,7 +308,7 @@ class WorkerPool(Members):
 
     def _forget_engine(self, worker: Worker) -> None:
         """Who answers next may be another, with other weights; most engines say themselves which."""
-        if worker.profile is not None and not worker.profile.tells_version:
+        if worker.engine is not None and not worker.engine.tells_version:
             worker.weight_version = None
         worker.forget_engine()
         self._publish()

@@ -12,8 +12,8 @@ from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
 
 if TYPE_CHECKING:  # the settings come by here, and a command that shows its help does without the engine's wire
+    from miles_router.engines.engine import Engine
     from miles_router.engines.facts import Facts
-    from miles_router.engines.profile import Profile
     from miles_router.fleet.placement.paces import Learned
 
 
@@ -120,6 +120,7 @@ class Worker:
         "attributes",
         "bootstrap_port",
         "caches",
+        "engine",
         "facts",
         "facts_of",
         "failures",
@@ -127,7 +128,6 @@ class Worker:
         "last_capacity",
         "last_check",
         "missed_update",
-        "profile",
         "pulse",
         "rank_fault",
         "reason",
@@ -184,8 +184,8 @@ class Worker:
         self.withholds = False
         #: The memory of a unit, in tokens, of the engine that was forgotten last.
         self.last_capacity: int | None = None
-        #: How it is dealt with; None until that is known. `Fleet.profile` asks.
-        self.profile: Profile | None = None
+        #: The kind of engine that it is; None until that is known. `Fleet.engine` asks.
+        self.engine: Engine | None = None
 
     def set_attributes(self, attributes: Mapping[str, object]) -> None:
         """What was said of it at its registration. One half of a pair stays that unless it says otherwise."""
@@ -208,7 +208,7 @@ class Worker:
     def forget_engine(self) -> None:
         """Another one may be there from now on."""
         self.last_capacity = self.units[0].capacity
-        self.facts, self.profile, self.applies_adapters = None, None, None
+        self.facts, self.engine, self.applies_adapters = None, None, None
         for unit in self.units:
             unit.pace, unit.learned = 1.0, None
 

@@ -15,11 +15,11 @@ from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.asgi.headers import first
 from miles_router.engines.caches import takes_cache_key, with_cache_key
-from miles_router.engines.disaggregation.request import PairedRequest
+from miles_router.engines.engine import CannotServe, Translation
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
-from miles_router.engines.profile import CannotServe, Translation
+from miles_router.engines.sglang.pairs.request import PairedRequest
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
@@ -181,13 +181,13 @@ class Forwarder:
             The errors of `open`.
         """
         worker = unit.worker
-        profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
+        engine = (worker.engine or await self._fleet.engine(worker)) if request.computes else None
         if request.generates and worker.role is Role.DECODE:
             return await self._ask_pair(unit, request, flight)
         translation: Translation | None = None
-        if profile is not None and profile.translate is not None:
+        if engine is not None and engine.translates:
             try:
-                translation = profile.translate(request.path, request.body, read_json)
+                translation = engine.translate(request.path, request.body, read_json)
             except UnknownShape as error:
                 raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
         given = self._given_names(request) if translation is None else None
@@ -290,7 +290,7 @@ class Forwarder:
         worker = prefill.worker
         try:
             try:
-                await self._fleet.profile(worker)
+                await self._fleet.engine(worker)
             except UpstreamUnreachable as error:
                 raise PrefillLost(worker, error) from error
             halves = Halves(lease, decode.worker)

@@ -19,13 +19,13 @@ from miles_router import tasks
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.disaggregation.held_rows import RowStrings
-from miles_router.engines.disaggregation.joining import first_version, one_answer, one_event
-from miles_router.engines.disaggregation.prefill import PrefillAnswer, fails, says_aborted
-from miles_router.engines.disaggregation.request import ROOM_BITS, PairedRequest, with_room
+from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
 from miles_router.engines.names import Names
-from miles_router.engines.profile import CannotServe
+from miles_router.engines.sglang.pairs.held_rows import RowStrings
+from miles_router.engines.sglang.pairs.joining import first_version, one_answer, one_event
+from miles_router.engines.sglang.pairs.prefill import PrefillAnswer, fails, says_aborted
+from miles_router.engines.sglang.pairs.request import ROOM_BITS, PairedRequest, with_room
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease
@@ -103,8 +103,8 @@ class Halves:
             said = worker.facts.half if worker.facts is not None else None
             if said is not None and said != worker.role.value:
                 raise CannotServe(f"{worker.url} is registered as {worker.role.value}, and says that it is {said}")
-            if worker.profile is not None and worker.profile.translate is not None:
-                raise CannotServe(f"{worker.url} is no half of a pair: its engine ({worker.profile.name}) has none")
+            if worker.engine is not None and worker.engine.translates:
+                raise CannotServe(f"{worker.url} is no half of a pair: its engine ({worker.engine.kind}) has none")
         if self.prefill.worker.bootstrap_port is None:
             raise CannotServe(f"{self.prefill.worker.url} has no {BOOTSTRAP_PORT}, at which it is met")
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines import ranks
+from miles_router.engines.engine import CannotServe
 from miles_router.engines.paths import GENERATE
-from miles_router.engines.profile import CannotServe
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay, with_body
 from miles_router.engines import models
-from miles_router.engines.profile import CannotServe
+from miles_router.engines.engine import CannotServe
 from miles_router.errors import UnsupportedByEngine
 from miles_router.fleet.gate import computes
 from miles_router.middlewares.contract import ASGIApp

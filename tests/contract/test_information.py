@@ -6,8 +6,7 @@ import pytest
 
 from miles_router.engines import paths
 from miles_router.engines.caches import takes_cache_key
-from miles_router.engines.facts import read_facts
-from miles_router.engines.profile import USUAL
+from miles_router.engines.known import USUAL, read_facts
 from tests.contract.client import WorkerClient
 
 
@@ -34,11 +33,10 @@ async def test_the_schema_tells_which_fields_a_chat_request_may_have(worker: Wor
 
 
 async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
-    model_info, server_info, schema = [
-        (await worker.ask("GET", path)).body for path in ("/model_info", "/server_info", "/openapi.json")
-    ]
-    facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
-    assert (facts.profile, facts.weight_version, facts.dp_size) == (USUAL, "default", 1)
+    names = ("/model_info", "/server_info", "/openapi.json")
+    documents = {path: (await worker.ask("GET", path)).body for path in names}
+    facts = read_facts(documents)
+    assert (facts.engine, facts.weight_version, facts.dp_size) == (USUAL, "default", 1)
     assert (facts.incremental_streaming, facts.preferred_sampling_params) == (False, {})
     assert facts.sampling_defaults == "model"
     assert None not in (facts.version, facts.model_path, facts.model_type, facts.template)
@@ -49,8 +47,8 @@ async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
     }
     assert facts.endpoints is not None
     assert "/generate" in facts.endpoints
-    again = (await worker.ask("GET", "/server_info")).body
-    assert read_facts(server_info=again).process == read_facts(server_info=server_info).process is not None
+    again = {"/server_info": (await worker.ask("GET", "/server_info")).body}
+    assert read_facts(again).process == read_facts(documents).process is not None
 
 
 async def test_models_are_listed_as_openai_does(worker: WorkerClient) -> None:

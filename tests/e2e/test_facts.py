@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.profile import USUAL
+from miles_router.engines.known import USUAL
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import PROBING, becomes, post
@@ -59,7 +59,7 @@ async def test_a_worker_is_asked_when_it_joins_and_then_known_without_asking(sta
     assert known(router, worker).incremental_streaming is True
     del worker.standing["/server_info"]
     assert await facts(router, worker) is known(router, worker)
-    assert (known(router, worker).profile, known(router, worker).endpoints) == (USUAL, frozenset({"/generate"}))
+    assert (known(router, worker).engine, known(router, worker).endpoints) == (USUAL, frozenset({"/generate"}))
 
 
 async def test_what_the_simulated_worker_says_is_understood(stage: Stage) -> None:
@@ -115,7 +115,7 @@ async def test_what_was_learned_outlives_idle_connections_only_if_the_process_is
     for link in tuple(worker.links):
         link.close()  # as SGLang does with idle ones after five seconds
     await until(lambda: not worker.links, "no connection is left")
-    assert known(router, worker).profile is None
+    assert known(router, worker).engine is None
     assert (await facts(router, worker)).learned(Ends).tokens == ({2} if lasting else set())
 
 
@@ -132,11 +132,11 @@ async def test_another_model_or_a_quarantine_ends_them(stage: Stage) -> None:
     new.learned(Ends).tokens.add(3)
     standing, worker.model_info = worker.model_info, script(reply(b"", 503))
     await becomes(router, worker, WorkerState.QUARANTINED)
-    assert known(router, worker).profile is None
+    assert known(router, worker).engine is None
     worker.model_info = standing
     await becomes(router, worker, WorkerState.READY)
     assert (await facts(router, worker)).learned(Ends).tokens == set()
-    await until(lambda: known(router, worker).profile is not None, "who returns is asked")
+    await until(lambda: known(router, worker).engine is not None, "who returns is asked")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ async def test_many_who_ask_at_once_ask_the_worker_once(stage: Stage) -> None:
     for link in tuple(worker.links):
         link.close()
     fleet = router.app.router.fleet
-    await until(lambda: not worker.links and fleet.known_facts(worker.url).profile is None, "no connection is left")
+    await until(lambda: not worker.links and fleet.known_facts(worker.url).engine is None, "no connection is left")
     asking = [asyncio.ensure_future(facts(router, worker)) for _ in range(5)]
     await until(lambda: asked, "it is asked")
     asking.pop().cancel()
@@ -204,8 +204,8 @@ async def test_a_url_that_is_no_workers_has_no_facts(stage: Stage) -> None:
     router = await stage.router()
     nobody: Callable[[str], Facts] = router.app.router.fleet.known_facts
     assert (
-        (await router.app.router.fleet.facts("http://127.0.0.1:1")).profile
-        is nobody("http://127.0.0.1:1").profile
+        (await router.app.router.fleet.facts("http://127.0.0.1:1")).engine
+        is nobody("http://127.0.0.1:1").engine
         is None
     )
 

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.engines.facts import Facts, read_facts
-from miles_router.engines.profile import USUAL
+from miles_router.engines.facts import Facts
+from miles_router.engines.known import USUAL, read_facts
 from miles_router.forwarding.processes import Processes
 
 MODEL: dict[str, Any] = {
@@ -38,14 +38,17 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+DOCUMENTS = ("/model_info", "/server_info", "/openapi.json")
+
+
 def read(model: object = None, server: object = None, schema: object = None) -> Facts:
     bodies = (None if each is None else orjson.dumps(each) for each in (model, server, schema))
-    return read_facts(**dict(zip(("model_info", "server_info", "schema"), bodies, strict=True)))
+    return read_facts(dict(zip(DOCUMENTS, bodies, strict=True)))
 
 
 def test_everything_that_an_engine_says_is_read() -> None:
     facts = read(MODEL, SERVER, SCHEMA)
-    assert (facts.profile, facts.version, facts.dp_size, facts.weight_version) == (USUAL, "0.5.23", 2, "7")
+    assert (facts.engine, facts.version, facts.dp_size, facts.weight_version) == (USUAL, "0.5.23", 2, "7")
     assert (facts.model_path, facts.served_model_name, facts.tokenizer_path) == ("/models/a", "a", "/models/a")
     assert (facts.model_type, facts.tool_call_parser, facts.reasoning_parser) == ("qwen3_moe", "qwen25", "")
     assert facts.template == {"chat_template": None, "default_chat_template_kwargs": {"enable_thinking": False}}
@@ -66,7 +69,7 @@ def test_older_names_and_forms_are_read() -> None:
 
 @pytest.mark.parametrize("body", [None, b"", b"{", b"[]", b'"a"', b"\xff", b"{}"])
 def test_what_cannot_be_read_says_nothing(body: bytes | None) -> None:
-    facts = read_facts(model_info=body, server_info=body, schema=body)
+    facts = read_facts(dict.fromkeys(DOCUMENTS, body))
     named = {name: value for name, value in vars(facts).items() if name != "_learned"}
     assert set(named.values()) == {None}, named
     assert facts.takes_field("ChatCompletionRequest", "messages") is None
@@ -92,7 +95,7 @@ def test_one_process_is_known_again_by_how_long_it_took_to_start() -> None:
 
 def test_a_process_that_nests_what_it_says_too_deep_is_not_known_again() -> None:
     deep = b'{"startup_time": 1.5, "x": ' + b"[" * 300 + b"]" * 300 + b"}"
-    assert read_facts(server_info=deep).process is None
+    assert read_facts({"/server_info": deep}).process is None
 
 
 class Ends(set[int]):

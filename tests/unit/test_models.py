@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_router.engines.engine import CannotServe
 from miles_router.engines.models import adapter_of, adapters, model_of, with_adapter, with_model
-from miles_router.engines.profile import CannotServe
 
 
 def never(body: bytes) -> Any:

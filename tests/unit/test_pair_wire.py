@@ -10,14 +10,14 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.disaggregation.held_rows import RowStrings
-from miles_router.engines.disaggregation.joining import LostAccount, one_answer, one_event
-from miles_router.engines.disaggregation.prefill import PrefillAnswer
-from miles_router.engines.disaggregation.request import PairedRequest, with_room
+from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event, write_event
-from miles_router.engines.facts import read_facts
-from miles_router.engines.profile import CannotServe
+from miles_router.engines.known import read_facts
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS
+from miles_router.engines.sglang.pairs.held_rows import RowStrings
+from miles_router.engines.sglang.pairs.joining import LostAccount, one_answer, one_event
+from miles_router.engines.sglang.pairs.prefill import PrefillAnswer
+from miles_router.engines.sglang.pairs.request import PairedRequest, with_room
 
 GENERATE = "/generate"
 
@@ -279,9 +279,9 @@ def test_rows_that_are_no_base64_are_refused(broken: str) -> None:
 
 def test_an_engine_says_which_half_it_is() -> None:
     for mode in ("prefill", "decode"):
-        facts = read_facts(model_info=orjson.dumps({"disaggregation_mode": mode, "weight_version": "1"}))
+        facts = read_facts({"/model_info": orjson.dumps({"disaggregation_mode": mode, "weight_version": "1"})})
         assert facts.half == mode
-        assert facts.profile is not None
-        assert facts.profile.pauses == {"retract": "in_place"}
-    assert read_facts(model_info=b'{"disaggregation_mode":"null","weight_version":"1"}').profile is not None
-    assert read_facts(model_info=b'{"weight_version":"1"}').half is None
+        assert facts.engine is not None
+        assert facts.engine.pauses == {"retract": "in_place"}
+    assert read_facts({"/model_info": b'{"disaggregation_mode":"null","weight_version":"1"}'}).engine is not None
+    assert read_facts({"/model_info": b'{"weight_version":"1"}'}).half is None

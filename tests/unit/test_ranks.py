@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.engines.facts import Facts, read_facts
+from miles_router.engines.facts import Facts
+from miles_router.engines.known import read_facts
 from miles_router.engines.ranks import MAX_RANKS, NO_WISH, RankReader, RankWish, pinned, ranks, wish
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
@@ -26,7 +27,7 @@ TELLS = Facts(dp_size=4, schemas={"GenerateReqInput": frozenset({"routed_dp_rank
     [({"dp_size": 4}, 4), ({"dp_size": 1, "attn_dp_size": 8}, 8), ({"dp_size": 4, "attn_dp_size": 1}, 4), ({}, None)],
 )
 def test_replicas_and_groups_of_attention_are_ranks(said: dict[str, int], size: int | None) -> None:
-    assert read_facts(server_info=orjson.dumps({"version": "1", **said})).dp_size == size
+    assert read_facts({"/server_info": orjson.dumps({"version": "1", **said})}).dp_size == size
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.facts import read_facts
+from miles_router.engines.known import read_facts
 from miles_router.engines.recomputing import (
     RecomputationCut,
     adapter_in,
@@ -187,6 +187,6 @@ def test_the_adapter_of_a_request(fields: dict[str, Any], adapter: str | None) -
     ],
 )
 def test_what_an_engine_assumes_is_what_it_says(said: dict[str, Any], chat: bool, value: float | None) -> None:
-    facts = read_facts(server_info=orjson.dumps({"version": "0.5.23", **said}))
+    facts = read_facts({"/server_info": orjson.dumps({"version": "0.5.23", **said})})
     assert temperature({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) == value
     assert reshaped_by({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) is None

@@ -10,7 +10,7 @@ import pytest
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.events import Event
 from miles_router.engines.generate import GenerateRequest
-from miles_router.engines.sglang_jax import GenerateTranslation
+from miles_router.engines.sglang_jax.generate import GenerateTranslation
 
 META = {"id": "r", "prompt_tokens": 1, "completion_tokens": 1, "finish_reason": {"type": "stop"}}
 ANSWER: dict[str, Any] = {"text": "a", "meta_info": {**META, "output_token_logprobs": [[-1.0, 5, None]]}}

@@ -193,8 +193,8 @@ class Mover:
         return (
             worker.role is Role.REGULAR
             and worker.weight_version is not None
-            and worker.profile is not None
-            and worker.profile.returns_aborted
+            and worker.engine is not None
+            and worker.engine.returns_aborted
             and self._fleet.known_facts(worker.url).context_length is not None
         )
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -28,15 +27,12 @@ from miles_router.engines.answers import (
     UnreadableAnswer,
     is_abort,
 )
+from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, GenerateRequest
 from miles_router.engines.models import own_adapters
-from miles_router.engines.profile import CannotServe, Parse, Profile, Translation
 from miles_router.engines.rows import EXPERT_FIELDS, cut_rows
 
-NAME = "sglang-jax"
-#: Of `/get_server_info`: an argument that no other engine has.
-MARK = "precompile_token_paddings"
 WANTED, TOP, START_LEN, WITH_TEXT = "return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs"
 TOP_LISTS = ("input_top_logprobs", "output_top_logprobs")
 
@@ -236,15 +232,3 @@ def _without_sampled(answer: Mapping[str, Any]) -> dict[str, Any]:
         if meta.get(name) is not None:
             meta[name] = []
     return {**answer, "text": "", "output_ids": [], "meta_info": meta}
-
-
-PROFILE = Profile(
-    name=NAME,
-    translate=translate,
-    health=paths.HEALTH_GENERATE[0],  # `/health` says 200 whatever happens
-    tells_version=False,
-    pauses={"abort": "retract"},  # it waits for ever for what it aborts in its queue
-    sleeps=False,  # it ends over it
-    returns_aborted=False,  # one that was retracted forgets what it has sampled
-)
-WITHOUT_ADAPTERS = replace(PROFILE, translate=translate_without_adapters)

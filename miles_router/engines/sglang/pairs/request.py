@@ -9,14 +9,12 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
+from miles_router.engines.engine import CannotServe, Parse
 from miles_router.engines.generate import IDS, IDS_ALIAS, PARAMS, PER_PROMPT, RID, TEXT, GenerateRequest, UnknownShape
-from miles_router.engines.profile import CannotServe, Parse, Profile
 from miles_router.engines.rows import ROW_FIELDS, RowFields
 from miles_router.engines.scan import Field, Incomplete
 from miles_router.engines.writing import extended
 
-#: A half that retracts forgets which weights sampled what, and whose rows are whose: it keeps generations in place.
-PROFILE = Profile(pauses={"retract": "in_place"})
 #: Paths whose requests take a room. The others have no field for it.
 PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, paths.INVOCATIONS})
 #: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.

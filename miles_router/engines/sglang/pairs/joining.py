@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, goes_on
-from miles_router.engines.disaggregation.held_rows import JoinedString, RowStrings
-from miles_router.engines.disaggregation.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
-from miles_router.engines.disaggregation.request import PairedRequest, has_value
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.scan import Field, Incomplete
+from miles_router.engines.sglang.pairs.held_rows import JoinedString, RowStrings
+from miles_router.engines.sglang.pairs.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
+from miles_router.engines.sglang.pairs.request import PairedRequest, has_value
 
 SPANS, RETRACTIONS = Field(VERSIONS), Field("num_retractions")
 RETRACTED = "the decode half has retracted the generation, and lost"

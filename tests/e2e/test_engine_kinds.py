@@ -189,7 +189,7 @@ async def test_a_worker_that_was_lost_has_no_version_until_it_is_set_again(stage
         await worker.restart()
         record = router.pool.get(worker.url)
         await until(lambda: "weight version None" in record.reason, "it is kept out for its weights")
-        await until(lambda: record.profile is not None or record.failures == 0, "it answers")
+        await until(lambda: record.engine is not None or record.failures == 0, "it answers")
         assert (await post(router, "/router/weight_version", weight_version="8")).status == 200
         await becomes(router, worker, WorkerState.READY)
 

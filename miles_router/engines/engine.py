@@ -1,0 +1,109 @@
+"""Engines: what one kind of engine is asked, and how its answers are read. Pure: `forwarding/` and `control/` send.
+
+Each kind has a folder of its own beside this file, and a line in `known.py`. Everything else asks the engine that a
+worker is, and never for its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from miles_router.engines.events import Event
+
+if TYPE_CHECKING:
+    from miles_router.engines.facts import Facts
+
+#: Parses a request's body within its bounds.
+Parse = Callable[[bytes], Any]
+#: The names of one path, the newest first: an engine that answers 404 is asked by the next one.
+Names = Sequence[str]
+#: What an engine answered, by the newest name of the path: b"" where it has no such document, `WITHHELD` where it wants
+#: a key, None where it did not answer.
+Documents = Mapping[str, bytes | None]
+WITHHELD = b"null"
+
+
+class CannotServe(ValueError):
+    """A request that an engine would not answer as it is meant. The message says what it lacks."""
+
+
+class Translation(Protocol):
+    """One request as an engine has to be asked, and its answers as SGLang would have given them."""
+
+    #: What the engine is sent.
+    body: bytes
+    #: The engine's name of each generation that the client has named, by the client's.
+    rids: Mapping[str, str]
+    #: Whether the engine keeps prefix caches apart by the key that is written into it.
+    heeds_cache_key: bool
+
+    def whole(self, answer: bytes, version: str | None) -> bytes:
+        """Return a whole answer. `version` is that of the weights, where the router alone knows it.
+
+        Raises:
+            UnreadableAnswer: it lacks something, or contradicts itself. So with `event`.
+        """
+        ...
+
+    def event(self, event: Event, version: str | None) -> bytes:
+        """Return an event of a stream."""
+        ...
+
+
+class Engine(ABC):
+    """One kind of engine."""
+
+    kind: ClassVar[str]
+    #: Asked at every check: silent only where the engine is gone.
+    alive: ClassVar[Names]
+    #: Answered by what generates, without generating: proves that it moves, and names the weights that sample.
+    scheduler: ClassVar[Names]
+    #: Generates a token: proves that the engine works.
+    deep: ClassVar[str]
+    #: The same for an engine that may stand still: the engine's environment changes nothing about it.
+    token: ClassVar[Names]
+    #: 503 while the engine is paused, and after a failed `deep` until one succeeds. None: nothing says so.
+    ready: ClassVar[str | None] = None
+    #: 503 after a failed `deep` until one succeeds; a pause changes nothing.
+    well: ClassVar[str | None] = None
+    #: What the engine says about itself.
+    documents: ClassVar[Sequence[Names]]
+    #: Whether it says which weights it has. Where not, they are what the router was told.
+    tells_version: ClassVar[bool] = True
+    #: The modes of a pause that it is told in place of others.
+    pauses: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    #: Whether it can release its memory, and have it again.
+    sleeps: ClassVar[bool] = True
+    #: Whether a generation that is aborted by its name is answered with all that it has sampled.
+    returns_aborted: ClassVar[bool] = True
+    #: Whether `translate` may change requests and answers; otherwise they pass byte for byte.
+    translates: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def recognized(cls, documents: Documents) -> Engine | None:
+        """Return the engine that these documents are from, or None where they are another kind's."""
+
+    @abstractmethod
+    def facts(self, documents: Documents) -> Facts:
+        """Read what the documents say; what cannot be read says nothing."""
+
+    @abstractmethod
+    def has_said_all(self, documents: Documents) -> bool:
+        """Return whether the documents by which an engine is recognized were answered."""
+
+    @abstractmethod
+    def sampling_version(self, said: bytes) -> str | None:
+        """Read which weights sample now in an answer of `scheduler`; None where it names none, or several."""
+
+    def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
+        """Return how a request to this path is asked; None where it goes as it came.
+
+        Raises:
+            CannotServe: the engine would answer something else than is meant.
+            UnknownShape: that cannot be seen.
+        """
+        return None

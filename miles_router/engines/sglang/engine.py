@@ -1,0 +1,52 @@
+"""SGLang. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from miles_router.engines import paths
+from miles_router.engines.engine import Documents, Engine
+from miles_router.engines.facts import HALVES, Facts
+from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
+
+
+class SGLang(Engine):
+    """An engine whose requests and answers pass byte for byte."""
+
+    kind = "sglang"
+    alive = paths.MODEL_INFO
+    scheduler = paths.SERVER_INFO
+    deep = paths.HEALTH
+    token = paths.HEALTH_GENERATE
+    ready = paths.READY
+    well = paths.WELL
+    documents = (paths.MODEL_INFO, paths.SERVER_INFO, paths.SCHEMA)
+
+    @classmethod
+    def recognized(cls, documents: Documents) -> SGLang | None:
+        """Return it where an engine says what it was started with, or which weights it has."""
+        model, server = model_and_server(documents)
+        if {server.get(HALF), model.get(HALF)} & HALVES:
+            return PAIR_HALF
+        return SGLANG if server or "weight_version" in model else None
+
+    def facts(self, documents: Documents) -> Facts:
+        return replace(read_facts(documents), engine=self)
+
+    def has_said_all(self, documents: Documents) -> bool:
+        return None not in (documents.get(paths.MODEL_INFO[0]), documents.get(paths.SERVER_INFO[0]))
+
+    def sampling_version(self, said: bytes) -> str | None:
+        return sampling_version(said)
+
+
+class PairHalf(SGLang):
+    """One half of a prefill/decode pair. One that retracts forgets which weights sampled what, and whose rows are
+    whose: it keeps generations in place."""
+
+    pauses: ClassVar[Mapping[str, str]] = {"retract": "in_place"}
+
+
+SGLANG, PAIR_HALF = SGLang(), PairHalf()

@@ -1,0 +1,1 @@
+"""SGLang-Jax, the engine for TPUs. Pure."""
