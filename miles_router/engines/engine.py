@@ -99,6 +99,15 @@ class Engine(ABC):
     def sampling_version(self, said: bytes) -> str | None:
         """Read which weights sample now in an answer of `scheduler`; None where it names none, or several."""
 
+    @abstractmethod
+    def takes_cache_key(self, facts: Facts, path: str) -> bool:
+        """Return whether prefix caches of requests to this path are kept apart by a key, as far as facts say so."""
+
+    @abstractmethod
+    def with_cache_key(self, body: bytes, key: str) -> bytes:
+        """Write this key into a request, in front of the client's own. A request that cannot be read stays as it is:
+        the engine says what is wrong with it."""
+
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
         """Return how a request to this path is asked; None where it goes as it came.
 

@@ -14,10 +14,10 @@ from contextlib import suppress
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.asgi.headers import first
-from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.engine import CannotServe, Translation
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
+from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
 from miles_router.engines.sglang.pairs.request import PairedRequest
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
@@ -340,7 +340,8 @@ class Forwarder:
         """The prefix cache of a generation: the body that names it (None: the request's own), and its number."""
         cache = worker.caches.choose(None if flight is None else flight.goes_on)
         if cache and await self._keyed(worker, request, translation):
-            return with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
+            engine = worker.engine or USUAL
+            return engine.with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
         return body, 0
 
     async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
@@ -348,7 +349,7 @@ class Forwarder:
         facts = await self._fleet.facts(worker.url)
         encoded = any(name == b"content-encoding" for name, _ in request.headers)
         heeded = translation is None or translation.heeds_cache_key
-        if heeded and not encoded and takes_cache_key(facts, request.path):
+        if heeded and not encoded and (worker.engine or USUAL).takes_cache_key(facts, request.path):
             return True
         self._metrics.unkeyed_generations += 1
         path = endpoint(request.path)  # one of few: a client chooses the rest

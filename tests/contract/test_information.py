@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from miles_router.engines import paths
-from miles_router.engines.caches import takes_cache_key
 from miles_router.engines.known import USUAL, read_facts
+from miles_router.engines.sglang.caches import takes_cache_key
 from tests.contract.client import WorkerClient
 
 

@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from miles_router.engines import paths
-from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.facts import Facts
+from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.facts import sampling_version
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 

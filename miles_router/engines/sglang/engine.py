@@ -9,6 +9,7 @@ from typing import ClassVar
 from miles_router.engines import paths
 from miles_router.engines.engine import Documents, Engine
 from miles_router.engines.facts import HALVES, Facts
+from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
 
 
@@ -20,8 +21,8 @@ class SGLang(Engine):
     scheduler = paths.SERVER_INFO
     deep = paths.HEALTH
     token = paths.HEALTH_GENERATE
-    ready = paths.READY
-    well = paths.WELL
+    ready: ClassVar[str | None] = paths.READY
+    well: ClassVar[str | None] = paths.WELL
     documents = (paths.MODEL_INFO, paths.SERVER_INFO, paths.SCHEMA)
 
     @classmethod
@@ -40,6 +41,12 @@ class SGLang(Engine):
 
     def sampling_version(self, said: bytes) -> str | None:
         return sampling_version(said)
+
+    def takes_cache_key(self, facts: Facts, path: str) -> bool:
+        return takes_cache_key(facts, path)
+
+    def with_cache_key(self, body: bytes, key: str) -> bytes:
+        return with_cache_key(body, key)
 
 
 class PairHalf(SGLang):

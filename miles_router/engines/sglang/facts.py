@@ -32,12 +32,8 @@ TEMPLATE_SETTINGS = (
 )
 
 
-def read_facts(documents: Documents, *, streams_all: bool | None = None) -> Facts:
-    """Read what an engine says; what cannot be read says nothing.
-
-    Args:
-        streams_all: whether its events tell all so far; None: as it says itself.
-    """
+def read_facts(documents: Documents) -> Facts:
+    """Read what an engine says; what cannot be read says nothing."""
     model, server = model_and_server(documents)
     schema = documents.get(SCHEMA[0])
     # `/model_info` follows what control requests change after the start; `/server_info` keeps what was launched.
@@ -55,7 +51,7 @@ def read_facts(documents: Documents, *, streams_all: bool | None = None) -> Fact
         tool_call_parser=_text(both, "tool_call_parser"),
         reasoning_parser=_text(both, "reasoning_parser"),
         template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
-        incremental_streaming=False if streams_all else _flag(server, "incremental_streaming_output", "stream_output"),
+        incremental_streaming=_flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
         sampling_defaults=_text(server, "sampling_defaults"),
         lora=_flag(server, "enable_lora"),
