@@ -27,7 +27,6 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
-from miles_router.control.table import ABORT
 from miles_router.edge import RouterApp, TracedRouterApp
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import (
@@ -177,7 +176,6 @@ def _pool(
         max_retries=config.max_retries,
         max_answer_bytes=config.max_answer_bytes,
         in_flight=in_flight,
-        abort_path=ABORT.path,
     )
     health = HealthMonitor(
         fleet,

@@ -9,6 +9,7 @@ from typing import Any
 from miles_router.control.fan_out import Outcome
 from miles_router.control.requests import Aborted, urls_of
 from miles_router.control.row import Call
+from miles_router.engines.actions import Abort
 from miles_router.fleet.workers import Worker
 
 
@@ -47,7 +48,7 @@ async def _inward(call: Call, worker: Worker, rid: str, concerned: Sequence[Abor
 
 
 async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
-    (outcome,) = await call.tell([worker], call.row, rid=rid)
+    (outcome,) = await call.tell([worker], Abort(rid))
     return outcome
 
 

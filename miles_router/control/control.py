@@ -12,8 +12,10 @@ from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
-from miles_router.control.row import BRIEF, Call, Row
+from miles_router.control.row import BRIEF, Call
 from miles_router.control.table import PAUSE, TABLE, own_row
+from miles_router.engines.actions import Abort, Action, Continue, NameVersion, Pause
+from miles_router.engines.known import USUAL
 from miles_router.engines.models import ADAPTER_NAME, ADAPTER_ORDER, MAX_ADAPTER_NAME
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
@@ -69,9 +71,6 @@ class Control:
             row=row,
             request=request,
             arguments=arguments,
-            undo=None if row.undo is None else self.rows[row.undo],
-            naming=None if row.naming is None else self.rows[row.naming],
-            flushing=None if row.flushing is None else self.rows[row.flushing],
             fleet=self._fleet,
             fan_out=self._fan_out,
             requests=self.requests,
@@ -99,9 +98,25 @@ class Control:
         finally:
             self._pausing = False
 
-    async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
-        """A control request of a layer's own. Raises as `send`."""
-        return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
+    async def pause(self, mode: str, request_id: str) -> FleetAnswer:
+        """Pause the fleet: "abort", "retract" or "in_place". Raises as `send`; so with the others."""
+        return await self._do(Pause(mode), request_id)
+
+    async def go_on(self, request_id: str) -> FleetAnswer:
+        """End the fleet's pause."""
+        return await self._do(Continue(), request_id)
+
+    async def abort(self, rid: str, request_id: str) -> FleetAnswer:
+        """Abort a generation, by the name that its client knows."""
+        return await self._do(Abort(rid), request_id)
+
+    async def name_version(self, version: str, request_id: str) -> FleetAnswer:
+        """Name the weights that the fleet has."""
+        return await self._do(NameVersion(version), request_id)
+
+    async def _do(self, action: Action, request_id: str) -> FleetAnswer:
+        order = USUAL.order(action)  # as a client spells it
+        return await self.send(order.target.decode(), outgoing_order(order), request_id)
 
     async def engine_metrics(self, workers: Iterable[Worker]) -> str:
         """What these engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""

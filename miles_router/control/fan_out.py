@@ -16,8 +16,8 @@ import orjson
 from miles_router import tasks
 from miles_router.asgi.exchange import is_too_deep
 from miles_router.asgi.headers import RawHeaders, first
+from miles_router.engines.actions import Order
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
-from miles_router.fleet.fleet import Order
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply

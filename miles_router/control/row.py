@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from miles_router.control.fan_out import QUICK, FanOut, Outcome, outgoing_order
 from miles_router.control.health import HealthMonitor
+from miles_router.engines.actions import Action
+from miles_router.engines.known import USUAL
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.fleet import Fleet, Order
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 
@@ -32,12 +33,6 @@ class Call:
     row: Row
     request: Outgoing
     arguments: Mapping[str, Any]
-    #: The row that takes this one's effect back, where there is one.
-    undo: Row | None
-    #: The row that names a version to a worker whose weights have it.
-    naming: Row | None
-    #: The row that empties a worker's caches.
-    flushing: Row | None
     fleet: Fleet
     fan_out: FanOut
     requests: Requests
@@ -57,12 +52,12 @@ class Call:
         """Pass the request on to these."""
         return await self.fan_out.ask(workers, self.request, self.row.timeout)
 
-    async def tell(
-        self, workers: Collection[Worker], row: Row, *, brief: bool = False, **fields: object
-    ) -> list[Outcome]:
-        """Make a control request of the router's own to these."""
-        timeout = min(row.timeout, BRIEF) if brief else row.timeout
-        return await self.fan_out.ask(workers, outgoing_order(row.order(**fields)), timeout)
+    async def tell(self, workers: Collection[Worker], action: Action, *, brief: bool = False) -> list[Outcome]:
+        """Have these workers do something, each as its engine spells it."""
+        timeout = BRIEF if brief else QUICK
+        orders = [outgoing_order((worker.engine or USUAL).order(action)) for worker in workers]
+        asked = zip(workers, orders, strict=True)
+        return list(await asyncio.gather(*(self.fan_out.ask_one(*each, timeout) for each in asked)))
 
 
 async def ask_all(call: Call) -> list[Outcome]:
@@ -93,13 +88,5 @@ class Row:
     holds_membership: bool = False
     #: It runs beside other control requests; all others run one after the other.
     beside_others: bool = False
-    #: The path of the row that takes its effect back.
-    undo: str | None = None
-    #: The path of the row that names a version to a worker whose weights have it.
-    naming: str | None = None
-    #: The path of the row that empties a worker's caches.
-    flushing: str | None = None
-
-    def order(self, **fields: object) -> Order:
-        """This request with these arguments."""
-        return Order("POST", self.path.encode(), orjson.dumps(fields))
+    #: It names a version to weights that are there already: no worker has other weights behind it.
+    only_names: bool = False

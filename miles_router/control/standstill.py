@@ -12,8 +12,8 @@ import orjson
 
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.control.row import Call
+from miles_router.engines.actions import Continue, Order, Pause
 from miles_router.errors import UnsupportedByEngine
-from miles_router.fleet.fleet import Order, Pause
 from miles_router.fleet.workers import Worker, WorkerState
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -37,12 +37,12 @@ async def pause(call: Call) -> list[Outcome]:
     mode = call.arguments.get("mode", "abort")
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
-    fleet.begin_pause(Pause(mode, lambda told: call.row.order(mode=told)))
+    fleet.begin_pause(Pause(mode))
     await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
         # was retracted it aborts at once.
-        await call.tell(kept, call.row, brief=True, mode="retract")
+        await call.tell(kept, Pause("retract"), brief=True)
     outcomes = await _tell_mode(call, list(fleet.pool), mode)
     if failed(outcomes):
         if before is None:
@@ -67,17 +67,16 @@ async def _tell_other(call: Call, workers: Collection[Worker], mode: str, told: 
     """Pause some in another mode than was asked for."""
     message = f"Paused with {told!r} in place of {mode!r}: generations stay, and go on with the engine."
     body = orjson.dumps({"message": message, "status": "ok", "mode": told, "in_place_of": mode})
-    outcomes = await call.tell(workers, call.row, mode=told)
+    outcomes = await call.tell(workers, Pause(told))
     return [replace(outcome, body=body) if outcome.ok else outcome for outcome in outcomes]
 
 
 async def _take_back(call: Call, outcomes: Sequence[Outcome]) -> None:
     """Whoever paused goes on again, and so does whoever was silent, for it may have heard. Who then does not answer
     takes no traffic until it says that it is ready."""
-    assert call.undo is not None
     did = [outcome.worker for outcome in outcomes if outcome.ok]
     silent = [outcome.worker for outcome in outcomes if not outcome.reachable]
-    answers = await asyncio.gather(call.tell(did, call.undo), call.tell(silent, call.undo, brief=True))
+    answers = await asyncio.gather(call.tell(did, Continue()), call.tell(silent, Continue(), brief=True))
     for outcome in itertools.chain(*answers):
         if not outcome.ok:
             call.fleet.pool.set_paused(outcome.worker, "may be paused, and could not be continued")

@@ -12,6 +12,7 @@ from typing import Any
 from miles_router.control import standstill
 from miles_router.control.fan_out import Outcome
 from miles_router.control.row import Call
+from miles_router.engines.actions import Flush, NameVersion
 from miles_router.fleet.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ async def _update(call: Call) -> tuple[list[Outcome], list[Worker]]:
             changed = await _changed_all_the_same(call, others, str(version))
     did = [outcome.worker for outcome in outcomes if outcome.ok] + changed
     if version is not None:
-        pool.updated(did, str(version), took=call.row != call.naming)
+        pool.updated(did, str(version), took=not call.row.only_names)
     elif did:
         pool.updated(did, None)
         missed = [worker.url for worker in pool if worker.missed_update]
@@ -69,8 +70,7 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
         logger.warning(
             "refused_update_took_effect", extra={"fields": {"worker": worker.url, "weight_version": version}}
         )
-    assert call.naming is not None
-    told = await call.tell(changed, call.naming, brief=True, new_version=version, abort_all_requests=False)
+    told = await call.tell(changed, NameVersion(version), brief=True)
     return [outcome.worker for outcome in told if outcome.ok]
 
 
@@ -93,8 +93,7 @@ async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[
     pause = call.fleet.pause
     if not changed or pause is None or pause.mode == "in_place":  # what is kept in place is never let go of
         return outcomes
-    assert call.flushing is not None
-    told = await standstill.ask_to_flush(call, changed, partial(call.tell, row=call.flushing, brief=True))
+    told = await standstill.ask_to_flush(call, changed, partial(call.tell, action=Flush(), brief=True))
     did = {outcome.worker for outcome in told if outcome.ok}
     return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in did else each for each in outcomes]
 

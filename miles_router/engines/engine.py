@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from miles_router.engines.actions import Action, Order
 from miles_router.engines.events import Event
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class Engine(ABC):
     def with_cache_key(self, body: bytes, key: str) -> bytes:
         """Write this key into a request, in front of the client's own. A request that cannot be read stays as it is:
         the engine says what is wrong with it."""
+
+    @abstractmethod
+    def order(self, action: Action) -> Order:
+        """Return the request by which the engine is told to do something."""
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
         """Return how a request to this path is asked; None where it goes as it came.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from miles_router import tasks
+from miles_router.engines.actions import Order, Pause
 from miles_router.engines.engine import Engine
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL
@@ -28,23 +28,6 @@ from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, RankFault, Transition, Unit, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Order:
-    """A control request that brings one worker to where the others are; the body is JSON."""
-
-    method: str
-    target: bytes
-    body: bytes
-
-
-@dataclass(frozen=True)
-class Pause:
-    """How the fleet was paused: "abort", "retract" or "in_place", and the order for any of them."""
-
-    mode: str
-    order: Callable[[str], Order]
 
 
 class Questions(AdapterQuestion, TokenizerQuestion, Protocol):
@@ -201,9 +184,9 @@ class Fleet:
         """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
         that is registered already sleeps."""
         if self.pause is not None:
-            pauses = (await self.engine(newcomer)).pauses
-            order = self.pause.order(pauses.get(self.pause.mode, self.pause.mode))
-            await self._order(newcomer, order, "the fleet is paused")
+            engine = await self.engine(newcomer)
+            paused = Pause(engine.pauses.get(self.pause.mode, self.pause.mode))
+            await self._order(newcomer, engine.order(paused), "the fleet is paused")
         if not self._is_registered(newcomer.address):
             for order in self.memory_orders:
                 await self._order(newcomer, order, "the fleet is asleep")

@@ -89,11 +89,10 @@ class Forwarder:
         max_retries: int,
         max_answer_bytes: int,
         in_flight: InFlight,
-        abort_path: str,
     ) -> None:
         self._in_flight = in_flight
         self._used_names = UsedNames()
-        self.left = LeftRequests(self._used_names, upstream, fleet.pool, abort_path)
+        self.left = LeftRequests(self._used_names, upstream, fleet.pool)
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream

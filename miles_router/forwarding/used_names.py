@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import orjson
-
 from miles_router import tasks
 from miles_router.asgi.exchange import read_json
-from miles_router.engines.generate import RID
+from miles_router.engines.actions import Abort
+from miles_router.engines.known import USUAL
 from miles_router.engines.names import engine_names
 from miles_router.errors import BadRequest, UpstreamError
 from miles_router.fleet.gate import endpoint
@@ -122,15 +121,10 @@ def _begin_alike(name: str, told: str) -> bool:
 
 
 class LeftRequests:
-    """Aborts of the generations that clients left. They run beside the requests, and delay none.
+    """Aborts of the generations that clients left. They run beside the requests, and delay none."""
 
-    Args:
-        path: that of an engine's order to abort.
-    """
-
-    def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool, path: str) -> None:
+    def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool) -> None:
         self._names = names
-        self._path = path.encode("ascii")
         self._upstream = upstream
         self._pool = pool
         self._slots = asyncio.Semaphore(ABORTS_AT_ONCE)
@@ -155,9 +149,9 @@ class LeftRequests:
                         await self._tell(worker, name)
 
     async def _tell(self, worker: Worker, name: str) -> None:
-        json = [(b"content-type", b"application/json")]
-        order = Outgoing("POST", self._path, json, orjson.dumps({RID: name}))
+        order = (worker.engine or USUAL).order(Abort(name))
+        asked = Outgoing(order.method, order.target, [(b"content-type", b"application/json")], order.body)
         with suppress(UpstreamError, TimeoutError):  # then the engine ends it when it looks for its client
-            sending = send(self._upstream, worker, order, slot=False)
+            sending = send(self._upstream, worker, asked, slot=False)
             reply = await tasks.within(self._upstream.connect_timeout, sending, name=f"abort at {worker.url}")
             reply.close()

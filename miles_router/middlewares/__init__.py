@@ -23,8 +23,7 @@ from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, with_length
 from miles_router.asgi.watch import Watch
-from miles_router.control.row import Row
-from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.control.fan_out import FleetAnswer
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
@@ -90,20 +89,16 @@ from miles_router.state.store import StateStore
 from miles_router.tasks import Pace, cancelled, spawn, within
 
 __all__ = [
-    "ABORT",
     "BODY_SAYS",
-    "CONTINUE",
     "ENDED",
     "IDLE",
     "LAST_EVENT",
     "NOT_WRITTEN",
     "NO_ROWS",
     "OK",
-    "PAUSE",
     "RUNNING",
     "SLOTS",
     "TOO_LARGE",
-    "UPDATE_VERSION",
     "WAITING",
     "ASGIApp",
     "Change",
@@ -120,6 +115,7 @@ __all__ = [
     "Exchange",
     "Facets",
     "Field",
+    "FleetAnswer",
     "GenerateRequest",
     "Handover",
     "Handovers",
@@ -143,7 +139,6 @@ __all__ = [
     "Restores",
     "Root",
     "Router",
-    "Row",
     "RowChannel",
     "RowMatch",
     "RowPrefix",

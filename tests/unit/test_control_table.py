@@ -1,4 +1,4 @@
-"""The table of control requests is the only place that knows their paths."""
+"""Control requests: where their paths stand, and how engines are told of the router's own accord."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pytest
 
 import miles_router
 from miles_router.control.table import TABLE
 from miles_router.engines import paths
+from miles_router.engines.actions import Abort, Action, Continue, Flush, NameVersion, Pause
+from miles_router.engines.engine import Engine
+from miles_router.engines.sglang.engine import SGLANG
+from miles_router.engines.sglang_jax.engine import WITH_ADAPTERS
 
 ROOT = Path(miles_router.__file__).parent.parent
 HOUSE = ROOT / "miles_router"
@@ -58,9 +63,9 @@ def test_a_path_is_found_wherever_a_text_has_it() -> None:
 
 
 @pytest.mark.parametrize("path", modules(HOUSE, ROOT / "middleware_hub"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_control_path_stands_outside_the_table(path: Path) -> None:
+def test_control_paths_stand_among_the_paths_of_engines_alone(path: Path) -> None:
     lines = named(path.read_text(encoding="utf-8"), CONTROL)
-    assert (lines != []) is (path == HOUSE / "control" / "table.py"), lines
+    assert (lines != []) is (path == HOUSE / "engines" / "paths.py"), lines
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,14 @@ def test_what_else_is_asked_of_engines_has_its_paths_from_one_module(path: Path)
     assert named(path.read_text(encoding="utf-8"), ENGINES) == []
 
 
-def test_every_row_stands_once_and_whoever_can_be_taken_back_names_a_row() -> None:
+def test_every_row_stands_once() -> None:
     assert len(CONTROL) == len(TABLE)
-    assert {row.undo for row in TABLE} - {None} <= CONTROL
+
+
+@pytest.mark.parametrize("engine", [SGLANG, WITH_ADAPTERS], ids=["usual", "jax"])
+@pytest.mark.parametrize("action", [Pause("retract"), Continue(), Abort("a"), Flush(), NameVersion("2")], ids=repr)
+def test_an_engine_is_told_what_a_client_may_tell_it(engine: Engine, action: Action) -> None:
+    order = engine.order(action)
+    (row,) = [row for row in TABLE if row.path.encode() == order.target]
+    assert order.method in row.methods
+    assert row.check(orjson.loads(order.body)) is None

@@ -15,8 +15,9 @@ from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingP
 from miles_router.cluster.control.state import SharedPool, followed, memory_orders, own_numbers, written
 from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.peers import Peers
+from miles_router.engines.actions import Order, Pause
 from miles_router.fleet.caches import set_apart
-from miles_router.fleet.fleet import Fleet, Order, Orders, Pause, Questions
+from miles_router.fleet.fleet import Fleet, Orders, Questions
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
@@ -109,14 +110,14 @@ def test_a_worker_that_was_registered_anew_is_another_for_what_was_chosen_before
 
 def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
     pair.pool.add(parse_worker_url("http://a"))
-    pair.decided.begin_pause(Pause("abort", lambda mode: Order("POST", b"/p", b"")))
+    pair.decided.begin_pause(Pause("abort"))
     pair.follow()
     gate = pair.fleets[0].gate
     assert (gate.closed, gate.mode, gate.cuts, gate.describe()) == (True, "abort", 1, pair.decided.gate.describe())
     pair.decided.end_pause()
     pair.follow()
     assert not gate.closed
-    pair.decided.begin_pause(Pause("retract", lambda mode: Order("POST", b"/p", b"")))
+    pair.decided.begin_pause(Pause("retract"))
     pair.decided.end_pause()
     pair.follow()
     assert [each.mode for each in gate.times()] == ["abort", "retract"], "the second was over before anybody saw it"

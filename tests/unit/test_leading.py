@@ -9,7 +9,9 @@ from miles_router.cluster.nodes.leases import Term
 from miles_router.cluster.nodes.plane import LeadersFanOut
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import Outcome, outgoing_order
-from miles_router.control.table import PAUSE
+from miles_router.engines.actions import Pause
+from miles_router.engines.paths import PAUSE
+from miles_router.engines.sglang.engine import SGLANG
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -49,7 +51,7 @@ class Leader:
             try:
                 fan_out = LeadersFanOut(upstream, self.confirmed, lambda: self._term.is_certain(self.now))
                 worker = Worker(parse_worker_url(engine.url))
-                order = outgoing_order(PAUSE.order(mode="in_place"))
+                order = outgoing_order(SGLANG.order(Pause("in_place")))
                 (outcome,) = await fan_out.ask([worker], order, PATIENCE)
                 yield outcome, asked(engine)
             finally:
@@ -60,7 +62,7 @@ async def test_one_that_decides_tells_them() -> None:
     leader = Leader(True, stands_still=SECONDS - 0.1)
     async with leader.telling() as (outcome, heard):
         assert outcome.ok
-        assert (heard, leader.asked) == ([PAUSE.path], 1)
+        assert (heard, leader.asked) == ([PAUSE], 1)
 
 
 async def test_one_that_was_succeeded_tells_them_nothing_and_says_why() -> None:
@@ -78,7 +80,7 @@ async def test_one_that_stood_still_before_it_wrote_makes_sure_again() -> None:
     leader = Leader(True, True, stands_still=SECONDS)
     async with leader.telling() as (outcome, heard):
         assert outcome.ok
-        assert (heard, leader.asked) == ([PAUSE.path], 2)
+        assert (heard, leader.asked) == ([PAUSE], 2)
 
 
 async def test_what_engines_say_of_themselves_is_asked_whoever_decides() -> None:

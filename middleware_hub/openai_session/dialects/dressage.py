@@ -35,13 +35,10 @@ from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import (
     BODY_SAYS,
-    CONTINUE,
-    PAUSE,
-    UPDATE_VERSION,
     Exchange,
+    FleetAnswer,
     Receive,
     Router,
-    Row,
     Scope,
     Send,
     first,
@@ -314,19 +311,18 @@ class DressageDialect:
         mode = MODES.get(name) if isinstance(name, str) else None
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
-        return await self._order(PAUSE, request, mode=mode)
+        return self._state_after(await self._router.control.pause(mode, Exchange.of(request.scope).request_id))
 
     async def _resume(self, request: Request) -> Response:
         version = _name(await read_object(request), "version")
         if version is not None and str(version) != self._router.pool.weight_version:
-            updated = await self._order(UPDATE_VERSION, request, new_version=str(version), abort_all_requests=False)
-            if updated.status_code != 200:
-                return updated
-        return await self._order(CONTINUE, request)
+            named = await self._router.control.name_version(str(version), Exchange.of(request.scope).request_id)
+            if named.status != 200:
+                return self._state_after(named)
+        return self._state_after(await self._router.control.go_on(Exchange.of(request.scope).request_id))
 
-    async def _order(self, row: Row, request: Request, **fields: object) -> Response:
-        """A control request to the whole fleet, and the state of the rollout after it."""
-        answer = await self._router.control.order(row, Exchange.of(request.scope).request_id, **fields)
+    def _state_after(self, answer: FleetAnswer) -> Response:
+        """Return the state of the rollout after a control request, or why that failed."""
         if answer.status != 200:
             return Response(answer.body, answer.status, media_type="application/json")
         return as_response({"status": "ok", **self._state()})

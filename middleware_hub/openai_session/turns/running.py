@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import RouterError
-from miles_router.middlewares import ABORT, Exchange, Router, spawn, within
+from miles_router.middlewares import Exchange, Router, spawn, within
 
 #: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
 #: have had it yet.
@@ -67,7 +67,7 @@ class RunningTurn:
 
     async def _tell(self, rid: str) -> None:
         with suppress(RouterError):  # who cannot be told is broken off
-            await self._router.control.order(ABORT, self._exchange.request_id, rid=rid)
+            await self._router.control.abort(rid, self._exchange.request_id)
 
     def _break_off(self, error: RouterError) -> None:
         if self._error is None and self._task is not None and not self._ended.is_set():

@@ -31,10 +31,10 @@ from miles_router.cluster.control.table import Counts
 from miles_router.cluster.duty import Duty, without_keys
 from miles_router.control.control import Control
 from miles_router.control.engine_metrics import MEDIA_TYPE
-from miles_router.control.table import PAUSE
 from miles_router.edge import RouterApp
+from miles_router.engines.actions import Pause
 from miles_router.fleet.caches import set_apart
-from miles_router.fleet.fleet import Fleet, Pause
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Signs, Transition, Worker
 from miles_router.forwarding.upstream import Upstream
@@ -201,7 +201,7 @@ class ControlDuty(Duty):
         serials = [each["serial"] for each in record["workers"]]
         self._serials = itertools.count(max([*serials, next(self._serials)]) + 1)
         if record["pause"] is not None:
-            fleet.pause = Pause(record["pause"], lambda told: PAUSE.order(mode=told))
+            fleet.pause = Pause(record["pause"])
         fleet.released, fleet.memory_orders = set(record["released"]), memory_orders(record)
         numbers = own_numbers(0)
         followed(record, fleet, _deciding(pool), lambda: next(numbers))

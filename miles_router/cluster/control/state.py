@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miles_router.cluster.control.table import Counts
-from miles_router.fleet.fleet import Fleet, Order
+from miles_router.engines.actions import Order
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
 from miles_router.fleet.placement.homes import Homes, SessionHome
 from miles_router.fleet.pool import WorkerPool

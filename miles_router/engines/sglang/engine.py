@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from miles_router.engines import paths
+from miles_router.engines.actions import Action, Order
 from miles_router.engines.engine import Documents, Engine
 from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
+from miles_router.engines.sglang.control import order
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
 
 
@@ -47,6 +49,9 @@ class SGLang(Engine):
 
     def with_cache_key(self, body: bytes, key: str) -> bytes:
         return with_cache_key(body, key)
+
+    def order(self, action: Action) -> Order:
+        return order(action)
 
 
 class PairHalf(SGLang):

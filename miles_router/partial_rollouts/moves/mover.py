@@ -14,9 +14,10 @@ from miles_router import tasks
 from miles_router.asgi.exchange import Exchange, read_json
 from miles_router.control.fan_out import FanOut, outgoing_order
 from miles_router.control.row import BRIEF
-from miles_router.control.table import ABORT
+from miles_router.engines.actions import Abort
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import RID
+from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest
 from miles_router.fleet.workers import Role, Worker
 from miles_router.partial_rollouts.leg import ResumeContext
@@ -185,7 +186,8 @@ class Mover:
         order.add_done_callback(lambda _: until_then.close())
 
     async def _tell(self, worker: Worker, rid: str) -> None:
-        await self._fan_out.ask_one(worker, outgoing_order(ABORT.order(rid=rid)), BRIEF)
+        order = (worker.engine or USUAL).order(Abort(rid))
+        await self._fan_out.ask_one(worker, outgoing_order(order), BRIEF)
 
     def _moves(self, worker: Worker) -> bool:
         """Whether its engine gives back what it has sampled, and says which weights it has, and how long a context; and
