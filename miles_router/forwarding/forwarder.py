@@ -19,7 +19,7 @@ from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
-from miles_router.engines.sglang.pairs.request import PairedRequest
+from miles_router.engines.pairs.request import PairedRequest
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint

@@ -22,10 +22,10 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
 from miles_router.engines.names import Names
-from miles_router.engines.sglang.pairs.held_rows import RowStrings
-from miles_router.engines.sglang.pairs.joining import first_version, one_answer, one_event
-from miles_router.engines.sglang.pairs.prefill import PrefillAnswer, fails, says_aborted
-from miles_router.engines.sglang.pairs.request import ROOM_BITS, PairedRequest, with_room
+from miles_router.engines.pairs.held_rows import RowStrings
+from miles_router.engines.pairs.joining import first_version, one_answer, one_event
+from miles_router.engines.pairs.prefill import PrefillAnswer, fails, says_aborted
+from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest, with_room
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease

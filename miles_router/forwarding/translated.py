@@ -12,7 +12,7 @@ from miles_router.asgi.headers import RawHeaders, end_to_end, first
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
-from miles_router.engines.sglang.pairs.held_rows import RowStrings
+from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
 from miles_router.forwarding.reply import END, Look, Reply
 

@@ -13,11 +13,11 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.known import read_facts
+from miles_router.engines.pairs.held_rows import RowStrings
+from miles_router.engines.pairs.joining import LostAccount, one_answer, one_event
+from miles_router.engines.pairs.prefill import PrefillAnswer
+from miles_router.engines.pairs.request import PairedRequest, with_room
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS
-from miles_router.engines.sglang.pairs.held_rows import RowStrings
-from miles_router.engines.sglang.pairs.joining import LostAccount, one_answer, one_event
-from miles_router.engines.sglang.pairs.prefill import PrefillAnswer
-from miles_router.engines.sglang.pairs.request import PairedRequest, with_room
 
 GENERATE = "/generate"
 

@@ -9,10 +9,10 @@ import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, goes_on
 from miles_router.engines.events import Event, write_event
+from miles_router.engines.pairs.held_rows import JoinedString, RowStrings
+from miles_router.engines.pairs.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
+from miles_router.engines.pairs.request import PairedRequest, has_value
 from miles_router.engines.scan import Field, Incomplete
-from miles_router.engines.sglang.pairs.held_rows import JoinedString, RowStrings
-from miles_router.engines.sglang.pairs.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
-from miles_router.engines.sglang.pairs.request import PairedRequest, has_value
 
 SPANS, RETRACTIONS = Field(VERSIONS), Field("num_retractions")
 RETRACTED = "the decode half has retracted the generation, and lost"
