@@ -15,8 +15,9 @@ from tests.support.tiers import heavy
 from tests.support.waiting import until
 from tests.training.__main__ import ROOT
 
-#: The longest takes 8 minutes alone, and several times as long beside other tests.
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.sglang
+#: Seconds; these take up to 8 minutes alone, and several times as long beside other tests.
+LONG = pytest.mark.timeout(3600)
 
 
 async def run(out: Path, *flags: str) -> tuple[int | None, str]:
@@ -54,6 +55,7 @@ async def test_two_steps_are_exact(tmp_path: Path) -> None:
     assert "samples          16 whole" in said
 
 
+@LONG
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_a_model_is_trained_on_exact_tokens(tmp_path: Path) -> None:
     status, said = await run(tmp_path, "--expect-learning")
@@ -67,6 +69,7 @@ async def test_a_model_is_trained_on_exact_tokens(tmp_path: Path) -> None:
     assert "capital" in page
 
 
+@LONG
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 @pytest.mark.parametrize("update", ["retract", "in_place"])
 async def test_other_updates_lose_nothing(tmp_path: Path, update: str) -> None:
@@ -75,6 +78,7 @@ async def test_other_updates_lose_nothing(tmp_path: Path, update: str) -> None:
     assert status == 0, said
 
 
+@LONG
 @pytest.mark.skipif(not heavy(), reason="takes minutes")
 async def test_an_agent_of_two_turns_is_trained_on_exact_tokens(tmp_path: Path) -> None:
     status, said = await run(tmp_path, "--task", "lookup", "--steps", "8", "--expect-learning")
