@@ -25,10 +25,19 @@ Names = Sequence[str]
 #: a key, None where it did not answer.
 Documents = Mapping[str, bytes | None]
 WITHHELD = b"null"
+Headers = list[tuple[bytes, bytes]]
 
 
 class CannotServe(ValueError):
     """A request that an engine would not answer as it is meant. The message says what it lacks."""
+
+
+class RankReader(Protocol):
+    """Reads an answer as it arrives."""
+
+    def feed(self, data: bytes) -> int | None:
+        """Return the rank that answers, where the next piece shows it."""
+        ...
 
 
 class Translation(Protocol):
@@ -112,6 +121,21 @@ class Engine(ABC):
     @abstractmethod
     def order(self, action: Action) -> Order:
         """Return the request by which the engine is told to do something."""
+
+    def ranks(self, facts: Facts) -> int:
+        """Return how many data-parallel ranks requests can be pinned to."""
+        return 1
+
+    def pinned(
+        self, path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool
+    ) -> tuple[Headers, bytes] | None:
+        """Return a request as it is sent to one rank; None where the engine chooses. `encoded`: its body is compressed,
+        and cannot be written into."""
+        return None
+
+    def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
+        """Return what reads from an answer which rank gave it; None where answers do not tell."""
+        return None
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
         """Return how a request to this path is asked; None where it goes as it came.

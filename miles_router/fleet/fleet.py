@@ -14,7 +14,6 @@ from miles_router.engines.engine import Engine
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL
 from miles_router.engines.models import possible_adapters
-from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.adapters import AdapterQuestion, adapters_by, told_adapters
 from miles_router.fleet.gate import Gate
@@ -398,7 +397,7 @@ class Fleet:
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""
         fault = facts.learned(RankFault).reason
-        if self.pool.set_ranks(worker, 1 if fault else ranks(facts), fault):
+        if self.pool.set_ranks(worker, 1 if fault else (worker.engine or USUAL).ranks(facts), fault):
             logger.info("worker_ranks", extra={"fields": {"worker": worker.url, "ranks": len(worker.units)}})
 
     def rank_ignored(self, unit: Unit, reason: str) -> None:

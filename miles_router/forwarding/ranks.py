@@ -9,7 +9,7 @@ from miles_router.asgi.exchange import read_json
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines import ranks
 from miles_router.engines.engine import CannotServe
-from miles_router.engines.paths import GENERATE
+from miles_router.engines.known import USUAL
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Unit
@@ -75,8 +75,12 @@ class Ranks:
         wish = self._wish(request)
         if wish.heeded:
             return Pin(request.headers, body, wish.rank)
+        assert unit.rank is not None
+        rank = unit.rank if wish.rank is None else wish.rank
         encoded = first(request.headers, b"content-encoding") is not None
-        if not ranks.can_pin(request.path) or (encoded and request.path == GENERATE):
+        engine = unit.worker.engine or USUAL
+        pinned = engine.pinned(request.path, request.headers, body, rank, encoded=encoded)
+        if pinned is None:
             self._metrics.unpinned_generations += 1
             path = endpoint(request.path)  # one of few: a client chooses the rest
             if path not in (unpinned := facts.learned(UnpinnedPaths)):
@@ -84,16 +88,14 @@ class Ranks:
                 fields = {"worker": unit.worker.url, "path": path}
                 logger.warning("rank_not_pinned", extra={"fields": fields})
             return Pin(request.headers, body, None)
-        assert unit.rank is not None
-        rank = unit.rank if wish.rank is None else wish.rank
-        return Pin(*ranks.pinned(request.path, request.headers, body, rank), rank)
+        return Pin(*pinned, rank)
 
     def watch(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
         """See in a reply whether the rank answers that was meant, where it tells that."""
         events = (first(reply.headers, b"content-type") or b"").startswith(EVENTS)
-        if rank is None or path not in ranks.TELLING or (events and path != GENERATE):
+        reader = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
+        if rank is None or reader is None:
             return
-        reader = ranks.RankReader()
 
         def look(data: bytes) -> bool:
             answered = reader.feed(data)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import read_facts
-from miles_router.engines.ranks import MAX_RANKS, NO_WISH, RankReader, RankWish, pinned, ranks, wish
+from miles_router.engines.ranks import MAX_RANKS, NO_WISH, RankWish, wish
+from miles_router.engines.sglang.ranks import RankScanner, pinned, rank_reader, ranks
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
@@ -67,10 +68,27 @@ def test_what_a_client_says_of_ranks(path: str, headers: Any, body: bytes, said:
     assert wish(path, headers, body, orjson.loads) == said
 
 
-def test_a_rank_stands_where_each_route_reads_it() -> None:
-    assert pinned("/generate", [], b'{"text": "x" }', 2) == ([], b'{"text": "x" ,"routed_dp_rank":2}')
-    assert pinned("/generate", [], b"{}", 2) == ([], b'{"routed_dp_rank":2}')
-    assert pinned(CHAT, [(b"a", b"b")], b"{}", 2) == ([(b"a", b"b"), (b"x-data-parallel-rank", b"2")], b"{}")
+@pytest.mark.parametrize(
+    ("path", "body", "encoded", "sent"),
+    [
+        ("/generate", b'{"text": "x" }', False, ([(b"a", b"b")], b'{"text": "x" ,"routed_dp_rank":2}')),
+        ("/generate", b"{}", False, ([(b"a", b"b")], b'{"routed_dp_rank":2}')),
+        ("/generate", b"\x1f\x8b", True, None),
+        (CHAT, b"\x1f\x8b", True, ([(b"a", b"b"), (b"x-data-parallel-rank", b"2")], b"\x1f\x8b")),
+        (CHAT, b"{}", False, ([(b"a", b"b"), (b"x-data-parallel-rank", b"2")], b"{}")),
+        ("/api/chat", b"{}", False, None),
+    ],
+)
+def test_a_rank_stands_where_each_route_reads_it(path: str, body: bytes, encoded: bool, sent: Any) -> None:
+    assert pinned(path, [(b"a", b"b")], body, 2, encoded=encoded) == sent
+
+
+@pytest.mark.parametrize(
+    ("path", "streamed", "tells"),
+    [("/generate", True, True), (CHAT, False, True), (CHAT, True, False), ("/v1/completions", False, False)],
+)
+def test_some_answers_tell_their_rank(path: str, streamed: bool, tells: bool) -> None:
+    assert (rank_reader(path, streamed=streamed) is not None) is tells
 
 
 @given(st.integers(0, MAX_RANKS), st.text(), st.lists(st.integers(0, 400), max_size=9), st.integers(0, 9000))
@@ -80,13 +98,13 @@ def test_the_rank_that_answered_is_read_however_the_answer_is_cut(
     meta = {"output_token_logprobs": [0.5] * size, "id": '"dp_rank": 77', "dp_rank": rank, "e2e_latency": 0.1}
     answer = orjson.dumps({"text": text + '"dp_rank":8,', "meta_info": meta})
     edges = sorted({0, len(answer), *(len(answer) - cut for cut in cuts if cut < len(answer))})
-    reader = RankReader()
+    reader = RankScanner()
     read = [reader.feed(answer[start:end]) for start, end in itertools.pairwise(edges)]
     assert [each for each in read if each is not None][:1] == [rank]
 
 
 def test_an_answer_without_a_rank_tells_none() -> None:
-    assert RankReader().feed(b'{"meta_info": {"dp_rank": null, "id": "x"}}') is None
+    assert RankScanner().feed(b'{"meta_info": {"dp_rank": null, "id": "x"}}') is None
 
 
 def test_ranks_take_the_place_of_their_worker_and_what_ran_before_stays_counted() -> None:

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from miles_router.engines import paths
 from miles_router.engines.actions import Action, Order
-from miles_router.engines.engine import Documents, Engine
+from miles_router.engines.engine import Documents, Engine, Headers, RankReader
 from miles_router.engines.facts import HALVES, Facts
+from miles_router.engines.sglang import ranks
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import order
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
@@ -49,6 +50,17 @@ class SGLang(Engine):
 
     def with_cache_key(self, body: bytes, key: str) -> bytes:
         return with_cache_key(body, key)
+
+    def ranks(self, facts: Facts) -> int:
+        return ranks.ranks(facts)
+
+    def pinned(
+        self, path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool
+    ) -> tuple[Headers, bytes] | None:
+        return ranks.pinned(path, headers, body, rank, encoded=encoded)
+
+    def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
+        return ranks.rank_reader(path, streamed=streamed)
 
     def order(self, action: Action) -> Order:
         return order(action)
