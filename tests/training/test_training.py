@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.tiers import heavy
 from tests.support.waiting import until
-from tests.training.__main__ import ROOT
+from tests.training.__main__ import ROOM, ROOT, Failed, built
 
 pytestmark = pytest.mark.sglang
 #: Seconds; these take up to 8 minutes alone, and several times as long beside other tests.
@@ -148,3 +150,10 @@ async def test_text_of_an_agent_is_refused(tmp_path: Path) -> None:
     status, said = await run(tmp_path, "--task", "lookup", "--tokens", "text")
     assert status == 2
     assert "--tokens text is for --task capitals" in said
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_ROUTER_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=ROOM - 1))
+    with pytest.raises(Failed, match=f"^{tmp_path}.* has less than 4 GB free; free some, or set MILES_ROUTER_CACHE"):
+        built()
