@@ -25,6 +25,8 @@ from miles_router.forwarding.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
+#: Methods of requests that change nothing.
+SAFE = frozenset({"GET", "HEAD"})
 QUICK, SLOW = 60.0, 1800.0  # seconds a worker may take
 MAX_ANSWER = 64 * 1024 * 1024
 JSON = b"application/json"
@@ -100,7 +102,8 @@ class FanOut:
         return self
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
-        return await send(self._upstream, worker, request, slot=False)
+        # An update that an engine has begun must not be written again: that its connection was lost tells nothing.
+        return await send(self._upstream, worker, request, slot=False, fresh=request.method not in SAFE)
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)

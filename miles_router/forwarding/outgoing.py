@@ -121,8 +121,9 @@ async def send(
     headers: RawHeaders | None = None,
     slot: bool = True,
     admit: Admit | None = None,
+    fresh: bool = False,
 ) -> Reply:
-    """Send `request` to one worker with that worker's key, without a lease. `slot` and `admit` are those of
+    """Send `request` to one worker with that worker's key, without a lease. `slot`, `admit` and `fresh` are those of
     `Upstream.open`; `body` and `headers` are sent in place of the request's. The caller closes the reply.
 
     Raises:
@@ -142,4 +143,5 @@ async def send(
         admit=admit,
         pulse=worker.pulse if request.computes else None,
         once=request.computes,
+        fresh=fresh,
     )

@@ -68,12 +68,14 @@ class Upstream:
         admit: Admit | None = None,
         pulse: Pulse | None = None,
         once: bool = False,
+        fresh: bool = False,
     ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
         Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
         asked each time at the moment of writing, when nothing is left to wait for. A request with the `pulse` of an
         engine ends when that one is given up. A request that is lost on a kept connection is written again to a new
-        one, but for one that is written `once`: its engine may have begun it.
+        one, but for one that is written `once`: its engine may have begun it. With `fresh` it is written to a new
+        connection from the start, and not again.
 
         Raises:
             UpstreamUnreachable: no connection, or it was lost, or given up, before a reply began.
@@ -82,10 +84,10 @@ class Upstream:
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body, admit, pulse, once=once)
+            return await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
         await self._slots.acquire()
         try:
-            reply = await self._exchange(address, method, head, body, admit, pulse, once=once)
+            reply = await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
         except BaseException:
             self.slot_freed()
             raise
@@ -159,8 +161,9 @@ class Upstream:
         pulse: Pulse | None = None,
         *,
         once: bool = False,
+        fresh: bool = False,
     ) -> Reply:
-        connection = self._take_idle(address)
+        connection = None if fresh else self._take_idle(address)
         kept = connection is not None and not connection.just_made
         connection = connection or await self._connect(address)
         while True:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.support.fleet import asked, post
 from tests.support.http import request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Action, ScriptedWorker, reply, script, unread
@@ -41,6 +42,32 @@ async def test_a_kept_connection_that_dies_under_a_request_is_replaced_without_b
     assert answer.status == 200
     assert router.worker(worker).failures == 0
     assert len(worker.requests) == 3  # the warm-up, the one that was lost, its repetition
+
+
+UPDATES = {
+    "/update_weights_from_disk": {"model_path": "m", "weight_version": "2"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/begin_weight_update": {},
+}
+
+
+@pytest.mark.parametrize("path", UPDATES)
+@pytest.mark.parametrize("end", [CLOSE, RESET])
+async def test_an_update_that_is_lost_is_not_written_again(stage: Stage, path: str, end: Action) -> None:
+    """Its engine may have begun it, so the trainer has to hear of it."""
+    worker, router = await warmed(stage, 1)
+    worker.next(script(end))
+    answer = await post(router, path, **UPDATES[path])
+    assert (answer.status, answer.error_type) == (502, "fan_out_failed")
+    assert asked(worker).count(path) == 1
+
+
+async def test_an_update_does_not_meet_a_connection_that_died_idle(stage: Stage) -> None:
+    worker, router = await warmed(stage, 2)
+    for link in tuple(worker.links):
+        link.reset()
+    answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
+    assert answer.status == 200, answer.body
 
 
 async def test_one_request_survives_any_number_of_dead_connections(stage: Stage) -> None:

@@ -65,7 +65,7 @@ class Workers:
         body: bytes,
         **how: object,
     ) -> Reply:
-        assert how == {"slot": False, "admit": None, "pulse": None, "once": False}, (
+        assert how == {"slot": False, "admit": None, "pulse": None, "once": False, "fresh": method != "GET"}, (
             "it must get through while all connections are taken"
         )
         path = target.decode()
