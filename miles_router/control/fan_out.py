@@ -16,6 +16,7 @@ import orjson
 from miles_router import tasks
 from miles_router.asgi.exchange import is_too_deep
 from miles_router.asgi.headers import RawHeaders, first
+from miles_router.engines import paths
 from miles_router.engines.actions import Order
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker, WorkerState
@@ -25,8 +26,6 @@ from miles_router.forwarding.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-#: Methods of requests that change nothing.
-SAFE = frozenset({"GET", "HEAD"})
 QUICK, SLOW = 60.0, 1800.0  # seconds a worker may take
 MAX_ANSWER = 64 * 1024 * 1024
 JSON = b"application/json"
@@ -102,8 +101,7 @@ class FanOut:
         return self
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
-        # An update that an engine has begun must not be written again: that its connection was lost tells nothing.
-        return await send(self._upstream, worker, request, slot=False, fresh=request.method not in SAFE)
+        return await send(self._upstream, worker, request, slot=False, fresh=not may_come_twice(request))
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)
@@ -111,6 +109,12 @@ class FanOut:
             return Outcome(worker, reply.status, reply.headers, await reply.read_all(MAX_ANSWER))
         finally:
             reply.close()
+
+
+def may_come_twice(request: Outgoing) -> bool:
+    """Return whether a request that was lost may be written again. An engine may have begun an update; an abort, of
+    which there may be thousands, does no more the second time."""
+    return request.method in ("GET", "HEAD") or request.target.partition(b"?")[0] == paths.ABORT.encode()
 
 
 def outgoing_order(order: Order) -> Outgoing:

@@ -62,6 +62,14 @@ async def test_an_update_that_is_lost_is_not_written_again(stage: Stage, path: s
     assert asked(worker).count(path) == 1
 
 
+async def test_aborts_go_over_kept_connections(stage: Stage) -> None:
+    worker, router = await warmed(stage, 1)
+    before = worker.connections
+    for _ in range(3):
+        assert (await post(router, "/abort_request", rid="a")).status == 200
+    assert worker.connections == before
+
+
 async def test_an_update_does_not_meet_a_connection_that_died_idle(stage: Stage) -> None:
     worker, router = await warmed(stage, 2)
     for link in tuple(worker.links):

@@ -27,7 +27,7 @@ from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.leases import EPOCHS, Authority, Seat, Term
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
-from miles_router.control.fan_out import SAFE, FanOut
+from miles_router.control.fan_out import FanOut, may_come_twice
 from miles_router.errors import StateError, StateOutdated, UpstreamError
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
@@ -126,7 +126,7 @@ class LeadersFanOut(FanOut):
                     request,
                     slot=False,
                     admit=self._is_certain,
-                    fresh=request.method not in SAFE,
+                    fresh=not may_come_twice(request),
                 )
         raise UpstreamError("nothing was sent: another control plane may decide by now")
 
