@@ -86,6 +86,7 @@ def sampling_version(server_info: bytes) -> str | None:
     return versions.pop() if len(versions) == 1 else None
 
 
+@functools.lru_cache(maxsize=16)  # each kind of engine looks at it, at every check and at the end of many a turn
 def _object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")
