@@ -1,4 +1,4 @@
-"""The HTTP face of control: one route for each row of the table."""
+"""The HTTP face of control: one route for each path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.control.row import Row
+from miles_router.engines.control import ControlRequest
 from miles_router.fleet.affinity import Affinity
 from miles_router.forwarding.outgoing import outgoing
 from miles_router.pools.pools import Pools
@@ -25,27 +25,27 @@ class ControlRoutes:
         self._pools = pools
 
     def routes(self) -> list[BaseRoute]:
-        """One for each row of the table."""
-        return [self._route(row) for row in self._pools.default.router.control.rows.values()]
+        """One for each path."""
+        return [self._route(known) for known in self._pools.default.router.control.by_path.values()]
 
-    def _route(self, row: Row) -> BaseRoute:
+    def _route(self, known: ControlRequest) -> BaseRoute:
         async def answer(request: Request) -> Response:
             exchange = Exchange.of(request.scope)
             pool = self._pools.of_id(request.query_params.get(MODEL_ID))
             body = await exchange.read(request.receive)
-            if not body.strip() and row.needs_body:
+            if not body.strip() and known.needs_body:
                 body = b"{}"
             sent = outgoing(_without_model_id(request.scope), exchange.request_id, body, Affinity())
             if body.strip():
                 sent.headers = [pair for pair in sent.headers if pair[0] != b"content-type"] + [AS_JSON]
-            answered = await pool.router.control.send(row.path, sent, exchange.request_id)
+            answered = await pool.router.control.send(known.path, sent, exchange.request_id)
             pool.forget_adapters()
             response = Response(answered.body, answered.status)
             if answered.content_type is not None:
                 response.headers["content-type"] = answered.content_type.decode("latin-1")
             return response
 
-        return Route(row.path, answer, methods=list(row.methods))
+        return Route(known.path, answer, methods=list(known.methods))
 
 
 def _without_model_id(scope: Scope) -> Scope:

@@ -3,56 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from miles_router.control.call import Call
 from miles_router.control.fan_out import Outcome
 from miles_router.control.requests import Aborted, urls_of
-from miles_router.control.row import Call
 from miles_router.engines.actions import Abort
 from miles_router.fleet.workers import Worker
 
 
-def check(arguments: Mapping[str, Any]) -> str | None:
-    """SGLang ignores an abort that names nothing."""
-    group = arguments.get("group")
-    if group is not None:
-        named = isinstance(group, (str, int)) and not isinstance(group, bool) and group != ""
-        return None if named and len(arguments) == 1 else "group must be a string or a whole number, and stand alone"
-    named = arguments.get("abort_all") or isinstance(arguments.get("rid"), str)
-    return None if named else "rid (a string), group or abort_all is required"
-
-
-async def abort(call: Call) -> list[Outcome]:
-    """`rid`: only where it runs; one the router cannot place is asked of everybody, which harms nobody."""
-    if call.arguments.get("group") is not None:
-        return await _end_group(call, call.arguments["group"])
-    rid = None if call.arguments.get("abort_all") else call.arguments.get("rid")
-    concerned = await call.requests.abort(rid)
-    urls = urls_of(concerned) if rid else set()
+async def abort(call: Call, name: str | None) -> list[Outcome]:
+    """Abort a generation only where it runs, all for None. A worker that is asked in vain for one is not harmed, so all
+    are asked for one that the router cannot place."""
+    concerned = await call.requests.abort(name)
+    urls = urls_of(concerned) if name else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
-    inward = [_inward(call, worker, rid, concerned) for worker in workers] if rid else []
+    inward = [_inward(call, worker, name, concerned) for worker in workers] if name else []
     outcomes, *others = await asyncio.gather(call.ask(workers), *inward)
     failed = {outcome.worker: outcome for each in others for outcome in each if not outcome.ok}
     return [failed.get(outcome.worker, outcome) for outcome in outcomes]
 
 
-async def _inward(call: Call, worker: Worker, rid: str, concerned: Sequence[Aborted]) -> list[Outcome]:
-    """Abort what one worker may know by other names than its client does. A worker that does not know `rid` itself
+async def _inward(call: Call, worker: Worker, name: str, concerned: Sequence[Aborted]) -> list[Outcome]:
+    """Abort what one worker may know by other names than its client does. A worker that does not know `name` itself
     aborts nothing that begins with it, so that it is told those names as well."""
     there = [each for each in concerned if worker.url in each.urls]
     if not any(each.renamed for each in there):
         return []
-    names = {name for each in there for name in each.names}
-    return await asyncio.gather(*(_one(call, worker, name) for name in sorted(names - {rid})))
+    names = {inward for each in there for inward in each.names}
+    return await asyncio.gather(*(_one(call, worker, inward) for inward in sorted(names - {name})))
 
 
-async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
-    (outcome,) = await call.tell([worker], Abort(rid))
+async def _one(call: Call, worker: Worker, name: str) -> Outcome:
+    (outcome,) = await call.tell([worker], Abort(name))
     return outcome
 
 
-async def _end_group(call: Call, group: str | int) -> list[Outcome]:
+async def end_group(call: Call, group: str | int) -> list[Outcome]:
     """End the work of a group.
 
     Raises:

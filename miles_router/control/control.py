@@ -1,4 +1,4 @@
-"""Control of the fleet: a request to all workers, by its row of the table."""
+"""Control of the fleet: a request to all workers, and what its action means for the fleet."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from miles_router.asgi.exchange import read_json
+from miles_router.control.call import BRIEF, Call
+from miles_router.control.effects import effect_of
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
-from miles_router.control.row import BRIEF, Call
-from miles_router.control.table import PAUSE, TABLE, own_row
-from miles_router.engines.actions import Abort, Action, Continue, NameVersion, Pause
-from miles_router.engines.known import USUAL
-from miles_router.engines.models import ADAPTER_NAME, ADAPTER_ORDER, MAX_ADAPTER_NAME
+from miles_router.engines.actions import Abort, Action, ChangeAdapter, Continue, NameVersion, Pause
+from miles_router.engines.control import BadArguments, ControlRequest
+from miles_router.engines.known import CONTROL, USUAL, ReadOrder, own_request
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
+
+#: Characters of an adapter's name that is remembered.
+MAX_ADAPTER_NAME = 512
 
 
 class Control:
@@ -36,8 +39,8 @@ class Control:
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
     ) -> None:
-        #: Every row by its path: those of the user's own, and those of the table.
-        self.rows = {row.path: row for row in (*map(own_row, extra), *TABLE)}
+        #: Every control request by its path: those of the user's own, and those of engines.
+        self.by_path: dict[str, ControlRequest] = {**{path: own_request(path) for path in extra}, **CONTROL}
         #: Layers that end what they know of a group when it is aborted.
         self.group_listeners = requests.group_listeners
         self.requests = requests
@@ -62,31 +65,34 @@ class Control:
         Raises:
             BadRequest: input that no worker could make sense of; none was asked.
             NoWorkerAvailable: no worker is registered.
+            UnsupportedByEngine: the engine of one cannot do it; none was asked.
         """
-        row = self.rows[path]
-        arguments = _object(request.body)
-        if problem := row.check(arguments):
-            raise BadRequest(problem)
+        known = self.by_path[path]
+        try:
+            order = ReadOrder.read(known, request.target, _object(request.body))
+        except BadArguments as problem:
+            raise BadRequest(str(problem)) from None
+        action, effect = order.action, effect_of(order.action)
         call = Call(
-            row=row,
             request=request,
-            arguments=arguments,
+            order=order,
+            timeout=known.timeout,
             fleet=self._fleet,
             fan_out=self._fan_out,
             requests=self.requests,
             health=self._health,
         )
         async with (
-            nullcontext() if row.beside_others else self._one_at_a_time,
-            self._fleet.membership if row.holds_membership else nullcontext(),
+            nullcontext() if effect.beside_others else self._one_at_a_time,
+            self._fleet.membership if effect.holds_membership else nullcontext(),
         ):
-            with self._noting_a_pause() if row is PAUSE else nullcontext():
-                outcomes = await row.effect(call)
+            await call.check()
+            with self._noting_a_pause() if isinstance(action, Pause) else nullcontext():
+                outcomes = await effect.run(call)
         self.sent += 1
         answer = one_answer(outcomes, request_id)
-        adapter = arguments.get(ADAPTER_NAME)
-        obeyed = ADAPTER_ORDER in row.path and any(outcome.ok for outcome in outcomes)
-        if obeyed and isinstance(adapter, str) and len(adapter) <= MAX_ADAPTER_NAME:
+        adapter = action.name if isinstance(action, ChangeAdapter) else None
+        if adapter is not None and len(adapter) <= MAX_ADAPTER_NAME and any(outcome.ok for outcome in outcomes):
             self._fleet.note_adapters([adapter])
         return answer
 
@@ -116,7 +122,7 @@ class Control:
 
     async def _do(self, action: Action, request_id: str) -> FleetAnswer:
         order = USUAL.order(action)  # as a client spells it
-        return await self.send(order.target.decode(), outgoing_order(order), request_id)
+        return await self.send(order.target.partition(b"?")[0].decode(), outgoing_order(order), request_id)
 
     async def engine_metrics(self, workers: Iterable[Worker]) -> str:
         """What these engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""

@@ -16,8 +16,9 @@ import orjson
 from miles_router import tasks
 from miles_router.asgi.exchange import is_too_deep
 from miles_router.asgi.headers import RawHeaders, first
-from miles_router.engines import paths
 from miles_router.engines.actions import Order
+from miles_router.engines.control import QUICK
+from miles_router.engines.known import may_come_twice
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing, send
@@ -26,7 +27,6 @@ from miles_router.forwarding.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-QUICK, SLOW = 60.0, 1800.0  # seconds a worker may take
 MAX_ANSWER = 64 * 1024 * 1024
 JSON = b"application/json"
 
@@ -101,7 +101,9 @@ class FanOut:
         return self
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
-        return await send(self._upstream, worker, request, slot=False, fresh=not may_come_twice(request))
+        return await send(
+            self._upstream, worker, request, slot=False, fresh=not may_come_twice(request.method, request.target)
+        )
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)
@@ -109,12 +111,6 @@ class FanOut:
             return Outcome(worker, reply.status, reply.headers, await reply.read_all(MAX_ANSWER))
         finally:
             reply.close()
-
-
-def may_come_twice(request: Outgoing) -> bool:
-    """Return whether a request that was lost may be written again. An engine may have begun an update; an abort, of
-    which there may be thousands, does no more the second time."""
-    return request.method in ("GET", "HEAD") or request.target.partition(b"?")[0] == paths.ABORT.encode()
 
 
 def outgoing_order(order: Order) -> Outgoing:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from miles_router.control.row import GroupListener
+from miles_router.control.call import GroupListener
 from miles_router.errors import GroupAborted, StateError
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import orjson
 
+from miles_router.control.call import Call
 from miles_router.control.fan_out import Outcome, failed
-from miles_router.control.row import Call
-from miles_router.engines.actions import Continue, Order, Pause
+from miles_router.engines.actions import Continue, Order, Pause, Sleep, Wake
 from miles_router.errors import UnsupportedByEngine
 from miles_router.fleet.workers import Worker, WorkerState
 
-PAUSE_MODES = ("abort", "retract", "in_place")
-#: What no generation can do without; released and resumed whole, or by the request's `tags`.
-MEMORY = frozenset({"weights", "kv_cache"})
 #: Seconds for which a paused fleet is asked again to flush, and between two questions.
 FLUSH_PATIENCE, FLUSH_AGAIN = 5.0, 0.25
 REFUSED = 400
 MAX_NAMED = 8  # requests, in the answer to a flush
 
 
-def check_pause(arguments: Mapping[str, Any]) -> str | None:
-    """The mode is one that SGLang has."""
-    mode = arguments.get("mode", "abort")
-    return None if mode in PAUSE_MODES else f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}"
-
-
-async def pause(call: Call) -> list[Outcome]:
+async def pause(call: Call, action: Pause) -> list[Outcome]:
     """All pause or none: where some worker refuses, those that did pause go on again."""
     workers, fleet, before = call.workers(), call.fleet, call.fleet.pause
-    mode = call.arguments.get("mode", "abort")
+    mode = action.mode
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
-    fleet.begin_pause(Pause(mode))
+    fleet.begin_pause(action)
     await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
@@ -54,7 +44,7 @@ async def pause(call: Call) -> list[Outcome]:
 
 async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
     """Pause each in this mode, or in the one that its engine has in place of it; the answer says so then."""
-    told = [each.pauses.get(mode, mode) for each in await call.fleet.engines(workers)]
+    told = [each.pause_told(Pause(mode)).mode for each in await call.fleet.engines(workers)]
     others = {each for each in told if each != mode}
     groups = {each: [worker for worker, its in zip(workers, told, strict=True) if its == each] for each in others}
     asked = call.ask([worker for worker, its in zip(workers, told, strict=True) if its == mode])
@@ -96,7 +86,7 @@ async def go_on(call: Call) -> list[Outcome]:
     return outcomes
 
 
-async def sleep(call: Call) -> list[Outcome]:
+async def sleep(call: Call, action: Sleep) -> list[Outcome]:
     """The fleet sleeps as soon as one worker has released memory.
 
     Raises:
@@ -108,17 +98,17 @@ async def sleep(call: Call) -> list[Outcome]:
     await call.fleet.everywhere()
     outcomes = await call.ask(workers)
     if any(outcome.ok for outcome in outcomes):
-        call.fleet.memory_released(_tags(call.arguments) or MEMORY, _as_order(call))
+        call.fleet.memory_released(action.parts, _as_order(call))
     call.fleet.wake_if_whole()
     return outcomes
 
 
-async def wake(call: Call) -> list[Outcome]:
+async def wake(call: Call, action: Wake) -> list[Outcome]:
     """It wakes once all workers have every part again, or nobody is left who could refuse. Raises as `sleep`."""
     await _check_sleep(call, list(call.fleet.pool))
     outcomes = await call.ask(list(call.fleet.pool))
     if not failed(outcomes):
-        call.fleet.memory_resumed(_tags(call.arguments), _as_order(call))
+        call.fleet.memory_resumed(action.parts, _as_order(call))
     call.fleet.wake_if_whole()
     call.workers()
     return outcomes
@@ -128,7 +118,7 @@ async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
     engines = await call.fleet.engines(workers)
     for worker, engine in zip(workers, engines, strict=True):
         if not engine.sleeps:
-            raise UnsupportedByEngine(f"{call.row.path}: the engine of {worker.url} ({engine.kind}) ends over it")
+            raise UnsupportedByEngine(f"{call.order.path}: the engine of {worker.url} ({engine.kind}) ends over it")
 
 
 async def flush(call: Call) -> list[Outcome]:
@@ -163,12 +153,6 @@ async def _with_held(call: Call, outcome: Outcome) -> Outcome:
     named = ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
     held = f"The pause holds {len(ids)} requests there{': ' + named if ids else ''}.\n"
     return replace(outcome, body=outcome.body + held.encode())
-
-
-def _tags(arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parts of the memory that are meant; none: all."""
-    tags = arguments.get("tags")
-    return frozenset(map(str, tags)) if isinstance(tags, list) else frozenset()
 
 
 def _as_order(call: Call) -> Order:

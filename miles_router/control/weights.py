@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from miles_router.control import standstill
+from miles_router.control.call import Call
 from miles_router.control.fan_out import Outcome
-from miles_router.control.row import Call
-from miles_router.engines.actions import Flush, NameVersion
+from miles_router.engines.actions import Flush, NameVersion, Update
 from miles_router.fleet.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -20,42 +19,41 @@ logger = logging.getLogger(__name__)
 FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the cache was flushed a moment later."}'
 
 
-def check_version(arguments: Mapping[str, Any]) -> str | None:
-    """SGLang takes only texts."""
-    return None if isinstance(arguments.get("new_version"), str) else "new_version must be a string"
-
-
-def check_model_path(arguments: Mapping[str, Any]) -> str | None:
-    """SGLang takes only texts."""
-    return None if isinstance(arguments.get("model_path"), str) else "model_path must be a string"
-
-
-async def update(call: Call) -> list[Outcome]:
-    """Note who took an update, and to which version; then ask every worker for its own. After an update that names no
-    version the fleet's is unknown, and only who took it is routable under `same-weights`."""
-    outcomes, _ = await _update(call)
+async def name(call: Call, version: str) -> list[Outcome]:
+    """Name a version to weights that are there already: no worker has other weights behind it."""
+    outcomes, _ = await _update(call, version, took=False)
     return outcomes
 
 
-async def _update(call: Call) -> tuple[list[Outcome], list[Worker]]:
-    """Update; return the outcomes, and the workers that refused and sample with the new version all the same."""
+async def update(call: Call, action: Update) -> list[Outcome]:
+    """Change the weights, after which an engine may flush its caches."""
+    outcomes, changed = await _update(call, action.version, took=True)
+    if action.flushes:
+        outcomes = await _flushed_later(call, outcomes, changed)
+        _flushed(outcomes)
+    return outcomes
+
+
+async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[Outcome], list[Worker]]:
+    """Note who took an update, and to which version; then ask every worker for its own. After an update that names no
+    version the fleet's is unknown, and only who took it is routable under `same-weights`. Returns the outcomes, and the
+    workers that refused and sample with the new version all the same."""
     pool, workers = call.fleet.pool, call.workers()
-    version = call.arguments.get("new_version", call.arguments.get("weight_version"))
     changed: list[Worker] = []
     with pool.changing_weights():
         await call.fleet.everywhere()
         outcomes = await call.ask(workers)
         if version is not None:
             refused = [outcome.worker for outcome in outcomes if outcome.reachable and not outcome.ok]
-            others = [worker for worker in refused if worker.weight_version != str(version)]
-            changed = await _changed_all_the_same(call, others, str(version))
+            others = [worker for worker in refused if worker.weight_version != version]
+            changed = await _changed_all_the_same(call, others, version)
     did = [outcome.worker for outcome in outcomes if outcome.ok] + changed
     if version is not None:
-        pool.updated(did, str(version), took=not call.row.only_names)
+        pool.updated(did, version, took=took)
     elif did:
         pool.updated(did, None)
         missed = [worker.url for worker in pool if worker.missed_update]
-        logger.warning("weights_without_version", extra={"fields": {"path": call.row.path, "missed_by": missed}})
+        logger.warning("weights_without_version", extra={"fields": {"path": call.order.path, "missed_by": missed}})
     call.health.check_all()
     return outcomes, changed
 
@@ -72,15 +70,6 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
         )
     told = await call.tell(changed, NameVersion(version), brief=True)
     return [outcome.worker for outcome in told if outcome.ok]
-
-
-async def update_and_flush(call: Call) -> list[Outcome]:
-    """An update after which SGLang flushes the caches, if it is not told otherwise: `/update_weights_from_...`."""
-    outcomes, changed = await _update(call)
-    if call.arguments.get("flush_cache", True) is True:
-        outcomes = await _flushed_later(call, outcomes, changed)
-        _flushed(outcomes)
-    return outcomes
 
 
 async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from miles_router.engines.actions import Action, Order
+from miles_router.engines.actions import Action, Order, Pause
+from miles_router.engines.control import Arguments, ControlRequest
 from miles_router.engines.events import Event
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Engine(ABC):
     well: ClassVar[str | None] = None
     #: What the engine says about itself.
     documents: ClassVar[Sequence[Names]]
+    #: Its control requests.
+    control: ClassVar[Sequence[ControlRequest]]
     #: Whether it says which weights it has. Where not, they are what the router was told.
     tells_version: ClassVar[bool] = True
     #: The modes of a pause that it is told in place of others.
@@ -120,7 +123,30 @@ class Engine(ABC):
 
     @abstractmethod
     def order(self, action: Action) -> Order:
-        """Return the request by which the engine is told to do something."""
+        """Return the request by which the engine is told something. Each can pause, go on, abort and flush.
+
+        Raises:
+            CannotServe: it cannot do this.
+        """
+
+    @classmethod
+    def own_request(cls, path: str) -> ControlRequest | None:
+        """Return how a control request is read whose path is the user's own; None where the path says nothing."""
+        return None
+
+    @classmethod
+    def read(cls, path: str, arguments: Arguments) -> Action | None:
+        """Return the action that the engine reads in a control request; None where it has no such request.
+
+        Raises:
+            BadArguments: it could make no sense of it.
+        """
+        request = next((each for each in cls.control if each.path == path), None)
+        return None if request is None else request.read(arguments)
+
+    def pause_told(self, pause: Pause) -> Pause:
+        """Return the pause that the engine is told in place of another whose mode it lacks."""
+        return Pause(self.pauses.get(pause.mode, pause.mode))
 
     def ranks(self, facts: Facts) -> int:
         """Return how many data-parallel ranks requests can be pinned to."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qsl, unquote
 
-from miles_router.engines.engine import WITHHELD, Documents, Engine, Names
+from miles_router.engines.actions import Action, Order
+from miles_router.engines.control import Arguments, BadArguments, ControlRequest, other
+from miles_router.engines.engine import WITHHELD, Documents, Engine, Names, Parse
 from miles_router.engines.facts import Facts
 from miles_router.engines.sglang.engine import SGLANG, SGLang
 from miles_router.engines.sglang_jax.engine import SGLangJax
@@ -17,6 +21,8 @@ USUAL: Engine = SGLANG
 #: What a worker is asked before its engine is known.
 ALIVE: Sequence[Names] = tuple(dict.fromkeys(kind.alive for kind in KINDS))
 DOCUMENTS: Sequence[Names] = tuple(dict.fromkeys(names for kind in KINDS for names in kind.documents))
+#: Every control request by its path, as the first kind reads it that has it.
+CONTROL: Mapping[str, ControlRequest] = {each.path: each for kind in reversed(KINDS) for each in kind.control}
 
 
 def read_facts(documents: Documents) -> Facts:
@@ -35,3 +41,56 @@ def facts_of(documents: Documents) -> Facts:
     if facts.lora is None and engine is not None and WITHHELD not in documents.values():
         facts = replace(facts, lora=False)
     return replace(facts, engine=engine)
+
+
+def own_request(path: str) -> ControlRequest:
+    """Return how a control request is read whose path is the user's own."""
+    found = (each for kind in KINDS if (each := kind.own_request(path)) is not None)
+    return next(found, other(path))
+
+
+@dataclass(frozen=True)
+class ReadOrder:
+    """A control request that came, and the action that is meant by it."""
+
+    path: str
+    arguments: Arguments
+    action: Action
+
+    @classmethod
+    def read(cls, request: ControlRequest, target: bytes, fields: Mapping[str, Any]) -> ReadOrder:
+        """Read a request. `fields`: those of its body.
+
+        Raises:
+            BadArguments: no engine could make sense of it.
+        """
+        query = dict(parse_qsl(target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True))
+        arguments = Arguments(fields, query)
+        return cls(request.path, arguments, request.read(arguments))
+
+    @classmethod
+    def again(cls, order: Order, parse: Parse) -> ReadOrder | None:
+        """Read an order that was given before; None for a path that no engine has."""
+        request = CONTROL.get(unquote(order.target.partition(b"?")[0].decode("latin-1")))
+        return None if request is None else cls.read(request, order.target, parse(order.body) if order.body else {})
+
+    @property
+    def is_common(self) -> bool:
+        """Whether every kind of engine takes it as it came, so that nobody needs to know which one a worker is."""
+        return all(map(self.is_spelled_by, KINDS))
+
+    def is_spelled_by(self, engine: Engine | type[Engine]) -> bool:
+        """Return whether an engine takes it as it came. A path of the user's own is meant for all of them."""
+        if self.path not in CONTROL:
+            return True
+        try:
+            return engine.read(self.path, self.arguments) == self.action
+        except BadArguments:
+            return False
+
+
+def may_come_twice(method: str, target: bytes) -> bool:
+    """Return whether a request to an engine may be sent again that was lost. An engine may have begun an update; an
+    abort, of which there may be thousands, does no more the second time."""
+    named = CONTROL.get(target.partition(b"?")[0].decode("latin-1"))
+    return method in ("GET", "HEAD") or (named is not None and named.may_come_twice)

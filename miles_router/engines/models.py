@@ -19,8 +19,8 @@ from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"
-#: Of an order to load or to unload an adapter: what its path has, and its name, of so many characters.
-ADAPTER_ORDER, ADAPTER_NAME, MAX_ADAPTER_NAME = "lora_adapter", "lora_name", 512
+#: The name of an adapter, where it is told of or loaded.
+ADAPTER_NAME = "lora_name"
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
 #: Paths where an adapter has a field, and the model says nothing; those where `base:adapter` is applied; all with a

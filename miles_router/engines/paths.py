@@ -41,23 +41,6 @@ SCORING = frozenset({EMBEDDINGS, ENCODE, CLASSIFY, "/v1/classify", "/v1/score", 
 #: changes the engine and may hold it for long.
 COMPUTED = GENERATION | SCORING
 
-#: Control requests: the router's own API, in SGLang's words.
-PAUSE, CONTINUE, ABORT = "/pause_generation", "/continue_generation", "/abort_request"
-FLUSH = "/flush_cache"
-SLEEP, WAKE = "/release_memory_occupation", "/resume_memory_occupation"
-UPDATE_VERSION, UPDATE_FROM_DISK = "/update_weight_version", "/update_weights_from_disk"
-BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
-#: With these begin the paths of updates that only a user's own engine has.
-OWN_UPDATES = "/update_weights_"
-LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
-START_PROFILE, STOP_PROFILE = "/start_profile", "/stop_profile"
-SLOW_DOWN, CONFIGURE_LOGGING, FREEZE_GC = "/slow_down", "/configure_logging", "/freeze_gc"
-START_EXPERTS, STOP_EXPERTS, DUMP_EXPERTS = (
-    "/start_expert_distribution_record",
-    "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record",
-)
-
 MODELS = "/v1/models"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 TOKENIZERS = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"})

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from miles_router import tasks
+from miles_router.asgi.exchange import read_json
 from miles_router.engines.actions import Order, Pause
-from miles_router.engines.engine import Engine
+from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.facts import Facts
-from miles_router.engines.known import USUAL
+from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.engines.models import possible_adapters
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.adapters import AdapterQuestion, adapters_by, told_adapters
@@ -184,11 +185,21 @@ class Fleet:
         that is registered already sleeps."""
         if self.pause is not None:
             engine = await self.engine(newcomer)
-            paused = Pause(engine.pauses.get(self.pause.mode, self.pause.mode))
-            await self._order(newcomer, engine.order(paused), "the fleet is paused")
+            await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
         if not self._is_registered(newcomer.address):
             for order in self.memory_orders:
-                await self._order(newcomer, order, "the fleet is asleep")
+                await self._order(newcomer, await self._spelled(newcomer, order), "the fleet is asleep")
+
+    async def _spelled(self, newcomer: Worker, order: Order) -> Order:
+        """An order that others were given, as a newcomer takes it."""
+        read = ReadOrder.again(order, read_json)
+        if read is None or read.is_common:
+            return order
+        engine = await self.engine(newcomer)
+        try:
+            return order if read.is_spelled_by(engine) else engine.order(read.action)
+        except CannotServe as error:
+            raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be: {error}") from None
 
     async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
         refusal = await self._orders.obey(newcomer, order)

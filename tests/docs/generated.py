@@ -21,8 +21,8 @@ from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.cluster.owners.handover import HandoverStatistics
-from miles_router.control.fan_out import SLOW
-from miles_router.control.table import TABLE
+from miles_router.engines.control import SLOW
+from miles_router.engines.known import CONTROL
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
@@ -101,9 +101,9 @@ def metrics(*classes: type[Statistics]) -> str:
 def fan_out() -> str:
     """Every endpoint that goes to all workers."""
     rows: Rows = []
-    for row in TABLE:
-        patience = f"{row.timeout / 60:g} min" if row.timeout == SLOW else f"{row.timeout:g} s"
-        rows.append((f"`{row.path}`", ", ".join(row.methods), patience))
+    for each in CONTROL.values():
+        patience = f"{each.timeout / 60:g} min" if each.timeout == SLOW else f"{each.timeout:g} s"
+        rows.append((f"`{each.path}`", ", ".join(each.methods), patience))
     return table(("path", "methods", "a worker may take"), rows)
 
 

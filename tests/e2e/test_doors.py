@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from miles_router.control.table import TABLE
 from miles_router.engines import paths
+from miles_router.engines.known import CONTROL
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import checkpoint
 from tests.support.http import Pairs, RawReply, ask
-from tests.support.plain_engine import CONTROL, PlainEngine, plain_engine
+from tests.support.plain_engine import TOLD, PlainEngine, plain_engine
 from tests.support.running_router import RunningRouter
 from tests.support.session_trial import SESSIONS
 from tests.support.spellings import some_spellings
@@ -20,6 +20,7 @@ from tests.support.stage import Stage
 
 DATA: Pairs = [("Authorization", "Bearer data"), ("Content-Type", "application/json")]
 ADMIN: Pairs = [("Authorization", "Bearer admin"), ("Content-Type", "application/json")]
+KNOWN = [*CONTROL]
 GENERATIONS = sorted(paths.GENERATION)
 SETTINGS: dict[str, Any] = {"api_key": "data", "admin_api_key": "admin"}
 
@@ -48,12 +49,12 @@ def within(target: str) -> str:
     return target.replace("router.test", "router.test/sessions/s", 1) if "://" in target else f"/sessions/s{target}"
 
 
-@pytest.mark.parametrize("path", CONTROL)
+@pytest.mark.parametrize("path", TOLD)
 async def test_no_spelling_of_a_control_path_is_carried_out_with_the_key_of_clients(
     stage: Stage, engine: PlainEngine, path: str
 ) -> None:
     router = await with_sessions(stage, engine, **SETTINGS)
-    ways = some_spellings(path, CONTROL)
+    ways = some_spellings(path, TOLD)
     for target in (*ways, *map(within, ways)):
         answer = await tried(router, target)
         assert (engine.called, answer.status) in [([], status) for status in (400, 401, 404)], target
@@ -75,15 +76,15 @@ async def test_no_spelling_of_a_generation_passes_a_closed_gate(stage: Stage, en
         assert answer.status in (307, 400, 404, 503), target
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.path)
-async def test_an_escaped_letter_hides_no_control_path(stage: Stage, engine: PlainEngine, row: Any) -> None:
+@pytest.mark.parametrize("control", KNOWN)
+async def test_an_escaped_letter_hides_no_control_path(stage: Stage, engine: PlainEngine, control: str) -> None:
     """Whoever may, controls the fleet by any spelling that says one thing: no worker gets it behind the gate's back."""
     router = await stage.router(engine.url)
     engine.called.clear()
-    for target in (f"/%{ord(row.path[1]):02x}{row.path[2:]}", f"{row.path}?", f"http://router.test{row.path}"):
+    for target in (f"/%{ord(control[1]):02x}{control[2:]}", f"{control}?", f"http://router.test{control}"):
         await router.ask("POST", target, DATA, b'{"mode": "abort", "rid": "x", "model_path": "m", "new_version": "1"}')
-    assert engine.called == [row.path] * 3 or row.path == "/abort_request"
-    assert router.app.router.gate.pauses == 3 * (row.path == "/pause_generation")
+    assert engine.called == [control] * 3 or control == "/abort_request"
+    assert router.app.router.gate.pauses == 3 * (control == "/pause_generation")
 
 
 async def test_what_goes_on_is_spelled_as_it_came(stage: Stage) -> None:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from miles_router.control.table import TABLE
 from miles_router.engines import paths
+from miles_router.engines.known import CONTROL
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
@@ -62,7 +62,7 @@ async def test_no_spelling_of_a_control_path_is_carried_out(
     router: RunningRouter, sglang_workers: list[RealWorker]
 ) -> None:
     before = await facts(sglang_workers)
-    for row in TABLE:
+    for row in CONTROL.values():
         for target in ways(row.path):
             for method in row.methods:
                 answer = await router.ask(method, target, DATA, BODY)

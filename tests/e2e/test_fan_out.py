@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import orjson
 import pytest
 
 from miles_router.app import create_app
-from miles_router.control.row import Row
-from miles_router.control.table import TABLE
+from miles_router.engines.known import CONTROL
 from miles_router.errors import ConfigError
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.workers import WorkerState
@@ -27,7 +27,7 @@ from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
 JSON = [("Content-Type", "application/json")]
-ROWS = [(method, row.path) for row in TABLE for method in row.methods]
+ROWS = [(method, each.path) for each in CONTROL.values() for method in each.methods]
 #: A body that a worker takes; `{}` for all others.
 BODIES: dict[str, dict[str, Any]] = {
     "/abort_request": {"abort_all": True},
@@ -83,7 +83,7 @@ async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: 
             assert (came.method, came.target, came.body) == (method, path, body)
 
 
-@pytest.mark.parametrize("path", [row.path for row in TABLE])
+@pytest.mark.parametrize("path", [*CONTROL])
 async def test_a_method_that_a_row_does_not_take_is_405_and_asks_nobody(stage: Stage, path: str) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
@@ -186,7 +186,8 @@ async def test_a_worker_that_hangs_holds_the_answer_no_longer_than_its_time_and_
     ready, hanging = await stage.worker(), await stage.worker()
     hanging.always(script(HANG))
     router = await stage.router(ready, hanging)
-    router.app.router.control.rows["/flush_cache"] = Row("/flush_cache", timeout=0.1)
+    by_path = router.app.router.control.by_path
+    by_path["/flush_cache"] = replace(by_path["/flush_cache"], timeout=0.1)
     answer = await soon(post(router, "/flush_cache"))
     said = answer.json()["workers"][hanging.url]
     assert (answer.status, said) == (502, {"status": 0, "body": "no answer within 0.1 s"})

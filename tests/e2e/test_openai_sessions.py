@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from miles_router.control.table import TABLE
+from miles_router.engines.known import CONTROL
 from tests.support.http import RawReply
 from tests.support.scripted_chat import chat_reply
 from tests.support.scripted_worker import ScriptedWorker, reply, script
@@ -285,7 +285,7 @@ async def test_what_agents_need_beside_their_turns_goes_to_the_sessions_worker_a
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        *(("POST", row.path) for row in TABLE),
+        *(("POST", path) for path in CONTROL),
         ("GET", "/flush_cache"),
         ("POST", "/update_weights_from_tensor"),
         ("POST", "/v1/files"),

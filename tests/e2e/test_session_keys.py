@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from miles_router.client import RouterClient, agentic
-from miles_router.control.table import TABLE
+from miles_router.engines.known import CONTROL
 from miles_router.testing import SimulatedWorker
 from tests.support.http import Pairs
 from tests.support.scripted_worker import FACTS, PROBES
@@ -81,7 +81,7 @@ CLOSED = [
     *[("GET", path) for path in ("/workers", "/list_workers", "/engine_metrics", "/unheard_of")],
     *[("POST", path) for path in ("/sessions", "/add_worker", "/remove_worker", "/workers", "/retrieve_from_text")],
     *[("POST", path) for path in ("/session/finalize", "/session/discard", "/trajectory/read", "/v1/rollout/pause")],
-    *[(method, row.path) for row in TABLE for method in row.methods],
+    *[(method, each.path) for each in CONTROL.values() for method in each.methods],
     # of its own session
     ("GET", "/sessions/mine"),
     ("DELETE", "/sessions/mine"),

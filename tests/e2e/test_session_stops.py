@@ -125,8 +125,8 @@ async def test_an_engine_that_is_silent_when_it_is_told_is_left(
     trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("middleware_hub.openai_session.turns.running.GRACE", 0.01)
-    rows = trial.router.app.router.control.rows
-    monkeypatch.setitem(rows, "/abort_request", replace(rows["/abort_request"], timeout=3600.0))
+    by_path = trial.router.app.router.control.by_path
+    monkeypatch.setitem(by_path, "/abort_request", replace(by_path["/abort_request"], timeout=3600.0))
     session = await trial.create(contract={"group": "g"})
     trial.worker.faults.hang(path="/abort_request", times=None)
     async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:

@@ -37,9 +37,9 @@ REFUSES = script(reply(b'{"error": "no"}', 503))
 
 def hurry(router: RunningRouter, seconds: float = 0.15) -> None:
     """Give workers less time for control requests."""
-    rows = router.app.router.control.rows
-    for path, row in rows.items():
-        rows[path] = replace(row, timeout=seconds)
+    by_path = router.app.router.control.by_path
+    for path, known in by_path.items():
+        by_path[path] = replace(known, timeout=seconds)
 
 
 # Some worker does not do it

@@ -1,4 +1,4 @@
-"""Control requests: where their paths stand, and how engines are told of the router's own accord."""
+"""Control requests: where their paths stand; what engines are told, and what they read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,32 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 import miles_router
-from miles_router.control.table import TABLE
 from miles_router.engines import paths
-from miles_router.engines.actions import Abort, Action, Continue, Flush, NameVersion, Pause
+from miles_router.engines.actions import (
+    MEMORY,
+    Abort,
+    AbortAll,
+    Action,
+    ChangeAdapter,
+    Continue,
+    EndGroup,
+    Flush,
+    NameVersion,
+    Other,
+    Pause,
+    Sleep,
+    Update,
+    Wake,
+)
+from miles_router.engines.control import Arguments, BadArguments
 from miles_router.engines.engine import Engine
+from miles_router.engines.known import CONTROL, own_request
 from miles_router.engines.sglang.engine import SGLANG
 from miles_router.engines.sglang_jax.engine import WITH_ADAPTERS
 
@@ -22,7 +39,7 @@ ROOT = Path(miles_router.__file__).parent.parent
 HOUSE = ROOT / "miles_router"
 #: They speak the API from outside, as clients and workers do, and import nothing of the server.
 OUTSIDE = (HOUSE / "client", HOUSE / "testing")
-CONTROL = frozenset(row.path for row in TABLE)
+PATHS = frozenset(CONTROL)
 ENGINES = frozenset(
     {*paths.MODEL_INFO, *paths.SERVER_INFO, *paths.SCHEMA, *paths.GENERATION, paths.HEALTH, paths.READY}
 )
@@ -55,17 +72,17 @@ def modules(*folders: Path) -> list[Path]:
 
 def test_a_path_is_found_wherever_a_text_has_it() -> None:
     code = '"""On /flush_cache."""\ndef f():\n    "/flush_cache"\n    return "/flush_cache"\n'
-    assert named(code, CONTROL) == [4]
-    assert named('x = f"{url}/flush_cache?a=1"\ny = b"/flush_cache"\nz = "/flush_cache/x /flush_caches"', CONTROL) == [
+    assert named(code, PATHS) == [4]
+    assert named('x = f"{url}/flush_cache?a=1"\ny = b"/flush_cache"\nz = "/flush_cache/x /flush_caches"', PATHS) == [
         1,
         2,
     ]
 
 
 @pytest.mark.parametrize("path", modules(HOUSE, ROOT / "middleware_hub"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_control_paths_stand_among_the_paths_of_engines_alone(path: Path) -> None:
-    lines = named(path.read_text(encoding="utf-8"), CONTROL)
-    assert (lines != []) is (path == HOUSE / "engines" / "paths.py"), lines
+def test_control_paths_stand_in_the_folder_of_their_engine_alone(path: Path) -> None:
+    lines = named(path.read_text(encoding="utf-8"), PATHS)
+    assert (lines != []) is (path == HOUSE / "engines" / "sglang" / "control.py"), lines
 
 
 @pytest.mark.parametrize(
@@ -77,14 +94,67 @@ def test_what_else_is_asked_of_engines_has_its_paths_from_one_module(path: Path)
     assert named(path.read_text(encoding="utf-8"), ENGINES) == []
 
 
-def test_every_row_stands_once() -> None:
-    assert len(CONTROL) == len(TABLE)
+TOLD = [
+    *(Pause("retract"), Continue(), Abort("a"), AbortAll(), Flush(), NameVersion("2")),
+    *(Sleep(MEMORY), Sleep({"weights"}), Wake(frozenset()), Wake({"kv_cache"})),
+]
 
 
 @pytest.mark.parametrize("engine", [SGLANG, WITH_ADAPTERS], ids=["usual", "jax"])
-@pytest.mark.parametrize("action", [Pause("retract"), Continue(), Abort("a"), Flush(), NameVersion("2")], ids=repr)
+@pytest.mark.parametrize("action", TOLD, ids=repr)
 def test_an_engine_is_told_what_a_client_may_tell_it(engine: Engine, action: Action) -> None:
     order = engine.order(action)
-    (row,) = [row for row in TABLE if row.path.encode() == order.target]
-    assert order.method in row.methods
-    assert row.check(orjson.loads(order.body)) is None
+    path = order.target.decode()
+    assert order.method in CONTROL[path].methods
+    assert engine.read(path, Arguments(orjson.loads(order.body), {})) == action
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "action"),
+    [
+        ("/pause_generation", {}, Pause("abort")),
+        ("/release_memory_occupation", {"tags": ["cuda_graph"]}, Sleep({"cuda_graph"})),
+        ("/release_memory_occupation", {}, Sleep(MEMORY)),
+        ("/resume_memory_occupation", {}, Wake(frozenset())),
+        ("/abort_request", {"rid": "a", "abort_all": True}, AbortAll()),
+        ("/abort_request", {"group": 3}, EndGroup(3)),
+        ("/update_weight_version", {"new_version": "7"}, NameVersion("7", aborts=True)),
+        ("/update_weights_from_disk", {"model_path": "m", "weight_version": 7}, Update("7", flushes=True)),
+        ("/update_weights_from_disk", {"model_path": "m", "flush_cache": False}, Update(None)),
+        ("/end_weight_update", {"weight_version": "7"}, Update("7")),
+        ("/load_lora_adapter", {"lora_name": "a"}, ChangeAdapter("a")),
+        ("/unload_lora_adapter", {"lora_name": 1}, ChangeAdapter(None)),
+        ("/freeze_gc", {}, Other("/freeze_gc")),
+    ],
+)
+def test_a_control_request_is_read_as_what_it_means(path: str, fields: dict[str, Any], action: Action) -> None:
+    assert CONTROL[path].read(Arguments(fields, {})) == action
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/pause_generation", {"mode": "now"}),
+        ("/abort_request", {}),
+        ("/abort_request", {"rid": 1}),
+        ("/abort_request", {"group": "", "rid": "a"}),
+        ("/abort_request", {"group": True}),
+        ("/update_weight_version", {}),
+        ("/update_weights_from_disk", {"model_path": 1}),
+    ],
+)
+def test_arguments_that_no_engine_understands_are_refused(path: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(BadArguments):
+        CONTROL[path].read(Arguments(fields, {}))
+
+
+@pytest.mark.parametrize(
+    ("path", "action"),
+    [
+        ("/update_weights_from_tensor", Update("7", flushes=True)),
+        ("/load_lora_adapter_from_tensors", ChangeAdapter("a")),
+        ("/set_internal_state", Other("/set_internal_state")),
+    ],
+)
+def test_a_path_of_the_user_s_own_is_read_by_its_name(path: str, action: Action) -> None:
+    assert own_request(path).read(Arguments({"weight_version": "7", "lora_name": "a"}, {})) == action

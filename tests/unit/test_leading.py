@@ -10,7 +10,7 @@ from miles_router.cluster.nodes.plane import LeadersFanOut
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import Outcome, outgoing_order
 from miles_router.engines.actions import Pause
-from miles_router.engines.paths import PAUSE
+from miles_router.engines.sglang.control import PAUSE
 from miles_router.engines.sglang.engine import SGLANG
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.table import Counts
+from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
-from miles_router.control.row import GroupListener
 from miles_router.errors import RouterError, StateError
 from miles_router.metrics.plain import PlainFamily, lasting, merged
 

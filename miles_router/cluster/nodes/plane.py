@@ -27,7 +27,8 @@ from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.leases import EPOCHS, Authority, Seat, Term
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
-from miles_router.control.fan_out import FanOut, may_come_twice
+from miles_router.control.fan_out import FanOut
+from miles_router.engines.known import may_come_twice
 from miles_router.errors import StateError, StateOutdated, UpstreamError
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
@@ -126,7 +127,7 @@ class LeadersFanOut(FanOut):
                     request,
                     slot=False,
                     admit=self._is_certain,
-                    fresh=not may_come_twice(request),
+                    fresh=not may_come_twice(request.method, request.target),
                 )
         raise UpstreamError("nothing was sent: another control plane may decide by now")
 

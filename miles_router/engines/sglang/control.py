@@ -1,15 +1,55 @@
-"""SGLang's control requests (0.5.23, `entrypoints/http_server.py`). Pure."""
+"""SGLang's control requests, read and written. Pure.
+
+Source: SGLang 0.5.23, `entrypoints/http_server.py`, `managers/io_struct.py`.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import orjson
 
-from miles_router.engines import paths
-from miles_router.engines.actions import Abort, Action, Continue, Flush, NameVersion, Order, Pause
+from miles_router.engines.actions import (
+    MEMORY,
+    PAUSE_MODES,
+    Abort,
+    AbortAll,
+    Action,
+    ChangeAdapter,
+    Continue,
+    EndGroup,
+    Flush,
+    NameVersion,
+    Order,
+    Pause,
+    Sleep,
+    Update,
+    Wake,
+)
+from miles_router.engines.control import SLOW, Arguments, BadArguments, ControlRequest, group_in, other
+from miles_router.engines.engine import CannotServe
+from miles_router.engines.models import ADAPTER_NAME
+
+PAUSE, CONTINUE, ABORT, FLUSH = "/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"
+SLEEP, WAKE = "/release_memory_occupation", "/resume_memory_occupation"
+UPDATE_VERSION, UPDATE_FROM_DISK = "/update_weight_version", "/update_weights_from_disk"
+BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
+#: With the first begin paths of updates, and paths with the second load or unload an adapter. Some come in many
+#: requests, with tensors of the trainer's choice, so that users name their own.
+UPDATES, ADAPTERS = "/update_weights_", "lora_adapter"
+
+MODE, NAME, ALL, PARTS = "mode", "rid", "abort_all", "tags"
+NEW_VERSION, VERSION, MODEL_PATH = "new_version", "weight_version", "model_path"
+ABORTS, FLUSHES = "abort_all_requests", "flush_cache"
 
 
 def order(action: Action) -> Order:
-    """Return the request for an action. SGLang refuses most of these without a body."""
+    """Return the request for an action. SGLang refuses most of these without a body.
+
+    Raises:
+        CannotServe: it has none.
+    """
     path, fields = _spelled(action)
     return Order("POST", path.encode(), orjson.dumps(fields))
 
@@ -17,12 +57,115 @@ def order(action: Action) -> Order:
 def _spelled(action: Action) -> tuple[str, dict[str, object]]:
     match action:
         case Pause(mode):
-            return paths.PAUSE, {"mode": mode}
+            return PAUSE, {MODE: mode}
         case Continue():
-            return paths.CONTINUE, {}
+            return CONTINUE, {}
         case Abort(name):
-            return paths.ABORT, {"rid": name}
+            return ABORT, {NAME: name}
+        case AbortAll():
+            return ABORT, {ALL: True}
         case Flush():
-            return paths.FLUSH, {}
-        case NameVersion(version):
-            return paths.UPDATE_VERSION, {"new_version": version, "abort_all_requests": False}
+            return FLUSH, {}
+        case Sleep(parts):
+            return SLEEP, {PARTS: sorted(parts)}
+        case Wake(parts):
+            return WAKE, {PARTS: sorted(parts)} if parts else {}
+        case NameVersion(version, aborts):
+            return UPDATE_VERSION, {NEW_VERSION: version, ABORTS: aborts}
+        case _:
+            raise CannotServe("this control request has no equal there")
+
+
+def _read_pause(arguments: Arguments) -> Action:
+    mode = arguments.fields.get(MODE, "abort")
+    if mode not in PAUSE_MODES:
+        raise BadArguments(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    return Pause(mode)
+
+
+def _read_abort(arguments: Arguments) -> Abort | AbortAll | EndGroup:
+    """SGLang ignores an abort that names nothing."""
+    group = group_in(arguments)
+    if group is not None:
+        return group
+    if arguments.fields.get(ALL):
+        return AbortAll()
+    name = arguments.fields.get(NAME)
+    if not isinstance(name, str):
+        raise BadArguments("rid (a string), group or abort_all is required")
+    return Abort(name)
+
+
+def _read_sleep(arguments: Arguments) -> Action:
+    return Sleep(_parts(arguments) or MEMORY)
+
+
+def _read_wake(arguments: Arguments) -> Action:
+    return Wake(_parts(arguments))
+
+
+def _parts(arguments: Arguments) -> frozenset[str]:
+    tags = arguments.fields.get(PARTS)
+    return frozenset(map(str, tags)) if isinstance(tags, list) else frozenset()
+
+
+def _read_version(arguments: Arguments) -> Action:
+    """SGLang takes only texts, and ends all generations where it is not told otherwise."""
+    version = _text(arguments, NEW_VERSION)
+    return NameVersion(version, aborts=arguments.fields.get(ABORTS, True) is not False)
+
+
+def _read_update(arguments: Arguments, *, flushes: bool = True) -> Action:
+    """SGLang flushes its caches after an update, if it is not told otherwise."""
+    version = arguments.fields.get(NEW_VERSION, arguments.fields.get(VERSION))
+    flushed = flushes and arguments.fields.get(FLUSHES, True) is True
+    return Update(None if version is None else str(version), flushes=flushed)
+
+
+def _read_update_from_disk(arguments: Arguments) -> Action:
+    _text(arguments, MODEL_PATH)
+    return _read_update(arguments)
+
+
+def _text(arguments: Arguments, name: str) -> str:
+    value = arguments.fields.get(name)
+    if not isinstance(value, str):
+        raise BadArguments(f"{name} must be a string")
+    return value
+
+
+def _read_adapter(arguments: Arguments) -> Action:
+    name = arguments.fields.get(ADAPTER_NAME)
+    return ChangeAdapter(name if isinstance(name, str) else None)
+
+
+def own_request(path: str) -> ControlRequest | None:
+    """Return how a control request of the user's own is read, where its path says so."""
+    if path.startswith(UPDATES):
+        return ControlRequest(path, _read_update, timeout=SLOW)
+    return ControlRequest(path, _read_adapter) if ADAPTERS in path else None
+
+
+EITHER = ("GET", "POST")
+REQUESTS = (
+    ControlRequest(PAUSE, _read_pause, needs_body=True),
+    ControlRequest(CONTINUE, lambda _: Continue(), needs_body=True),
+    ControlRequest(ABORT, _read_abort, may_come_twice=True),
+    ControlRequest(FLUSH, lambda _: Flush(), methods=EITHER),
+    ControlRequest(SLEEP, _read_sleep, methods=EITHER, timeout=SLOW, needs_body=True),
+    ControlRequest(WAKE, _read_wake, methods=EITHER, timeout=SLOW, needs_body=True),
+    ControlRequest(UPDATE_FROM_DISK, _read_update_from_disk, timeout=SLOW),
+    ControlRequest(UPDATE_VERSION, _read_version),
+    other(BEGIN_UPDATE, timeout=SLOW),
+    ControlRequest(END_UPDATE, partial(_read_update, flushes=False), timeout=SLOW),
+    ControlRequest(LOAD_ADAPTER, _read_adapter, timeout=SLOW),
+    ControlRequest(UNLOAD_ADAPTER, _read_adapter, timeout=SLOW),
+    other("/start_profile", methods=EITHER),
+    other("/stop_profile", methods=EITHER, timeout=SLOW),
+    other("/slow_down", methods=EITHER),
+    other("/configure_logging", methods=EITHER),
+    other("/freeze_gc", methods=EITHER),
+    other("/start_expert_distribution_record", methods=EITHER),
+    other("/stop_expert_distribution_record", methods=EITHER),
+    other("/dump_expert_distribution_record", methods=EITHER, timeout=SLOW),
+)

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from miles_router.engines import paths
 from miles_router.engines.actions import Action, Order
+from miles_router.engines.control import ControlRequest
 from miles_router.engines.engine import Documents, Engine, Headers, RankReader
 from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.sglang import ranks
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
-from miles_router.engines.sglang.control import order
+from miles_router.engines.sglang.control import REQUESTS, order, own_request
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
 
 
@@ -27,6 +28,7 @@ class SGLang(Engine):
     ready: ClassVar[str | None] = paths.READY
     well: ClassVar[str | None] = paths.WELL
     documents = (paths.MODEL_INFO, paths.SERVER_INFO, paths.SCHEMA)
+    control = REQUESTS
 
     @classmethod
     def recognized(cls, documents: Documents) -> SGLang | None:
@@ -64,6 +66,10 @@ class SGLang(Engine):
 
     def order(self, action: Action) -> Order:
         return order(action)
+
+    @classmethod
+    def own_request(cls, path: str) -> ControlRequest | None:
+        return own_request(path)
 
 
 class PairHalf(SGLang):

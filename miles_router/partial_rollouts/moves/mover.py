@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from miles_router import tasks
 from miles_router.asgi.exchange import Exchange, read_json
+from miles_router.control.call import BRIEF
 from miles_router.control.fan_out import FanOut, outgoing_order
-from miles_router.control.row import BRIEF
 from miles_router.engines.actions import Abort
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import RID

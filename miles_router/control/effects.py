@@ -1,0 +1,68 @@
+"""What each action means for the fleet: how workers are asked, and what follows from their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from miles_router.control import aborts, standstill, weights
+from miles_router.control.call import Call, ask_all
+from miles_router.control.fan_out import Outcome
+from miles_router.engines.actions import (
+    Abort,
+    AbortAll,
+    Action,
+    ChangeAdapter,
+    Continue,
+    EndGroup,
+    Flush,
+    NameVersion,
+    Other,
+    Pause,
+    Sleep,
+    Update,
+    Wake,
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an action does.
+
+    Attributes:
+        run: asks the workers, and keeps gate and pool in step with what they answer.
+        holds_membership: nobody joins the fleet while it is under way.
+        beside_others: it runs beside other control requests; all others run one after the other.
+    """
+
+    run: Callable[[Call], Awaitable[list[Outcome]]] = ask_all
+    holds_membership: bool = False
+    beside_others: bool = False
+
+
+def effect_of(action: Action) -> Effect:
+    """Return what an action does."""
+    match action:
+        case Pause():
+            return Effect(partial(standstill.pause, action=action), holds_membership=True)
+        case Continue():
+            return Effect(standstill.go_on, holds_membership=True)
+        case Sleep():
+            return Effect(partial(standstill.sleep, action=action), holds_membership=True)
+        case Wake():
+            return Effect(partial(standstill.wake, action=action), holds_membership=True)
+        case Abort(name):
+            return Effect(partial(aborts.abort, name=name), beside_others=True)
+        case AbortAll():
+            return Effect(partial(aborts.abort, name=None), beside_others=True)
+        case EndGroup(group):
+            return Effect(partial(aborts.end_group, group=group), beside_others=True)
+        case Flush():
+            return Effect(weights.flush)
+        case NameVersion(version):
+            return Effect(partial(weights.name, version=version))
+        case Update():
+            return Effect(partial(weights.update, action=action))
+        case ChangeAdapter() | Other():
+            return Effect()
