@@ -45,21 +45,9 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
-from miles_router.middlewares import (
-    BODY_SAYS,
-    ASGIApp,
-    HasKeys,
-    HasLifespan,
-    HasOwners,
-    HasRoutes,
-    Receive,
-    Restores,
-    Router,
-    RowSource,
-    Scope,
-    Send,
-    first,
-)
+from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, Scope, Send, first
+from miles_router.middlewares.rows import RowSource
+from miles_router.middlewares.state import BODY_SAYS, HasOwners, Restores
 
 NAME = "openai_sessions"
 GIB = 1024**3

@@ -29,19 +29,13 @@ from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
-    BODY_SAYS,
     ASGIApp,
     Exchange,
     GenerateRequest,
-    Handovers,
     HasLifespan,
-    HasOwners,
     HasRoutes,
-    Heartbeat,
-    HeartbeatForm,
     Receive,
     Router,
-    RowSource,
     Scope,
     Send,
     UnknownShape,
@@ -49,6 +43,9 @@ from miles_router.middlewares import (
     replay,
     with_body,
 )
+from miles_router.middlewares.generation import Heartbeat, HeartbeatForm
+from miles_router.middlewares.rows import Handovers, RowSource
+from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory import InvalidTrajectory
 
 PATH, METHODS = "/generate", ("POST", "PUT")

@@ -25,17 +25,9 @@ from miles_router.engines.answers import (
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.recomputing import AskedSampling
 from miles_router.errors import PromptNotRead, UpstreamBroken
-from miles_router.middlewares import (
-    Event,
-    Exchange,
-    GenerateRequest,
-    Handovers,
-    Router,
-    Send,
-    Tap,
-    flag_worker,
-    write_event,
-)
+from miles_router.middlewares import Event, Exchange, GenerateRequest, Router, Send, Tap, write_event
+from miles_router.middlewares.generation import flag_worker
+from miles_router.middlewares.rows import Handovers
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import TextTree
 from miles_router.engines.spelling import Ends
-from miles_router.middlewares import NO_ROWS
+from miles_router.middlewares.rows import NO_ROWS
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 

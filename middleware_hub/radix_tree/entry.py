@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_router.engines.recomputing import AskedSampling
 from miles_router.engines.spelling import NO_CUT, Ends
-from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
+from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 

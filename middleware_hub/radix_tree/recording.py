@@ -17,7 +17,7 @@ from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
 from miles_router.engines.recomputing import AskedSampling
 from miles_router.engines.spelling import Ends, moved
-from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind
+from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 

@@ -17,7 +17,9 @@ from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
-from miles_router.middlewares import Elsewhere, Exchange, Owners, Pace, RowMatch, Scope, TrajectoryRows, Watch
+from miles_router.middlewares import Exchange, Pace, Scope, Watch
+from miles_router.middlewares.rows import RowMatch, TrajectoryRows
+from miles_router.middlewares.state import Elsewhere, Owners
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.json_parts import AT_ONCE, list_parts
 from miles_router.trajectory.retrieved import read_safetensors, read_safetensors_list, write_safetensors

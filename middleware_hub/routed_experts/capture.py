@@ -15,7 +15,8 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import MAX_GENERATIONS
 from miles_router.engines.rows import RowFields
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.middlewares import Exchange, Handover, RowPrefix
+from miles_router.middlewares import Exchange
+from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
 

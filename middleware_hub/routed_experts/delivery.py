@@ -16,7 +16,9 @@ from middleware_hub.routed_experts.decoding import encoded
 from middleware_hub.routed_experts.errors import NOT_HELD
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, Owners, RowChannel, RowMatch, RowSource, Scope, TrajectoryRows
+from miles_router.middlewares import Exchange, Scope
+from miles_router.middlewares.rows import RowChannel, RowMatch, RowSource, TrajectoryRows
+from miles_router.middlewares.state import Owners
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, RowArray
 from miles_router.trajectory.safetensors import pack

@@ -20,20 +20,9 @@ from middleware_hub.routed_experts.store import RowStore
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import ChatRows, GenerateRows, RowFields, RowRequest
 from miles_router.errors import ConfigError
-from miles_router.middlewares import (
-    BODY_SAYS,
-    ASGIApp,
-    Exchange,
-    Handover,
-    HasOwners,
-    HasRoutes,
-    Receive,
-    Router,
-    Scope,
-    Send,
-    replay,
-    with_body,
-)
+from miles_router.middlewares import ASGIApp, Exchange, HasRoutes, Receive, Router, Scope, Send, replay, with_body
+from miles_router.middlewares.rows import Handover
+from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory.rows import RowShape
 
 #: Bytes of rows that are held, unless somebody says otherwise.

@@ -14,7 +14,8 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.middlewares import TOO_LARGE, Event, Kind, Send, Tap, UnreadCounter, first, write_event
+from miles_router.middlewares import TOO_LARGE, Event, Kind, Send, Tap, first, write_event
+from miles_router.middlewares.generation import UnreadCounter
 
 
 class RowReply(Tap):

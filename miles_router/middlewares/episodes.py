@@ -1,4 +1,4 @@
-"""Episodes as the dashboard shows them. A layer that holds some tells them to the router by their kind:
+"""The sub-API for episodes: what the dashboard and `GET /router/run` show. A layer that holds some tells the router:
 
     router.episodes["session"] = source      an `EpisodeSource`
 
@@ -12,9 +12,29 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from miles_router.metrics.run import RunSeries
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.sample import ShapedRows, Status
+
+__all__ = [
+    "ENDED",
+    "IDLE",
+    "RUNNING",
+    "WAITING",
+    "EpisodeLine",
+    "EpisodePlace",
+    "EpisodeRow",
+    "EpisodeShelf",
+    "EpisodeSource",
+    "EpisodeView",
+    "Facets",
+    "ListedEpisode",
+    "RunSeries",
+    "TokenCounts",
+    "TurnRow",
+    "version_spans",
+]
 
 #: Where an episode stands in a list of all: when it began, and its id.
 EpisodePlace = tuple[float, str]

@@ -25,14 +25,14 @@ from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.metrics.run import RunSeries
 from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
-from miles_router.middlewares.episodes import EpisodeSource
 from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
-from miles_router.state.store import StateStore
 from miles_router.trajectory.rows import KINDS
 
 if TYPE_CHECKING:
+    from miles_router.middlewares.episodes import EpisodeSource
+    from miles_router.state.store import StateStore
     from miles_router.traces.traces import Traces
 
 Numbers = TypeVar("Numbers", bound=Statistics)

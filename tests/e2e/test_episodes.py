@@ -15,18 +15,14 @@ from urllib.parse import quote, urlencode
 import numpy as np
 import pytest
 
-from miles_router.middlewares import (
-    ASGIApp,
+from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
+from miles_router.middlewares.episodes import (
     EpisodeLine,
     EpisodePlace,
     EpisodeRow,
     EpisodeShelf,
     EpisodeView,
     Facets,
-    Receive,
-    Router,
-    Scope,
-    Send,
     TokenCounts,
     TurnRow,
 )

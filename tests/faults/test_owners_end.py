@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.middlewares import SLOTS, Root
+from miles_router.middlewares.state import SLOTS, Root
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, checkpoint
 from tests.support.cluster import Member, cluster

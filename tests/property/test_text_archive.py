@@ -18,7 +18,7 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.middlewares import Owners
+from miles_router.middlewares.state import Owners
 from miles_router.state.store import StateStore
 from tests.property.test_radix_tree import PLENTY, STEPS, Model, Step
 from tests.support.cache_integrity import check_integrity

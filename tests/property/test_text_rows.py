@@ -18,7 +18,8 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
 from middleware_hub.routed_experts.store import RowStore
-from miles_router.middlewares import Owners, RowChannel, TrajectoryRows
+from miles_router.middlewares.rows import RowChannel, TrajectoryRows
+from miles_router.middlewares.state import Owners
 from miles_router.state.store import StateStore
 from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
 from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, RowArray

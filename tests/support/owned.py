@@ -14,7 +14,8 @@ import orjson
 from miles_router.cluster.owners import links, texts
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
-from miles_router.middlewares import BODY_SAYS, ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
+from miles_router.middlewares.state import BODY_SAYS
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from tests.support.running_router import RunningRouter

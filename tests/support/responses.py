@@ -10,8 +10,9 @@ import orjson
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
+from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.middlewares import LAST_EVENT, Event
+from miles_router.middlewares import Event
 from tests.support.sessions import Scene
 
 

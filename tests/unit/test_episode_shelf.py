@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from miles_router.middlewares import EpisodePlace, EpisodeShelf
-from miles_router.middlewares.episodes import BLOCK
+from miles_router.middlewares.episodes import BLOCK, EpisodePlace, EpisodeShelf
 
 
 def test_it_gives_what_a_sorted_list_would() -> None:

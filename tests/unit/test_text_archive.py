@@ -14,7 +14,7 @@ from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
 from miles_router.errors import StateDamaged
-from miles_router.middlewares import Change, Owners
+from miles_router.middlewares.state import Change, Owners
 from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece
 from tests.support.waiting import until

@@ -16,7 +16,8 @@ from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsa
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import Pace, Router, StateStore, cancelled, spawn
+from miles_router.middlewares import Pace, Router, cancelled, spawn
+from miles_router.middlewares.state import StateStore
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ import orjson
 
 from middleware_hub.openai_session.archive.session_rows import HEAD, line_of
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import EpisodePlace, EpisodeShelf, Pace, StateStore
+from miles_router.middlewares import Pace
+from miles_router.middlewares.episodes import EpisodePlace, EpisodeShelf
+from miles_router.middlewares.state import StateStore
 
 logger = logging.getLogger(__name__)
 

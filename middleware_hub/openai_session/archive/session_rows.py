@@ -31,20 +31,16 @@ from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelop
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tally import label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import (
-    ENDED,
-    IDLE,
-    Change,
+from miles_router.middlewares.episodes import ENDED, IDLE
+from miles_router.middlewares.rows import (
     RowChannel,
-    StateRow,
     TrajectoryRows,
     can_be_written,
-    header_texts,
     key_of_rows,
-    raw_headers,
     read_rows,
     written_rows,
 )
+from miles_router.middlewares.state import Change, StateRow, header_texts, raw_headers
 from miles_router.trajectory.rows import AlignedRows, RowKind
 
 HEAD, TURN, MESSAGE, CONTEXT, TOOLS, UNTRACED, REPLY, RESPONSE, SETTINGS, ROWS = (

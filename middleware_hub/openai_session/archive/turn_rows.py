@@ -15,7 +15,8 @@ import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.middlewares import TrajectoryRows, header_of, with_header
+from miles_router.middlewares.rows import TrajectoryRows
+from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 from miles_router.trajectory.rows import KINDS

@@ -17,7 +17,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
-from miles_router.middlewares import (
+from miles_router.middlewares.episodes import (
     ENDED,
     IDLE,
     RUNNING,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import RunSeries
+from miles_router.middlewares.episodes import RunSeries
 from miles_router.trajectory import Sample
 
 

@@ -33,16 +33,8 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import (
-    BODY_SAYS,
-    Exchange,
-    FleetAnswer,
-    Receive,
-    Router,
-    Scope,
-    Send,
-    first,
-)
+from miles_router.middlewares import Exchange, FleetAnswer, Receive, Router, Scope, Send, first
+from miles_router.middlewares.state import BODY_SAYS
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.sample import CARRIED
 

@@ -9,7 +9,7 @@ import orjson
 from middleware_hub.openai_session.archive.session_rows import read_session
 from middleware_hub.openai_session.export.records import metadata_of, record
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import StateRow
+from miles_router.middlewares.state import StateRow
 
 
 def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import TrajectoryRows
+from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.json_parts import list_parts
 

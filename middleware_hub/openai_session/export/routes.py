@@ -30,7 +30,8 @@ from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequ
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest, StateError
-from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
+from miles_router.middlewares import Exchange, Pace, Scope, Watch
+from miles_router.middlewares.rows import RowMatch, TrajectoryRows
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
 

@@ -27,7 +27,7 @@ from middleware_hub.openai_session.export.selection import (
 )
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
-from miles_router.middlewares import RowChannel
+from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind

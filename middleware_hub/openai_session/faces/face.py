@@ -24,20 +24,11 @@ from middleware_hub.openai_session.faces.policy import RunPolicy
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import (
-    LAST_EVENT,
-    OK,
-    ASGIApp,
-    Event,
-    HeartbeatForm,
-    Receive,
-    Scope,
-    Send,
-    with_length,
-    write_event,
-)
+from miles_router.middlewares import OK, ASGIApp, Event, Receive, Scope, Send, with_length, write_event
+from miles_router.middlewares.generation import HeartbeatForm
 
 
 class StreamForm(HeartbeatForm):

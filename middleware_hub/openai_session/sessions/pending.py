@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.middlewares import Handovers, RowPrefix
+from miles_router.middlewares.rows import Handovers, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
 from miles_router.trajectory.rows import RowKind

@@ -29,7 +29,7 @@ from middleware_hub.openai_session.sessions.messages import Message, SentList, m
 from middleware_hub.openai_session.sessions.prompting import shows_tools
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tally import Tally
-from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
+from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 

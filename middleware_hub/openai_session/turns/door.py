@@ -22,7 +22,8 @@ from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import models, paths
 from miles_router.errors import NotFound, RouterError, StateError
-from miles_router.middlewares import ASGIApp, Exchange, Heartbeat, Receive, Scope, Send, Watch, replay, with_body
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay, with_body
+from miles_router.middlewares.generation import Heartbeat
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.GENERATE})

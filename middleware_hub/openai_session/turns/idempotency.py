@@ -11,8 +11,9 @@ from hashlib import blake2b
 
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import BadRequest
-from miles_router.middlewares import LAST_EVENT, Receive, Scope, Send, Tap, Watch, first
+from miles_router.middlewares import Receive, Scope, Send, Tap, Watch, first
 
 MAX_TURN_ID = 256
 

@@ -20,7 +20,8 @@ from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import ABORT, UnreadableAnswer
 from miles_router.engines.openai.choices import Choice
-from miles_router.middlewares import RunSeries, nests_too_deep
+from miles_router.middlewares import nests_too_deep
+from miles_router.middlewares.episodes import RunSeries
 from miles_router.trajectory import InvalidTrajectory, Piece
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
+from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai import raw
 from miles_router.engines.openai.chat import ids_obstacle
@@ -33,23 +34,21 @@ from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import PromptNotRead, UpstreamBroken
 from miles_router.middlewares import (
-    LAST_EVENT,
     OK,
     ASGIApp,
-    ChatTurn,
     Collected,
     Event,
     Exchange,
-    Handovers,
     Receive,
     Router,
     Scope,
     Send,
-    flag_worker,
     replay,
     with_body,
     with_length,
 )
+from miles_router.middlewares.generation import ChatTurn, flag_worker
+from miles_router.middlewares.rows import Handovers
 
 logger = logging.getLogger(__name__)
 

@@ -16,23 +16,13 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
+from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError, UpstreamBroken, UpstreamError
-from miles_router.middlewares import (
-    LAST_EVENT,
-    OK,
-    ChatTurn,
-    Event,
-    Kind,
-    Message,
-    Send,
-    Tap,
-    UnreadCounter,
-    is_too_deep,
-    write_event,
-)
+from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, is_too_deep, write_event
+from miles_router.middlewares.generation import ChatTurn, UnreadCounter
 
 
 class NamedChunk(NamedTuple):

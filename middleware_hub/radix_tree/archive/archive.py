@@ -25,7 +25,8 @@ from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.statistics import ArchiveStatistics
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, header_of, spawn
+from miles_router.middlewares import Pace, spawn
+from miles_router.middlewares.state import SLOTS, Change, Owners, StateStore, header_of
 from miles_router.trajectory.rows import AlignedRows
 
 logger = logging.getLogger(__name__)

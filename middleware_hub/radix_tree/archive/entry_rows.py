@@ -24,7 +24,8 @@ from middleware_hub.radix_tree.entry import (
     unpacked_pieces,
 )
 from miles_router.engines.recomputing import AskedSampling
-from miles_router.middlewares import NOT_WRITTEN, RowsByKind, TrajectoryRows, header_of, with_header
+from miles_router.middlewares.rows import NOT_WRITTEN, RowsByKind, TrajectoryRows
+from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
 

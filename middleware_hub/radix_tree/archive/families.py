@@ -15,7 +15,7 @@ from middleware_hub.radix_tree.archive.entry_rows import parent_in_family
 from middleware_hub.radix_tree.archive.text_rows import FamilyRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
-from miles_router.middlewares import Root
+from miles_router.middlewares.state import Root
 
 #: In front of owners' names: sessions' ids have no such character.
 OWNERS = "|text-"

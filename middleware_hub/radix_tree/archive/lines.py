@@ -10,7 +10,7 @@ from middleware_hub.radix_tree.archive.archive import ENTRY
 from middleware_hub.radix_tree.archive.entry_rows import read_entry
 from middleware_hub.radix_tree.cache import RestoredEntry
 from middleware_hub.radix_tree.entry import TextRecord
-from miles_router.middlewares import StateRow
+from miles_router.middlewares.state import StateRow
 
 
 def lines_of(owner: str, rows: Iterable[StateRow]) -> Iterator[bytes]:

@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from miles_router.middlewares import (
-    Change,
+from miles_router.middlewares.rows import (
     RowChannel,
     TrajectoryRows,
     can_be_written,
@@ -24,6 +23,7 @@ from miles_router.middlewares import (
     read_rows,
     written_rows,
 )
+from miles_router.middlewares.state import Change
 from miles_router.trajectory.rows import KINDS, AlignedRows, RowKind
 
 if TYPE_CHECKING:

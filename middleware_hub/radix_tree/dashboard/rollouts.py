@@ -15,15 +15,8 @@ from middleware_hub.radix_tree.dashboard.turns import BRANCH, NOTHING_KNOWN, Req
 from middleware_hub.radix_tree.dashboard.views import RolloutView
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.middlewares import (
-    EpisodePlace,
-    EpisodeShelf,
-    EpisodeSource,
-    EpisodeView,
-    Exchange,
-    GenerateRequest,
-    Router,
-)
+from miles_router.middlewares import Exchange, GenerateRequest, Router
+from miles_router.middlewares.episodes import EpisodePlace, EpisodeShelf, EpisodeSource, EpisodeView
 from miles_router.trajectory import Retrieved
 
 KIND = "text"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from middleware_hub.radix_tree.entry import Entry
-from miles_router.middlewares import EpisodePlace, TurnRow, version_spans
+from miles_router.middlewares.episodes import EpisodePlace, TurnRow, version_spans
 
 #: In front of an episode's name. No session has such a character.
 NAMED = "text@"

@@ -10,7 +10,8 @@ from typing import Any
 from middleware_hub.radix_tree.dashboard.turns import TextRollout, TextTurn
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.errors import BadRequest
-from miles_router.middlewares import (
+from miles_router.middlewares import Router
+from miles_router.middlewares.episodes import (
     IDLE,
     RUNNING,
     WAITING,
@@ -19,7 +20,6 @@ from miles_router.middlewares import (
     EpisodeRow,
     EpisodeView,
     Facets,
-    Router,
     TokenCounts,
     TurnRow,
 )

@@ -1,0 +1,33 @@
+"""The sub-API for state: what outlives the process, and which of several processes owns a name. For layers that keep
+sessions, texts or rows.
+
+    router.store     rows of bytes by owner, kept where `--state-dir` is set
+    router.owners    where a router has several processes, `require` sends a request on to the owner of its name
+"""
+
+from miles_router.asgi.headers import header_texts, raw_headers
+from miles_router.asgi.moving import Elsewhere
+from miles_router.middlewares.contract import BODY_SAYS, HasOwners, Restores
+from miles_router.middlewares.owners import HeldNames, Owners
+from miles_router.middlewares.roots import Root
+from miles_router.slots import SLOTS
+from miles_router.state.rows import Change, StateRow, header_of, with_header
+from miles_router.state.store import StateStore
+
+__all__ = [
+    "BODY_SAYS",
+    "SLOTS",
+    "Change",
+    "Elsewhere",
+    "HasOwners",
+    "HeldNames",
+    "Owners",
+    "Restores",
+    "Root",
+    "StateRow",
+    "StateStore",
+    "header_of",
+    "header_texts",
+    "raw_headers",
+    "with_header",
+]
