@@ -12,7 +12,7 @@ from miles_router.engines import paths, recomputing
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.recomputing import RecomputationCut, Recomputed
-from miles_router.middlewares import OK, Router
+from miles_router.middlewares import Router
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
 #: Requests of audits that a router has under way.
@@ -94,7 +94,7 @@ class Asker:
         for _ in range(TRIES):
             async with self._at_once:
                 status, answer, worker = await self._forward(body, limit, others)
-            if status != OK:
+            if status != 200:
                 raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
             try:
                 found = await asyncio.to_thread(read, answer) if len(answer) > READ_HERE else read(answer)

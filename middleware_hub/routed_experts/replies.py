@@ -14,7 +14,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.middlewares import TOO_LARGE, Event, Kind, Send, Tap, first, write_event
+from miles_router.middlewares import Event, Kind, Send, Tap, first, write_event
 from miles_router.middlewares.generation import UnreadCounter
 
 
@@ -46,7 +46,7 @@ class RowReply(Tap):
         if reason == "content_encoding":
             encoding = first(self.start["headers"], b"content-encoding") or b""
             self._capture.unread(encoding.decode("latin-1"))
-        elif reason == TOO_LARGE:
+        elif reason == "too_large":
             raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes beside its rows")
 
     def _take_answers(self, remains: bytes) -> None:
@@ -149,7 +149,7 @@ class VerbatimReply(RowReply):
                 await self._fail(error, raw)
                 return b""
         if self.events.pending > self.max_collected:
-            self.unread(TOO_LARGE)
+            self.unread("too_large")
         if len(self._extractor.takers) > strings and not self._clear:
             self._clear = self._extractor.has_marks(self.events.rest)
         # An event is not begun before it is clear that it can be ended: ids are taken out of it, or it is whole.
@@ -160,7 +160,7 @@ class VerbatimReply(RowReply):
         self._remains.append(remains)
         self._length += len(remains)
         if self._length > self.max_collected:
-            self.unread(TOO_LARGE)
+            self.unread("too_large")
         if not more:
             self._take_answers(b"".join(self._remains))
         return self._release() if self._extractor.takers or not more else b""

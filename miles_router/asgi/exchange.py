@@ -7,20 +7,16 @@ with what is sent.
 
 from __future__ import annotations
 
-import codecs
 import io
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
-import orjson
-
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
-from miles_router.engines import surrogates
-from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected, RouterError
-from miles_router.trajectory.finite import non_finite_literal
+from miles_router.engines.client_json import read_json
+from miles_router.errors import BodyTooLarge, ClientDisconnected, RouterError
 
 # ASGI's own shapes (asgiref), named as Starlette names them; this module stays free of both.
 Scope = MutableMapping[str, Any]
@@ -34,20 +30,6 @@ SCOPE_KEY = "miles_router.asgi.exchange"
 MAX_REQUEST_ID_LENGTH = 128
 #: Distinct bodies whose parse is remembered during one request: what came, and what a few layers made of it.
 REMEMBERED_PARSES = 8
-#: Levels of nesting in a JSON body. orjson writes 254 of them, and answers put a body's values a few levels deeper.
-MAX_DEPTH = 200
-_LEVELS_WRITTEN = 254
-#: Brackets in a JSON body, those in its texts included: each may be an object, and ten million of them hold the event
-#: loop for seconds and take a gigabyte.
-MAX_BRACKETS = 1 << 21
-#: Commas, those in its texts included: ids of a batch, which cost less.
-MAX_COMMAS = 1 << 24
-#: Values in a JSON body beside ids: layers look at each by itself, at a microsecond or more. A history of 2,000
-#: messages with calls has some 20,000.
-MAX_VALUES = 1 << 18
-#: Bytes from which on JSON is written sooner than its brackets are counted.
-LONG = 1 << 13
-NUMBERS = frozenset({int, float})
 UNBOUNDED = 1 << 62
 
 _process = secrets.token_hex(4)
@@ -163,87 +145,6 @@ class Exchange:
 
 def _body_of(error: RouterError, request_id: str) -> Mapping[str, Any]:
     return error.body(request_id)
-
-
-def read_json(body: bytes) -> Any:
-    """Parse a request's body. Halves of surrogate pairs, and bytes that are no UTF-8, are read as U+FFFD;
-    a byte order mark is skipped.
-
-    Raises:
-        BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS`, `MAX_COMMAS` or `MAX_VALUES`.
-    """
-    body = body.removeprefix(codecs.BOM_UTF8)
-    if len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
-        raise BadRequest(f"the request body has more than {MAX_BRACKETS} brackets")
-    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
-        raise BadRequest(f"the request body has more than {MAX_COMMAS} commas")
-    try:
-        parsed = surrogates.loads(body)
-    except orjson.JSONDecodeError as error:
-        reason = non_finite_literal(body, error.pos, error.msg) or error
-        raise BadRequest(f"the request body is not valid JSON: {reason}") from None
-    refuse_many_values(body, parsed, MAX_VALUES)
-    if is_too_deep(body, parsed):
-        raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return parsed
-
-
-def refuse_many_values(body: bytes, parsed: Any, most: int) -> None:
-    """Refuse a body that has too many values beside ids: `most` of them are small enough to look at each.
-
-    Raises:
-        BadRequest: it has more.
-    """
-    if may_have_many_values(body, most) and _has_many_values(parsed, most):
-        raise BadRequest(f"the request body has more than {most} values beside lists of ids")
-
-
-def may_have_many_values(body: bytes, most: int) -> bool:
-    """Return whether JSON may have more than `most` values, as its length, or else its commas, say."""
-    return len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most
-
-
-def _has_many_values(parsed: Any, most: int) -> bool:
-    """Return whether there are more than `most` values, without looking at many more. Ids count nothing: lists of
-    numbers that a field of the body is, or that stand in a list which is one."""
-    fields = list(parsed.values()) if isinstance(parsed, dict) else [parsed]
-    lists = [value for value in fields if isinstance(value, list)]
-    waiting = [value for value in fields if isinstance(value, dict)]
-    count = len(fields)
-    for each in lists:
-        if not _are_numbers(each):
-            count += len(each)
-            if count > most:
-                return True
-            waiting += [value for value in each if not _are_numbers(value)]
-    while waiting and count <= most:
-        value = waiting.pop()
-        if isinstance(value, (dict, list)):
-            count += len(value)
-            if count <= most:
-                waiting += value.values() if isinstance(value, dict) else value
-    return count > most
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, list) and NUMBERS.issuperset(map(type, value))
-
-
-def is_too_deep(body: bytes, parsed: Any) -> bool:
-    """Whether JSON has more than `MAX_DEPTH` levels."""
-    few = len(body) < LONG and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
-    return not few and nests_too_deep(parsed)
-
-
-def nests_too_deep(parsed: Any) -> bool:
-    """Whether a JSON value has more than `MAX_DEPTH` levels, as its writer finds out: it stops within so many more."""
-    for _ in range(_LEVELS_WRITTEN - MAX_DEPTH):
-        parsed = [parsed]
-    try:
-        orjson.dumps(parsed)
-    except orjson.JSONEncodeError:
-        return True
-    return False
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from miles_router.asgi.exchange import read_json
 from miles_router.control.call import BRIEF, Call
 from miles_router.control.effects import effect_of
 from miles_router.control.engine_metrics import engine_metrics
@@ -15,6 +14,7 @@ from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoi
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
 from miles_router.engines.actions import Abort, Action, ChangeAdapter, Continue, NameVersion, Pause
+from miles_router.engines.client_json import read_json
 from miles_router.engines.control import BadArguments, ControlRequest
 from miles_router.engines.known import CONTROL, USUAL, ReadOrder, own_request
 from miles_router.errors import BadRequest

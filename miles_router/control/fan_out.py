@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import orjson
 
 from miles_router import tasks
-from miles_router.asgi.exchange import is_too_deep
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines.actions import Order
+from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.control import QUICK
 from miles_router.engines.known import may_come_twice
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from miles_router import tasks
-from miles_router.asgi.exchange import read_json
 from miles_router.engines.actions import Order, Pause
+from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL, ReadOrder

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.asgi.headers import first
+from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Translation
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape

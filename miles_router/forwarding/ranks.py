@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from miles_router.asgi.exchange import read_json
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines import ranks
+from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.known import USUAL
 from miles_router.fleet.fleet import Fleet

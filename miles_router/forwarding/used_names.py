@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from miles_router import tasks
-from miles_router.asgi.exchange import read_json
 from miles_router.engines.actions import Abort
+from miles_router.engines.client_json import read_json
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import engine_names
 from miles_router.errors import BadRequest, UpstreamError

@@ -7,24 +7,10 @@ Besides these a middleware imports `miles_router.errors`, the errors that become
 know nothing of the router: `miles_router.engines`, the engine's wire, and `miles_router.trajectory`, exact tokens.
 """
 
-from miles_router.asgi.exchange import (
-    Exchange,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    is_too_deep,
-    may_have_many_values,
-    nests_too_deep,
-    read_json,
-    refuse_many_values,
-    replay,
-    with_body,
-)
-from miles_router.asgi.headers import RawHeaders, first
-from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, with_length
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
+from miles_router.asgi.headers import first
+from miles_router.asgi.replies import Collected, Kind, Tap
 from miles_router.asgi.watch import Watch
-from miles_router.control.fan_out import FleetAnswer
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
@@ -35,14 +21,11 @@ from miles_router.middlewares.router import Router
 from miles_router.tasks import Pace, cancelled, spawn, within
 
 __all__ = [
-    "OK",
-    "TOO_LARGE",
     "ASGIApp",
     "Collected",
     "Event",
     "Exchange",
     "Field",
-    "FleetAnswer",
     "GenerateRequest",
     "HasDataPaths",
     "HasKeys",
@@ -51,7 +34,6 @@ __all__ = [
     "Kind",
     "Message",
     "Pace",
-    "RawHeaders",
     "Receive",
     "Router",
     "Scope",
@@ -66,15 +48,9 @@ __all__ = [
     "first",
     "gauge",
     "histogram",
-    "is_too_deep",
-    "may_have_many_values",
-    "nests_too_deep",
-    "read_json",
-    "refuse_many_values",
     "replay",
     "spawn",
     "with_body",
-    "with_length",
     "within",
     "write_event",
 ]

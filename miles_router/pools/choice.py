@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from miles_router.asgi.exchange import Exchange, Scope, read_json
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.asgi.headers import first
 from miles_router.engines import models
+from miles_router.engines.client_json import read_json
 from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.sessions import store, values
-from miles_router.asgi import exchange
-from miles_router.engines import surrogates
+from miles_router.engines import client_json
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
 from tests.support.http import RawReply
@@ -27,7 +26,7 @@ PARTS = [{"type": "text", "text": "a"}] * (MOST // 2)
 
 @pytest.fixture
 async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SessionTrial]:
-    monkeypatch.setattr(exchange, "MAX_VALUES", MOST)
+    monkeypatch.setattr(client_json, "MAX_VALUES", MOST)
     monkeypatch.setattr(store, "MAX_VALUES", MOST)
     monkeypatch.setattr(values, "MAX_VALUES", MOST)
     monkeypatch.setattr(values, "MAX_IDS", 2 * MOST)
@@ -136,7 +135,7 @@ async def test_a_prompt_of_very_many_ids_is_refused(trial: SessionTrial) -> None
 
 
 async def test_very_many_halves_of_pairs_are_refused(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surrogates, "MAX_ESCAPES", 100)
+    monkeypatch.setattr(client_json, "MAX_ESCAPES", 100)
     session = await trial.create()
     for count, status in ((100, 200), (101, 400)):
         body = b'{"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "%b"}]}' % (

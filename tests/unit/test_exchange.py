@@ -8,18 +8,8 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from miles_router.asgi.exchange import (
-    MAX_BRACKETS,
-    MAX_COMMAS,
-    MAX_DEPTH,
-    MAX_REQUEST_ID_LENGTH,
-    Exchange,
-    Message,
-    Receive,
-    replay,
-    request_id,
-    with_body,
-)
+from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, replay, request_id, with_body
+from miles_router.engines.client_json import MAX_BRACKETS, MAX_COMMAS, MAX_DEPTH
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected
 
 GONE: Message = {"type": "http.disconnect"}

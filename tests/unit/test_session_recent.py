@@ -19,8 +19,8 @@ from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.tree import Turn
+from miles_router.engines.client_json import read_json
 from miles_router.errors import BadRequest
-from miles_router.middlewares import read_json
 from miles_router.trajectory import Piece
 from tests.support.sessions import SYSTEM, Scene, history, user
 from tests.support.tiers import examples

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message
-from miles_router.engines import surrogates
+from miles_router.engines import client_json
 from miles_router.errors import RouterError
 
 #: What a message keeps on its way through SGLang's request model, by role.
@@ -77,7 +77,7 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = surrogates.loads(arguments.encode())
+        value = client_json.loads(arguments.encode())
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):

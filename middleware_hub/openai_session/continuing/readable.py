@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message, function_of
-from miles_router.engines import surrogates
+from miles_router.engines import client_json
 
 #: The key of an object around arguments that are none, as Anthropic's documentation names it for this purpose.
 INVALID_JSON = "INVALID_JSON"
@@ -65,7 +65,7 @@ def _is_object(arguments: object) -> bool:
     if not isinstance(arguments, str):
         return False
     try:
-        return isinstance(surrogates.loads(arguments.encode()), dict)
+        return isinstance(client_json.loads(arguments.encode()), dict)
     except ValueError:
         return False
 

@@ -33,7 +33,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import Exchange, FleetAnswer, Receive, Router, Scope, Send, first
+from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first
 from miles_router.middlewares.state import BODY_SAYS
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.sample import CARRIED
@@ -303,20 +303,22 @@ class DressageDialect:
         mode = MODES.get(name) if isinstance(name, str) else None
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
-        return self._state_after(await self._router.control.pause(mode, Exchange.of(request.scope).request_id))
+        paused = await self._router.control.pause(mode, Exchange.of(request.scope).request_id)
+        return self._state_after(paused.status, paused.body)
 
     async def _resume(self, request: Request) -> Response:
         version = _name(await read_object(request), "version")
         if version is not None and str(version) != self._router.pool.weight_version:
             named = await self._router.control.name_version(str(version), Exchange.of(request.scope).request_id)
             if named.status != 200:
-                return self._state_after(named)
-        return self._state_after(await self._router.control.go_on(Exchange.of(request.scope).request_id))
+                return self._state_after(named.status, named.body)
+        answer = await self._router.control.go_on(Exchange.of(request.scope).request_id)
+        return self._state_after(answer.status, answer.body)
 
-    def _state_after(self, answer: FleetAnswer) -> Response:
+    def _state_after(self, status: int, body: bytes) -> Response:
         """Return the state of the rollout after a control request, or why that failed."""
-        if answer.status != 200:
-            return Response(answer.body, answer.status, media_type="application/json")
+        if status != 200:
+            return Response(body, status, media_type="application/json")
         return as_response({"status": "ok", **self._state()})
 
     async def _pause_state(self, request: Request) -> Response:

@@ -11,7 +11,7 @@ the table of `faces/__init__.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import OK, ASGIApp, Event, Receive, Scope, Send, with_length, write_event
+from miles_router.middlewares import ASGIApp, Event, Receive, Scope, Send, write_event
 from miles_router.middlewares.generation import HeartbeatForm
 
 
@@ -163,7 +163,11 @@ class Face(ABC):
 
 async def give_json(send: Send, content: object) -> None:
     """Answer what is asked beside turns."""
-    body = orjson.dumps(content)
-    headers = [(b"content-type", b"application/json")]
-    await send(with_length({"type": "http.response.start", "status": OK, "headers": headers}, body))
+    await give_whole(send, orjson.dumps(content), [(b"content-type", b"application/json")])
+
+
+async def give_whole(send: Send, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Send a whole answer, with its length."""
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body, "more_body": False})

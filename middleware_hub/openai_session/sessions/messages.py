@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from miles_router.engines import surrogates
+from miles_router.engines import client_json
+from miles_router.engines.client_json import is_too_deep
 from miles_router.errors import BadRequest, ConfigError
-from miles_router.middlewares import is_too_deep
 
 Message = Mapping[str, Any]
 
@@ -96,7 +96,7 @@ def parse_text(text: str) -> Any:
         ValueError: it spells none, or is nested deeper than anything that is compared, or written again.
     """
     data = text.encode("utf-8", "surrogatepass")
-    parsed = surrogates.loads(data)
+    parsed = client_json.loads(data)
     if is_too_deep(data, parsed):
         raise ValueError("nested too deep")
     return parsed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_router.middlewares import OK, RawHeaders, Send
+from miles_router.middlewares import Send
 
 #: The agent's name for a turn, the path, and a digest of the body.
 RepeatKey = tuple[str, str, bytes]
@@ -14,10 +14,10 @@ RepeatKey = tuple[str, str, bytes]
 class RecordedReply:
     """A reply as the agent was given it."""
 
-    headers: RawHeaders
+    headers: list[tuple[bytes, bytes]]
     body: bytes
 
     async def give_to(self, send: Send) -> None:
         """Give it again."""
-        await send({"type": "http.response.start", "status": OK, "headers": list(self.headers)})
+        await send({"type": "http.response.start", "status": 200, "headers": list(self.headers)})
         await send({"type": "http.response.body", "body": self.body})

@@ -23,8 +23,8 @@ from middleware_hub.openai_session.sessions.recent import KnownRequests, Written
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.sessions.values import MAX_VALUES, refuse_long_turn
 from middleware_hub.openai_session.statistics import SessionStatistics
+from miles_router.engines.client_json import may_have_many_values, read_json
 from miles_router.errors import BadRequest, ConfigError, RouterError
-from miles_router.middlewares import may_have_many_values, read_json
 from miles_router.middlewares.episodes import EpisodeShelf
 from miles_router.middlewares.state import HeldNames, Owners
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles_router.engines.client_json import refuse_many_values
 from miles_router.errors import BadRequest
-from miles_router.middlewares import refuse_many_values
 
 #: Values in a turn beside a prompt of ids. A template takes some 50 microseconds for a message of three or more.
 MAX_VALUES = 1 << 16

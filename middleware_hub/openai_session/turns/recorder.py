@@ -19,8 +19,8 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import ABORT, UnreadableAnswer
+from miles_router.engines.client_json import nests_too_deep
 from miles_router.engines.openai.choices import Choice
-from miles_router.middlewares import nests_too_deep
 from miles_router.middlewares.episodes import RunSeries
 from miles_router.trajectory import InvalidTrajectory, Piece
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, ReplyWriter
+from middleware_hub.openai_session.faces.face import Face, ReplyWriter, give_whole
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -34,7 +34,6 @@ from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import PromptNotRead, UpstreamBroken
 from miles_router.middlewares import (
-    OK,
     ASGIApp,
     Collected,
     Event,
@@ -45,7 +44,6 @@ from miles_router.middlewares import (
     Send,
     replay,
     with_body,
-    with_length,
 )
 from miles_router.middlewares.generation import ChatTurn, flag_worker
 from miles_router.middlewares.rows import Handovers
@@ -216,7 +214,7 @@ class TurnRunner:
         with ChatTurn(self._parsers).left_on(Exchange.of(scope)):
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
         again = await self._raw(face, turn, scope, receive) if collected.status == raw.STATUS else None
-        if collected.status != OK and again is None:
+        if collected.status != 200 and again is None:
             await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
         answer = again or _answer(collected, turn.choices)
@@ -334,8 +332,7 @@ class TurnRunner:
 
 async def give_events(send: Send, body: bytes, headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM) -> None:
     """Give a stream whose events are there; with other headers, another answer that is."""
-    await send(with_length({"type": "http.response.start", "status": OK, "headers": [*headers]}, body))
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await give_whole(send, body, headers)
 
 
 def _prompt_tokens(turn: PendingTurn, choices: Sequence[Choice]) -> int:

@@ -8,7 +8,7 @@ import orjson
 
 from miles_router.engines.paths import MODELS
 from miles_router.errors import NotFound
-from miles_router.middlewares import OK, ASGIApp, Collected, Receive, Scope, Send
+from miles_router.middlewares import ASGIApp, Collected, Receive, Scope, Send
 
 
 async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -22,7 +22,7 @@ async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, 
         raise NotFound(f"there is no model but {name!r} in this session")
     collected = Collected()
     await collected.call(app, {**scope, "path": MODELS, "raw_path": MODELS.encode(), "query_string": b""}, receive)
-    listed = collected.parse() if collected.status == OK and collected.is_json else None
+    listed = collected.parse() if collected.status == 200 and collected.is_json else None
     if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
         await collected.give_to(send)
         return

@@ -16,12 +16,13 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
+from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError, UpstreamBroken, UpstreamError
-from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, is_too_deep, write_event
+from miles_router.middlewares import Event, Kind, Message, Send, Tap, write_event
 from miles_router.middlewares.generation import ChatTurn, UnreadCounter
 
 
@@ -251,7 +252,7 @@ class TurnTap(Tap):
 
     def passes(self, start: Message) -> bool:
         """A refusal that is no JSON, which has no form of an API's."""
-        return start["status"] != OK and self.kind is not Kind.JSON
+        return start["status"] != 200 and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
         """An answer that cannot be read is not given either.
@@ -260,7 +261,7 @@ class TurnTap(Tap):
             UnusableAnswer: always, but for refusals.
         """
         super().unread(reason)
-        if self.start["status"] == OK:
+        if self.start["status"] == 200:
             raise UnusableAnswer(f"the worker's answer cannot be read: {reason}")
 
     async def whole(self, body: bytes) -> bytes:
@@ -269,7 +270,7 @@ class TurnTap(Tap):
         Raises:
             UnusableAnswer: it is an answer, and no stream of events.
         """
-        if self.start["status"] == OK:
+        if self.start["status"] == 200:
             raise UnusableAnswer("the worker's answer is no stream of events")
         return self._writer.refusal(body, self.start["status"])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines import paths, surrogates
+from miles_router.engines import client_json, paths
 from miles_router.engines.answers import (
     MALFORMED,
     UnreadableAnswer,
@@ -63,7 +63,7 @@ def _readable(call: Any) -> Any:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str) or "\\u" not in arguments:
         return call
-    return {**call, "function": {**function, "arguments": surrogates.mended(arguments.encode()).decode()}}
+    return {**call, "function": {**function, "arguments": client_json.mended(arguments.encode()).decode()}}
 
 
 class ChatEndpoint:

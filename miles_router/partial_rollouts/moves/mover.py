@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from miles_router import tasks
-from miles_router.asgi.exchange import Exchange, read_json
+from miles_router.asgi.exchange import Exchange
 from miles_router.control.call import BRIEF
 from miles_router.control.fan_out import FanOut, outgoing_order
 from miles_router.engines.actions import Abort
+from miles_router.engines.client_json import read_json
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import RID
 from miles_router.engines.known import USUAL

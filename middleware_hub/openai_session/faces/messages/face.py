@@ -23,7 +23,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import OK, ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first
+from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first
 
 #: The header that every client of this API sends.
 VERSION = b"anthropic-version"
@@ -136,7 +136,7 @@ async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> N
     await collected.call(app, scope, receive)
     if collected.is_json:
         await collected.give_to(send, orjson.dumps(listed(collected.parse())))
-    elif collected.status != OK:
+    elif collected.status != 200:
         await collected.give_to(send, errors.refusal_body(collected.body, collected.status))
     else:
         await collected.give_to(send)
