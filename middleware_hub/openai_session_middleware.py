@@ -45,7 +45,17 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
-from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, Scope, Send, first
+from miles_router.middlewares import (
+    ASGIApp,
+    HasKeys,
+    HasLifespan,
+    HasRoutes,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    first_header,
+)
 from miles_router.middlewares.rows import RowSource
 from miles_router.middlewares.state import BODY_SAYS, HasOwners, Restores
 
@@ -182,7 +192,7 @@ class OpenAISessionMiddleware:
         path: str = scope["path"]
         if path.startswith(PREFIX):
             await self._archive.load(path[len(PREFIX) :].partition("/")[0])
-        elif (named := first(scope["headers"], b"x-session-id")) is not None:
+        elif (named := first_header(scope["headers"], b"x-session-id")) is not None:
             await self._archive.load(named.decode("latin-1"))
 
     def routes(self) -> Sequence[BaseRoute]:

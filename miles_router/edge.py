@@ -15,7 +15,7 @@ from starlette.routing import Router as Routes
 
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
-from miles_router.asgi.headers import GROUP, first
+from miles_router.asgi.headers import GROUP, first_header
 from miles_router.asgi.moving import ASKED, Elsewhere, note_of
 from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
@@ -129,7 +129,7 @@ class RouterApp:
             scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
             if door.foreign is not None and not door.key.required:
                 refuse_foreign(scope, door.foreign, self._public_url)
-        scope[SCOPE_KEY].flight.group = first(scope["headers"], GROUP)
+        scope[SCOPE_KEY].flight.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
         return self._routes if door.own else self._stack
 

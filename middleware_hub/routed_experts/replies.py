@@ -14,7 +14,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.middlewares import Event, Kind, Send, Tap, first, write_event
+from miles_router.middlewares import Event, Kind, Send, Tap, first_header, write_event
 from miles_router.middlewares.generation import UnreadCounter
 
 
@@ -44,7 +44,7 @@ class RowReply(Tap):
         """
         super().unread(reason)
         if reason == "content_encoding":
-            encoding = first(self.start["headers"], b"content-encoding") or b""
+            encoding = first_header(self.start["headers"], b"content-encoding") or b""
             self._capture.unread(encoding.decode("latin-1"))
         elif reason == "too_large":
             raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes beside its rows")

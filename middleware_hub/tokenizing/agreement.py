@@ -14,7 +14,7 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.facts import Facts
 from miles_router.engines.probe_text import probe_text
 from miles_router.errors import RouterError
-from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled, first, spawn
+from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled, first_header, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TokenizerAgreement:
         """
         flight = Exchange.of(scope).flight
         flight.barred = self._barred
-        key = first(scope["headers"], b"authorization")
+        key = first_header(scope["headers"], b"authorization")
         waiting = [
             spawn(self._settle(worker, key), name=f"wait for the tokenizer of {worker.url}")
             for worker in self._router.pool.routable

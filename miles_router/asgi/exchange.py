@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 from miles_router.asgi.flight import Flight
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.engines.client_json import read_json
 from miles_router.errors import BodyTooLarge, ClientDisconnected, RouterError
 
@@ -116,7 +116,7 @@ class Exchange:
         Raises:
             BodyTooLarge: it announces more than `max_body_bytes`.
         """
-        announced = first(scope["headers"], b"content-length")
+        announced = first_header(scope["headers"], b"content-length")
         if announced is not None and announced.isdigit():
             self._check_size(int(announced))
 

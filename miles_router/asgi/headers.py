@@ -56,7 +56,7 @@ def raw_headers(texts: Iterable[tuple[str, str]]) -> RawHeaders:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in texts]
 
 
-def first(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+def first_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
     """The value of the first header called `wanted` (lower-case), or None."""
     for name, value in headers:
         if name == wanted:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Exchange, Message, Send
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.asgi.replies import IDENTITY, OK, Kind, kind_of
 from miles_router.engines.events import write_event
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamInvalidResponse
@@ -188,5 +188,5 @@ class Heartbeat:
 
 def _is_stream(start: Message) -> bool:
     """Return whether a reply is events that others can be put between."""
-    encoding = first(start["headers"], b"content-encoding")
+    encoding = first_header(start["headers"], b"content-encoding")
     return start["status"] == OK and kind_of(start["headers"]) is Kind.EVENTS and encoding in (None, IDENTITY)

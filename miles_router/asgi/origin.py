@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.errors import BadRequest, ForeignOrigin
 
 #: `host[:port]` (RFC 9110 section 7.2), without user information and escapes.
@@ -26,7 +26,7 @@ def base_url(scope: Mapping[str, Any], public_url: str | None) -> str:
     """
     if public_url is not None:
         return public_url.rstrip("/")
-    host = first(scope["headers"], b"host")
+    host = first_header(scope["headers"], b"host")
     if host:
         authority = host.decode("latin-1")
         if not _is_authority(authority):

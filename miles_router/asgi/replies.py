@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 
 from miles_router.asgi.exchange import UNBOUNDED, Exchange, Message, Receive, Scope, Send
-from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.engines.events import Event, EventReader
 from miles_router.errors import UpstreamInvalidResponse
 
@@ -218,7 +218,7 @@ class Tap:
     def _can_read(self) -> bool:
         if not (self._wants_whole or self._wants_events or self.reads_pieces):
             return True  # bytes are bytes
-        encoding = first(self.start["headers"], b"content-encoding")
+        encoding = first_header(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
             self.unread("content_encoding")
         elif self.kind is Kind.OTHER:
@@ -320,7 +320,9 @@ class Collected(Tap):
     def is_json(self) -> bool:
         """Whether it is an answer that can be read: 200, JSON, not compressed."""
         return (
-            self.status == OK and self.kind is Kind.JSON and first(self.start["headers"], b"content-encoding") is None
+            self.status == OK
+            and self.kind is Kind.JSON
+            and first_header(self.start["headers"], b"content-encoding") is None
         )
 
     def parse(self) -> Any:
@@ -372,7 +374,7 @@ def with_length(start: Message, body: bytes) -> Message:
 
 def kind_of(headers: RawHeaders) -> Kind:
     """What a body is, by its Content-Type."""
-    declared = first(headers, b"content-type") or b""
+    declared = first_header(headers, b"content-type") or b""
     if declared.startswith(JSON):
         return Kind.JSON
     return Kind.EVENTS if declared.startswith(EVENT_STREAM) else Kind.OTHER

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import orjson
 
 from miles_router import tasks
-from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.engines.actions import Order
 from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.control import QUICK
@@ -130,7 +130,7 @@ def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
     answered = [outcome for outcome in outcomes if not outcome.excused]
     same = len({(outcome.status, outcome.body) for outcome in answered}) == 1
     if same and answered[0].status and answered[0].status < 500 and len(answered) == len(outcomes):
-        return FleetAnswer(answered[0].status, answered[0].body, first(answered[0].headers, b"content-type"))
+        return FleetAnswer(answered[0].status, answered[0].body, first_header(answered[0].headers, b"content-type"))
     workers = {outcome.worker.url: outcome.describe() for outcome in outcomes}
     if failures := failed(outcomes):
         error = PartlyFailed(f"not every worker did it: {', '.join(outcome.worker.url for outcome in failures)}")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from miles_router.asgi.flight import Flight, UsedCache
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Translation
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
@@ -65,7 +65,7 @@ class Forwarded:
         """Give up both; harmless when repeated."""
         lease, answered = self.lease, self.reply.status < REFUSED
         if self._names is not None:
-            streams = (first(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
+            streams = (first_header(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
             # A refusal may say that the engine has the name.
             self._names.end(forgotten=answered and self.reply.exhausted and not streams)
         self.reply.close()

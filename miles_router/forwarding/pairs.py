@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from miles_router import tasks
 from miles_router.asgi.flight import Flight
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
@@ -348,4 +348,4 @@ class PairExchange:
 
 
 def _is_stream(reply: Reply) -> bool:
-    return (first(reply.headers, b"content-type") or b"").startswith(EVENTS)
+    return (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.flight import Flight, Move, Relief
-from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first
+from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
 from miles_router.engines.generate import UnknownShape
@@ -150,7 +150,7 @@ class Proxy:
 
 def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     """Return what looks at a stream that generates and that no layer reads: layers know more of its end."""
-    content_type = first(reply.headers, b"content-type") or b""
+    content_type = first_header(reply.headers, b"content-type") or b""
     if (
         isinstance(reply, HeldReply)
         or reply.status != OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.engines import ranks
 from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe
@@ -77,7 +77,7 @@ class Ranks:
             return Pin(request.headers, body, wish.rank)
         assert unit.rank is not None
         rank = unit.rank if wish.rank is None else wish.rank
-        encoded = first(request.headers, b"content-encoding") is not None
+        encoded = first_header(request.headers, b"content-encoding") is not None
         engine = unit.worker.engine or USUAL
         pinned = engine.pinned(request.path, request.headers, body, rank, encoded=encoded)
         if pinned is None:
@@ -92,7 +92,7 @@ class Ranks:
 
     def watch(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
         """See in a reply whether the rank answers that was meant, where it tells that."""
-        events = (first(reply.headers, b"content-type") or b"").startswith(EVENTS)
+        events = (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS)
         reader = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
         if rank is None or reader is None:
             return

@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from miles_router.asgi.headers import RawHeaders, end_to_end, first
+from miles_router.asgi.headers import RawHeaders, end_to_end, first_header
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
@@ -44,7 +44,7 @@ async def translated(
     """
     if reply.status != OK:
         return reply
-    if (first(reply.headers, b"content-type") or b"").startswith(EVENTS):
+    if (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS):
         return RewrittenStream(reply, lambda event: translation.event(event, version()), limit)
     answer = await reply.read_all(limit)
     reply.close()

@@ -8,7 +8,7 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 """
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.asgi.replies import Collected, Kind, Tap
 from miles_router.asgi.watch import Watch
 from miles_router.engines.events import Event, write_event
@@ -45,7 +45,7 @@ __all__ = [
     "Worker",
     "cancelled",
     "counter",
-    "first",
+    "first_header",
     "gauge",
     "histogram",
     "replay",

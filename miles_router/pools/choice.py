@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.asgi.headers import first
+from miles_router.asgi.headers import first_header
 from miles_router.engines import models
 from miles_router.engines.client_json import read_json
 from miles_router.errors import BadRequest, UnknownModel
@@ -29,7 +29,7 @@ class PoolChoice:
             NoWorkerAvailable: it may name an adapter, and no worker says which there are.
         """
         path = scope["path"]
-        model, key = self._model(scope, body), first(scope["headers"], AUTHORIZATION)
+        model, key = self._model(scope, body), first_header(scope["headers"], AUTHORIZATION)
         if model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
         elif self._pools.named:
@@ -55,8 +55,8 @@ class PoolChoice:
     def _model(self, scope: Scope, body: bytes) -> str | None:
         """The model that a request names."""
         headers = scope["headers"]
-        kind = first(headers, b"content-type") or b""
-        if body and (first(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
+        kind = first_header(headers, b"content-type") or b""
+        if body and (first_header(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
             if not self._pools.named and self._pools.default.fleet.applies_none:
                 return None
             raise BadRequest("the model of a body that is compressed or no JSON cannot be read")

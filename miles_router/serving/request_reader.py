@@ -10,7 +10,7 @@ from typing import Any
 import httptools
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.errors import BadRequest, RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
@@ -245,7 +245,7 @@ def _check_host(version: str, headers: RawHeaders) -> None:
 
 
 def _expects_continue(headers: RawHeaders) -> bool:
-    expected = first(headers, b"expect")
+    expected = first_header(headers, b"expect")
     return expected is not None and expected.lower() == b"100-continue"
 
 

@@ -11,7 +11,7 @@ from miles_router.asgi.headers import (
     REQUEST_DROPPED,
     connection_named,
     end_to_end,
-    first,
+    first_header,
     header_texts,
     raw_headers,
 )
@@ -70,7 +70,7 @@ def test_values_are_never_touched() -> None:
 
 def test_the_first_of_several_values_is_found_and_none_is_told() -> None:
     pairs = [(b"a", b"1"), (b"b", b"2"), (b"a", b"3")]
-    assert (first(pairs, b"a"), first(pairs, b"c")) == (b"1", None)
+    assert (first_header(pairs, b"a"), first_header(pairs, b"c")) == (b"1", None)
 
 
 def test_headers_become_text_and_headers_again_byte_for_byte() -> None:

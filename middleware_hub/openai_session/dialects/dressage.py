@@ -33,7 +33,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first
+from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first_header
 from miles_router.middlewares.state import BODY_SAYS
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.sample import CARRIED
@@ -105,7 +105,7 @@ class DressageDialect:
         return True
 
     async def _turn(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        given = first(scope["headers"], INSTANCE)
+        given = first_header(scope["headers"], INSTANCE)
         instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
         session = self._sessions.store.get_or_create(name, self._contract)
         if instance is not None:
@@ -123,7 +123,7 @@ class DressageDialect:
         reads the answer finds OpenAI's words under `error`."""
         if error.overflow is None or not self._contract.given or scope["path"] != paths.CHAT:
             return error
-        turn_id, tokens = first(scope["headers"], TURN), error.overflow.prompt
+        turn_id, tokens = first_header(scope["headers"], TURN), error.overflow.prompt
         details = {
             "phase": "input",
             "context_window": error.overflow.limit,
@@ -342,10 +342,10 @@ def _session_id(scope: Scope) -> str | None:
     """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
     headers; a name that no session can have is refused beside them, and is affinity alone."""
     headers = scope["headers"]
-    own = first(headers, INSTANCE) is not None or first(headers, TURN) is not None
-    given = first(headers, SESSION)
+    own = first_header(headers, INSTANCE) is not None or first_header(headers, TURN) is not None
+    given = first_header(headers, SESSION)
     if given is None and own:
-        given = first(headers, ROUTING)
+        given = first_header(headers, ROUTING)
     name = given.decode("latin-1") if given else None
     # Agents send names of their own here, as "channel/thread": these are affinity.
     return name if name is None or own or is_session_name(name) else None

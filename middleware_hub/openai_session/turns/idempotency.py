@@ -13,7 +13,7 @@ from middleware_hub.openai_session.sessions.replies import RecordedReply, Repeat
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Receive, Scope, Send, Tap, Watch, first
+from miles_router.middlewares import Receive, Scope, Send, Tap, Watch, first_header
 
 MAX_TURN_ID = 256
 
@@ -24,7 +24,7 @@ def turn_id_of(scope: Scope) -> str | None:
     Raises:
         BadRequest: it is too long.
     """
-    value = first(scope["headers"], b"x-turn-id")
+    value = first_header(scope["headers"], b"x-turn-id")
     if value is not None and len(value) > MAX_TURN_ID:
         raise BadRequest(f"X-Turn-Id is longer than {MAX_TURN_ID} bytes")
     return value.decode("latin-1") if value else None

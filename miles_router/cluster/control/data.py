@@ -21,7 +21,7 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import HOP_BY_HOP, first, header_texts, raw_headers
+from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
 from miles_router.cluster.control.pools import FollowingPool
@@ -348,7 +348,7 @@ class DistantControl(Control):
         query = b"model_id=" + self._pool.encode() if self._pool else b""
         headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
         answer = await self._link.request(request.method, path, query, headers, request.body)
-        content_type = first(raw_headers(answer.fields["headers"]), b"content-type")
+        content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
         return FleetAnswer(answer.fields["status"], answer.blob, content_type)
 
 

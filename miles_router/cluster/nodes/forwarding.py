@@ -9,7 +9,7 @@ from typing import Any
 from miles_router import tasks
 from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first, header_texts, raw_headers
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.asgi.moving import note_of
 from miles_router.asgi.watch import Watch
 from miles_router.cluster.nodes.machines import HEADER
@@ -131,7 +131,7 @@ class Neighbours:
                 raise OwnerUnavailable(f"machine {node} has this, and cannot be reached; ask again") from None
             raise OwnerLost(f"machine {node} was lost while it was asked; it may have done it") from None
         # A lost connection was made anew, and what was sent, sent again. In other answers the header is a worker's.
-        if reply.status == NodeUnproven.status and first(reply.headers, HEADER) is not None:
+        if reply.status == NodeUnproven.status and first_header(reply.headers, HEADER) is not None:
             reply.close()
             raise OwnerLost(f"machine {node} has had this before, and its answer was lost")
         return reply

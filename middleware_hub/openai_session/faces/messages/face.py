@@ -23,7 +23,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first
+from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first_header
 
 #: The header that every client of this API sends.
 VERSION = b"anthropic-version"
@@ -55,7 +55,7 @@ class MessagesFace(ChatFace):
 
     def is_side_call(self, scope: Scope) -> bool:
         """Whether a sub-agent asks."""
-        return first(scope["headers"], SUB_AGENT) is not None
+        return first_header(scope["headers"], SUB_AGENT) is not None
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Messages, or their events."""
@@ -128,7 +128,7 @@ class MessagesFace(ChatFace):
 
 def _lists_models(scope: Scope, path: str) -> bool:
     named = path == paths.MODELS or path.startswith(f"{paths.MODELS}/")
-    return named and first(scope["headers"], VERSION) is not None
+    return named and first_header(scope["headers"], VERSION) is not None
 
 
 async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:

@@ -21,7 +21,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first
+from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first_header
 
 #: What Codex says a request is of, where that is not its main line; a compaction is of the line that it shortens.
 SUB_AGENT, COMPACTION = b"x-openai-subagent", b"compact"
@@ -63,7 +63,7 @@ class ResponsesFace(ChatFace):
 
     def is_side_call(self, scope: Scope) -> bool:
         """Whether a sub-agent, a review or the like asks."""
-        return first(scope["headers"], SUB_AGENT) not in (None, COMPACTION)
+        return first_header(scope["headers"], SUB_AGENT) not in (None, COMPACTION)
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Responses, or their events."""
