@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.episodes.contract import (
-    BUDGET_TOKENS,
-    CONTEXT,
     NO_CONTRACT,
     Budget,
     Freshness,
+    SessionStatus,
 )
 from middleware_hub.openai_session.episodes.ledger import Allowance, Ledger, allowance, asked_tokens, choices_of, cut
 from middleware_hub.openai_session.episodes.reading import read_contract
@@ -135,14 +134,14 @@ def test_turns_at_the_same_time_never_take_more_than_there_is() -> None:
     [
         (Budget(), 0, 5, 1, None, Allowance(None)),
         (Budget(max_turns=1), 0, None, 1, None, Allowance(None)),
-        (Budget(max_tokens=10), 3, None, 1, 100, Allowance(7, BUDGET_TOKENS, 10)),
-        (Budget(max_tokens=10), 3, 50, 3, 100, Allowance(2, BUDGET_TOKENS, 10)),
-        (Budget(max_tokens=10), 12, 50, 1, 100, Allowance(0, BUDGET_TOKENS, 10)),
-        (Budget(max_context=60), 0, 50, 2, 100, Allowance(10, CONTEXT, 60)),
-        (Budget(max_context=60), 0, 60, 1, 100, Allowance(0, CONTEXT, 60)),
-        (Budget(max_context=60), 0, 70, 1, 100, Allowance(0, CONTEXT, 60)),
-        (Budget(max_context=200), 0, 70, 1, 100, Allowance(30, CONTEXT, 100)),
-        (Budget(max_tokens=20, max_context=60), 0, 50, 1, None, Allowance(10, CONTEXT, 60)),
+        (Budget(max_tokens=10), 3, None, 1, 100, Allowance(7, SessionStatus.BUDGET_TOKENS, 10)),
+        (Budget(max_tokens=10), 3, 50, 3, 100, Allowance(2, SessionStatus.BUDGET_TOKENS, 10)),
+        (Budget(max_tokens=10), 12, 50, 1, 100, Allowance(0, SessionStatus.BUDGET_TOKENS, 10)),
+        (Budget(max_context=60), 0, 50, 2, 100, Allowance(10, SessionStatus.CONTEXT, 60)),
+        (Budget(max_context=60), 0, 60, 1, 100, Allowance(0, SessionStatus.CONTEXT, 60)),
+        (Budget(max_context=60), 0, 70, 1, 100, Allowance(0, SessionStatus.CONTEXT, 60)),
+        (Budget(max_context=200), 0, 70, 1, 100, Allowance(30, SessionStatus.CONTEXT, 100)),
+        (Budget(max_tokens=20, max_context=60), 0, 50, 1, None, Allowance(10, SessionStatus.CONTEXT, 60)),
     ],
 )
 def test_a_turn_may_have_what_there_is_least_of(

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.archive.turn_rows import digest_of, message_row, read_turn, written_turn
-from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, restored_end
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
@@ -147,11 +147,11 @@ def written_head(session: Session, tokens: int) -> bytes:
         "contract": episode.contract.given,
         "key": episode.key,
         "group": group,
-        "end_reason": episode.end_reason,
-        "closed": episode.closed,
+        "end_reason": session.ending.reason,
+        "closed": session.ending.stopped_by,
         "used": episode.ledger.used,
-        "finalized": session.finalized,
-        "made_by_a_turn": session.made_by_a_turn,
+        "finalized": session.finalized_with,
+        "made_by_a_turn": session.by_header,
         "turns": len(session.turns),
         "tokens": tokens,
         "bytes": session.nbytes,
@@ -232,11 +232,19 @@ def read_session(
     head = orjson.loads(kinds[HEAD][0])
     contract = read_contract(head["contract"]) if head["contract"] else NO_CONTRACT
     began = clock - (now - head["created_at"])
-    session = Session(session_id, now=head["created_at"], clock=began, metadata=head["metadata"], contract=contract)
+    session = Session(
+        session_id,
+        now=head["created_at"],
+        clock=began,
+        metadata=head["metadata"],
+        contract=contract,
+        by_header=head["made_by_a_turn"],
+    )
     session.used_at, session.idle_since, session.model = head["used_at"], clock, head["model"]
-    session.finalized, session.made_by_a_turn, session.nbytes = head["finalized"], head["made_by_a_turn"], head["bytes"]
+    session.finalized_with, session.nbytes = head["finalized"], head["bytes"]
+    session.ending = restored_end(head["end_reason"], head["closed"], finalized=head["finalized"] is not None)
     episode = session.episode
-    episode.key, episode.end_reason, episode.closed = head["key"], head["end_reason"], head["closed"]
+    episode.key = head["key"]
     episode.ledger.tokens, episode.ledger.turns = head["used"]["tokens"], head["used"]["turns"]
     messages = {key: orjson.loads(value) for key, value in kinds[MESSAGE].items()}
     for number in range(head["turns"]):

@@ -125,7 +125,7 @@ class SessionView:
             reasons=dict(tally.reasons),
             tokens=TokenCounts(tally.tokens, tally.sampled, self._trained(tally)),
             finish_reason=turns[-1].finish_reason if turns else None,
-            end_reason=session.episode.end_reason,
+            end_reason=session.ending.reason,
             weight_versions=[*tally.versions],
             workers=[*tally.workers],
             started_at=session.created_at,
@@ -161,7 +161,7 @@ class SessionView:
             response_length=len(trajectory) - line[0].prompt_tokens,
             status=BY_FINISH_REASON.get(last.finish_reason, "completed"),
             experts=partial(self._experts, last),
-            about={**session.metadata, **session.episode.about()},
+            about={**session.metadata, **session.about()},
         )
 
     def _experts(self, leaf: Turn, start: int, stop: int) -> ShapedRows | None:
@@ -187,7 +187,7 @@ class SessionView:
     def _state(self) -> str:
         session = self._session
         if not session.in_flight:
-            return IDLE if session.episode.end_reason is None else ENDED
+            return IDLE if session.ending.reason is None else ENDED
         running = session.episode.running
         return WAITING if running and all(each.flight.waits for each in running) else RUNNING
 

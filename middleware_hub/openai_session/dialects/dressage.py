@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
-from middleware_hub.openai_session.episodes.contract import FINALIZED, NO_CONTRACT
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, SessionStatus
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import ContextOverflow, ContextWindowFull, TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
@@ -185,11 +185,9 @@ class DressageDialect:
             carried["build"] = BUILD_MODES[mode]
         carried |= {name: parsed[name] for name in ("mask", "side_calls") if name in parsed}
         SampleRequest.read(carried)
-        self._sessions.store.account_carried(session, carried)
+        self._sessions.store.finalize(session, carried)
         if instance is not None:
             session.metadata["instance_id"] = instance
-        session.finalized = carried
-        self._sessions.store.end(session, FINALIZED)
         await self._sessions.archive.save(session)
         return as_response(
             {
@@ -209,7 +207,7 @@ class DressageDialect:
         await self._sessions.archive.load(name)
         self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
-        removed = session.leaves() if session is not None and session.finalized is not None else []
+        removed = session.leaves() if session is not None and session.status is SessionStatus.FINALIZED else []
         if session is not None:
             async with self._sessions.archive.let_go([session]):
                 self._sessions.store.delete(session)
@@ -227,7 +225,7 @@ class DressageDialect:
             name = self._required(request, parsed)
             await self._sessions.archive.load(name)
             session = self._sessions.store.get(name)
-            sessions, mode = [session] if session.finalized is not None else [], "trajectory"
+            sessions, mode = [session] if session.status is SessionStatus.FINALIZED else [], "trajectory"
         elif self._sessions.store.owners.several:
             raise BadRequest("this router has several processes: name the session_id of each trajectory")
         else:
@@ -267,12 +265,12 @@ class DressageDialect:
             group = _group(session)
             if drain and session.id in self._draining:
                 continue
-            if session.finalized is not None and (instance_id is None or group == instance_id):
+            if session.status is SessionStatus.FINALIZED and (instance_id is None or group == instance_id):
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
     def _plan(self, session: Session) -> SamplePlan:
-        return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
+        return self._sessions.maker.plan(session, SampleRequest.read(session.finalized_with))
 
     async def _stats(self, request: Request) -> Response:
         await self._sessions.archive.load_all(lambda head: True)
@@ -286,11 +284,11 @@ class DressageDialect:
         return as_response({**summed, "groups": len(groups)})
 
     def _groups(self) -> set[Name]:
-        return {_group(session) for session in self._sessions.store if session.finalized is not None}
+        return {_group(session) for session in self._sessions.store if session.status is SessionStatus.FINALIZED}
 
     def _counts(self) -> dict[str, Any]:
         store = self._sessions.store
-        finalized = sum(session.finalized is not None for session in store)
+        finalized = sum(session.status is SessionStatus.FINALIZED for session in store)
         return {
             "trajectories": finalized,
             "groups": len(self._groups()),

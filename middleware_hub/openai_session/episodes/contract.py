@@ -1,5 +1,5 @@
 """The contract of an episode, set when its session is made: what its agent may use up, what it cannot change, how old
-the weights may be, and when its work ends. Pure.
+the weights may be, and when its work ends; and how a session ends, under a contract or without one. Pure.
 
     budget     max_tokens, max_context, max_turns, deadline_s
     sampling   settings that count in place of the agent's
@@ -12,20 +12,11 @@ the weights may be, and when its work ends. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-#: Why a session takes no further turns, or has none under way: beside these, `finalized`, `deleted` and `expired`.
-BUDGET_TOKENS, CONTEXT, TURNS, DEADLINE, STALE, ABORTED = (
-    "budget_tokens",
-    "context",
-    "turns",
-    "deadline",
-    "stale",
-    "aborted",
-)
-FINALIZED, DELETED, EXPIRED = "finalized", "deleted", "expired"
 #: Of settings that are fixed, others that would change the same.
 ALSO = {"stop": ("stop_token_ids", "stop_regex")}
 REFUSE, MARK, REPLACE = "refuse", "mark", "replace"
@@ -124,3 +115,107 @@ def base_model(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 NO_CONTRACT = Contract()
+
+
+class SessionStatus(Enum):
+    """What may still happen in a session. But for OPEN, each is an end that a cause has brought about."""
+
+    OPEN = "open"
+    CONTEXT = "context"  # a context window was full; the agent may go on with a shorter history
+    BUDGET_TOKENS = "budget_tokens"
+    TURNS = "turns"
+    STALE = "stale"  # weights older than the contract allows would take part
+    DEADLINE = "deadline"
+    ABORTED = "aborted"  # together with its group
+    FINALIZED = "finalized"
+    EXPIRED = "expired"  # forgotten, because it was idle or room was needed
+    DELETED = "deleted"  # forgotten; turns in flight finish and are not recorded
+    DISCARDED = "discarded"  # forgotten, and turns in flight are ended with it
+
+    @property
+    def reason(self) -> str:
+        """The end reason as users read it."""
+        shown = SessionStatus.DELETED if self is SessionStatus.DISCARDED else self
+        return str(shown.value)
+
+    @property
+    def stops_turns(self) -> bool:
+        """Whether turns in flight were ended, and no further one may begin."""
+        return self in (*STOPPED, SessionStatus.DISCARDED)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the store no longer holds the session."""
+        return self in FORGOTTEN
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session's work is done: a full context alone does not end it."""
+        return self not in (SessionStatus.OPEN, SessionStatus.CONTEXT)
+
+
+Statuses = Collection[SessionStatus]
+
+#: Each turn is refused by its own check: a later one may still fit, such as the repetition of a turn that was counted.
+SPENT: Statuses = (SessionStatus.BUDGET_TOKENS, SessionStatus.TURNS, SessionStatus.STALE)
+STOPPED: Statuses = (SessionStatus.DEADLINE, SessionStatus.ABORTED)
+FORGOTTEN: Statuses = (SessionStatus.EXPIRED, SessionStatus.DELETED, SessionStatus.DISCARDED)
+
+#: Which status may follow each; any other end leaves the status as it is.
+NEXT: Mapping[SessionStatus, Statuses] = {
+    SessionStatus.OPEN: (SessionStatus.CONTEXT, *SPENT, *STOPPED, SessionStatus.FINALIZED, *FORGOTTEN),
+    SessionStatus.CONTEXT: (SessionStatus.OPEN, *SPENT, *STOPPED, SessionStatus.FINALIZED, *FORGOTTEN),
+    **dict.fromkeys(SPENT, (*STOPPED, SessionStatus.FINALIZED, *FORGOTTEN)),
+    SessionStatus.DEADLINE: (SessionStatus.ABORTED, SessionStatus.FINALIZED, *FORGOTTEN),
+    SessionStatus.ABORTED: (SessionStatus.DEADLINE, SessionStatus.FINALIZED, *FORGOTTEN),
+    SessionStatus.FINALIZED: FORGOTTEN,
+    **dict.fromkeys(FORGOTTEN, ()),
+}
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    """How far a session has come to its end.
+
+    Attributes:
+        status: what may still happen in it.
+        cause: the first status that ended its work, which records and samples name as `end_reason`; None if none did.
+            It outlasts FINALIZED and what comes later, which say nothing about the work.
+    """
+
+    status: SessionStatus = SessionStatus.OPEN
+    cause: SessionStatus | None = None
+
+    def after(self, end: SessionStatus) -> SessionEnd:
+        """Return the state once `end` has come about as well."""
+        status = end if end in NEXT[self.status] else self.status
+        full = self.cause is SessionStatus.CONTEXT and end in (*SPENT, *STOPPED)
+        return SessionEnd(status, end if self.cause is None or full else self.cause)
+
+    def reopened(self) -> SessionEnd:
+        """Return the state once a turn is recorded: a full context no longer ends the work."""
+        status = SessionStatus.OPEN if SessionStatus.OPEN in NEXT[self.status] else self.status
+        return SessionEnd(status, None if self.cause is SessionStatus.CONTEXT else self.cause)
+
+    @property
+    def reason(self) -> str | None:
+        """The end reason as users read it; None while the work goes on."""
+        return None if self.cause is None else self.cause.reason
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Why turns in flight were ended, for the session's row; None if they were not."""
+        return self.status.reason if self.status in STOPPED else None
+
+
+def restored_end(reason: str | None, stopped_by: str | None, *, finalized: bool) -> SessionEnd:
+    """Return the state that was written as these fields of a session's row.
+
+    Raises:
+        ValueError: a field names no status.
+    """
+    cause = None if reason is None else SessionStatus(reason)
+    if finalized:
+        return SessionEnd(SessionStatus.FINALIZED, cause)
+    status = cause or SessionStatus.OPEN if stopped_by is None else SessionStatus(stopped_by)
+    return SessionEnd(status, cause)

@@ -1,4 +1,4 @@
-"""What becomes of an episode under its contract: what it has used, what runs, why it ended. Pure, but for waiting."""
+"""What becomes of an episode under its contract: what it has used, and what runs. Pure, but for waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from middleware_hub.openai_session.episodes.contract import CONTEXT, Contract, Group
+from middleware_hub.openai_session.episodes.contract import Contract, Group
 from middleware_hub.openai_session.episodes.ledger import Ledger
 from miles_router.errors import RouterError
 
@@ -21,6 +21,8 @@ class OnItsWay(Protocol):
 
 class Stoppable(Protocol):
     """A turn that runs."""
+
+    stopped_by: RouterError | None
 
     @property
     def flight(self) -> OnItsWay:
@@ -40,10 +42,6 @@ class EpisodeState:
         self.began = began  # by a clock that never jumps
         self.ledger = Ledger()
         self.running: set[Stoppable] = set()
-        #: Why it is over, or its last turn was cut.
-        self.end_reason: str | None = None
-        #: Why what runs in it was stopped, and nothing may begin.
-        self.closed: str | None = None
         #: Opens the session for its agent.
         self.key = f"sk-{secrets.token_urlsafe(32)}" if contract.key else None
         self._freed = asyncio.Event()
@@ -63,16 +61,9 @@ class EpisodeState:
         named = (self.contract.group, metadata.get("group"), metadata.get("instance_id"))
         return next((name for name in named if isinstance(name, (str, int)) and not isinstance(name, bool)), None)
 
-    def about(self) -> dict[str, Any]:
-        """What records and samples say of it."""
-        ended = {} if self.end_reason is None else {"end_reason": self.end_reason}
-        return {"contract": self.given, **ended} if self.given else ended
-
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
-        """A turn is recorded with so many tokens. Where a full context had ended the episode, it has gone on."""
+        """Count a turn of so many tokens."""
         self.ledger.settle(turn, tokens, repeat_key)
-        if self.end_reason == CONTEXT:
-            self.end_reason = None
         self._freed.set()
 
     def release(self, turn: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from middleware_hub.openai_session.episodes.contract import BUDGET_TOKENS, CONTEXT, Budget
+from middleware_hub.openai_session.episodes.contract import Budget, SessionStatus
 from miles_router.errors import BadRequest
 
 #: How often a turn that its client has left may be repeated under its id as the same turn. Beyond, it is another one.
@@ -73,10 +73,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What is left for a turn; `reason` and `limit` say of what there is least."""
+    """What is left for a turn; `end` and `limit` say of what there is least."""
 
     tokens: int | None  # for each choice; None: without a bound
-    reason: str = BUDGET_TOKENS
+    end: SessionStatus = SessionStatus.BUDGET_TOKENS
     limit: int = 0
 
 
@@ -84,10 +84,10 @@ def allowance(budget: Budget, ledger: Ledger, *, prompt: int | None, choices: in
     """How many tokens each of a turn's choices may have, for a prompt of so many tokens (None: not known) and an engine
     whose window holds so many."""
     windows = [limit for limit in (budget.max_context, window) if limit is not None and prompt is not None]
-    bounds = [(max(0, limit - (prompt or 0)), CONTEXT, limit) for limit in windows]
+    bounds = [(max(0, limit - (prompt or 0)), SessionStatus.CONTEXT, limit) for limit in windows]
     left = ledger.tokens_left(budget)
     if left is not None:
-        bounds.append((left // choices, BUDGET_TOKENS, budget.max_tokens or 0))
+        bounds.append((left // choices, SessionStatus.BUDGET_TOKENS, budget.max_tokens or 0))
     return Allowance(*min(bounds, key=lambda bound: bound[0])) if bounds else Allowance(None)
 
 

@@ -19,7 +19,7 @@ def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
         KeyError, IndexError, TypeError, ValueError: the rows are no session's.
     """
     session, _ = read_session(session_id, rows, {}, now=0.0, clock=0.0)
-    yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized})
+    yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized_with})
     for turn in session.turns:
         yield _line("record", record(turn))
     for leaf in session.leaves():

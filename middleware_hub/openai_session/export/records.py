@@ -24,7 +24,7 @@ def metadata_of(session: Session) -> dict[str, Any]:
     """What is true of a session as a whole, now."""
     return {
         **session.metadata,
-        **session.episode.about(),
+        **session.about(),
         "created_at": session.created_at,
         "last_used_at": session.used_at,
         "in_flight": session.in_flight,

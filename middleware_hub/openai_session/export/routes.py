@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.episodes.contract import DELETED
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import SessionLost
 from middleware_hub.openai_session.export.full_records import (
@@ -60,7 +60,7 @@ class SessionRoutes:
         archive: SessionArchive,
         maker: SampleMaker,
         base_url: Callable[[Scope], str],
-        stop: Callable[[Session, str], None],
+        stop: Callable[[Session, SessionStatus], None],
     ) -> None:
         self.store = store
         self.archive = archive
@@ -145,7 +145,7 @@ class SessionRoutes:
             raise BadRequest("abort must be true or false")
         async with self.archive.let_go([session]):
             if abort == "true":
-                self._stop(session, DELETED)
+                self._stop(session, SessionStatus.DISCARDED)
             self.store.delete(session)
         return Response(status_code=204)
 

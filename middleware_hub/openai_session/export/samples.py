@@ -136,7 +136,7 @@ class SampleMaker:
             "untraced": list(session.untraced),
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
-        facts |= session.episode.about()
+        facts |= session.about()
         freshness = session.episode.contract.freshness
         read = partial(self.when_read, session)
         return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, freshness, read)

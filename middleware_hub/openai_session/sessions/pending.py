@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.middlewares.rows import Handovers, RowPrefix
 from miles_router.trajectory import Piece
@@ -62,7 +63,7 @@ class PendingTurn:
         asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
         remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
-        cut_by: which part of the contract has made it shorter than its agent wanted, as an `end_reason`.
+        cut_by: which part of the contract has made it shorter than its agent wanted, as the end that it brings about.
         asked_for: what its agent wanted where the contract has something else.
         reservation: what the ledger of its episode knows it by.
         repeat_key: what it and its repetitions have in common; None for a turn without an id.
@@ -87,7 +88,7 @@ class PendingTurn:
     asked: object = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     remember: Callable[[Turn], int] | None = None
-    cut_by: str | None = None
+    cut_by: SessionStatus | None = None
     asked_for: Mapping[str, Any] = field(default_factory=dict)
     reservation: object = None
     repeat_key: object = None

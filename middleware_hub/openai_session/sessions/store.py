@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, FINALIZED, NO_CONTRACT, Contract
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract, SessionStatus
 from middleware_hub.openai_session.errors import (
     SessionExists,
     SessionFull,
@@ -137,10 +137,15 @@ class SessionStore:
             raise SessionExists(f"session {session_id!r} exists already")
         self._check_count(running=not by_header)
         session = self._sessions[session_id] = Session(
-            session_id, now=self._now(), clock=self._clock(), metadata=metadata, contract=contract
+            session_id,
+            now=self._now(),
+            clock=self._clock(),
+            metadata=metadata,
+            contract=contract,
+            by_header=by_header,
         )
         if by_header:
-            session.made_by_a_turn, self._by_header[session_id] = True, session
+            self._by_header[session_id] = session
         self._names.add(session_id)
         self.shelf.add(session.place_in_order, session)
         self.account(session, nbytes)
@@ -198,18 +203,17 @@ class SessionStore:
 
     def drop_unused(self, session: Session) -> None:
         """Forget a session that was made by its first turn, where that was refused: nobody knows of it."""
-        if session.made_by_a_turn and not (session.turns or session.untraced or session.in_flight):
+        if session.by_header and not (session.turns or session.untraced or session.in_flight):
             self.delete(session)
 
     def delete(self, session: Session) -> None:
         """Forget it; requests in flight finish and their results are dropped."""
         if self._sessions.get(session.id) is session:
-            self.end(session, DELETED)
+            self.end(session, SessionStatus.DELETED)
             del self._sessions[session.id]
             self._by_header.pop(session.id, None)
             self._names.remove(session.id)
             self.shelf.remove(session.place_in_order)
-            session.deleted = True
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
             self.requests.forget(session.id)
@@ -224,20 +228,29 @@ class SessionStore:
         """
         self._check_count(running=False)
         self._sessions[session.id] = session
-        if session.made_by_a_turn:
+        if session.by_header:
             self._by_header[session.id] = session
         self.shelf.add(session.place_in_order, session)
         self.nbytes += session.nbytes
 
-    def end(self, session: Session, reason: str) -> None:
-        """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have
-        gone on in a smaller one, until something else ended it."""
-        if reason != CONTEXT:
+    def end(self, session: Session, status: SessionStatus) -> None:
+        """End a session's work, as far as its status allows."""
+        if status is not SessionStatus.CONTEXT:
             self.when_over(session.id)
-        before = session.episode.end_reason
-        if before is None or (before == CONTEXT and reason not in (CONTEXT, FINALIZED, DELETED, EXPIRED)):
-            session.episode.end_reason = reason
-            self.statistics.ended[reason] += 1
+        before, session.ending = session.ending, session.ending.after(status)
+        if session.ending.cause is not before.cause:
+            self.statistics.ended[status.reason] += 1
+
+    def finalize(self, session: Session, carried: Mapping[str, Any]) -> None:
+        """End a session, which carries label and reward from now on, in place of those it has.
+
+        Raises:
+            BadRequest: they have more than `MAX_CARRIED_BYTES`.
+        """
+        before = message_bytes(session.finalized_with) if session.finalized_with is not None else 0
+        self.account(session, _carried_bytes("label and reward", carried) - before)
+        session.finalized_with = carried
+        self.end(session, SessionStatus.FINALIZED)
 
     def expire(self) -> None:
         """Forget the sessions that nobody has used for `idle_timeout`."""
@@ -245,7 +258,7 @@ class SessionStore:
             return
         before = self._clock() - self.bounds.idle_timeout
         for session in list(self._idle_since(before)):
-            self.end(session, EXPIRED)
+            self.end(session, SessionStatus.EXPIRED)
             self.delete(session)
             self.statistics.expired += 1
 
@@ -289,7 +302,7 @@ class SessionStore:
             return False
         fields = {"session_id": session.id, "turns": len(session.turns), "bound": bound}
         logger.warning("header_session_evicted", extra={"fields": fields})
-        self.end(session, EXPIRED)
+        self.end(session, SessionStatus.EXPIRED)
         self.delete(session)
         self.statistics.evicted += 1
         return True
@@ -313,10 +326,9 @@ class SessionStore:
             yield
         finally:
             session.in_flight -= 1
-            if not session.deleted:
+            if not session.status.is_forgotten:
                 self._used(session)
-            over = session.deleted or session.episode.end_reason not in (None, CONTEXT)
-            if over and not session.in_flight and self._sessions.get(session.id, session) is session:
+            if session.status.is_over and not session.in_flight and self._sessions.get(session.id, session) is session:
                 self.when_over(session.id)  # again: what has run until now may have come to its worker after the end
 
     def _used(self, session: Session) -> None:
@@ -331,24 +343,15 @@ class SessionStore:
         Raises:
             BadRequest: as `read_json`, and as `refuse_long_turn`.
         """
-        if name is None or session.deleted or may_have_many_values(body, MAX_VALUES):
+        if name is None or session.status.is_forgotten or may_have_many_values(body, MAX_VALUES):
             parsed = read_json(body)
             refuse_long_turn(body, parsed)
             return parsed
         return self.requests.read(session.id, body, name)
 
-    def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
-        """A session is to carry label and reward, in place of those it has.
-
-        Raises:
-            BadRequest: they have more than `MAX_CARRIED_BYTES`.
-        """
-        before = message_bytes(session.finalized) if session.finalized is not None else 0
-        self.account(session, _carried_bytes("label and reward", carried) - before)
-
     def account(self, session: Session, nbytes: int) -> None:
         """`nbytes` more are held for a session."""
-        if not session.deleted:
+        if not session.status.is_forgotten:
             session.nbytes += nbytes
             self.nbytes += nbytes
 
@@ -362,7 +365,7 @@ def _is_bare(session: Session) -> bool:
     """Return whether nothing but `X-Session-Id` says that a session is one: no instance, no turn ids, not finalized. It
     may be an agent's own header, that nobody collects."""
     named = "instance_id" in session.metadata or any(turn.facts.get("turn_id") for turn in session.turns)
-    return not named and session.finalized is None
+    return not named and session.finalized_with is None
 
 
 def _carried_bytes(what: str, carried: Mapping[str, Any]) -> int:

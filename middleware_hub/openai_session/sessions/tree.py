@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract, SessionEnd, SessionStatus
 from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.answers import RecordedAnswers
 from middleware_hub.openai_session.sessions.call_ids import SameId, as_held
@@ -184,8 +184,15 @@ class Session:
         clock: float,
         metadata: Mapping[str, Any] | None = None,
         contract: Contract = NO_CONTRACT,
+        by_header: bool = False,
     ) -> None:
+        """
+        Args:
+            by_header: its first turn named it in a header; else `POST /sessions` made it.
+        """
         self.id = session_id
+        self.by_header = by_header
+        self.ending = SessionEnd()
         self.episode = EpisodeState(contract, clock)
         self.created_at = now
         self.used_at = now
@@ -198,9 +205,7 @@ class Session:
         self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/idempotency.py)
         self.repeats: dict[RepeatKey, RecordedReply] = {}  # of these, the replies that are whole
         self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
-        self.deleted = False
-        self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
-        self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
+        self.finalized_with: Mapping[str, Any] | None = None  # label, reward, and how its samples are built
         self.nbytes = 0  # arrays and messages
         self.model: str | None = None  # that the last request named
         self.tally = Tally()
@@ -224,6 +229,21 @@ class Session:
         """Which group it is of."""
         group = self.episode.group(self.metadata)
         return None if group is None else str(group)
+
+    @property
+    def status(self) -> SessionStatus:
+        """What may still happen in it."""
+        return self.ending.status
+
+    def about(self) -> dict[str, Any]:
+        """Return the contract and the end reason, for records and samples."""
+        told = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
+        return {name: value for name, value in told.items() if value is not None}
+
+    def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
+        """Count a turn that sampled so many tokens. If a full context had ended the session, it goes on."""
+        self.episode.settle(turn, tokens, repeat_key)
+        self.ending = self.ending.reopened()
 
     def place(
         self,

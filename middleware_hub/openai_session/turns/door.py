@@ -9,6 +9,7 @@ from functools import partial
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.ending import DurableEnd
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
 from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -168,7 +169,7 @@ class TurnDoor:
 
         async def run(send: Send) -> None:
             # Here, so that the recorded answer of a turn is given even where there is no room for another.
-            if session.finalized is not None:
+            if session.status is SessionStatus.FINALIZED:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
             if not self._archive.is_saved(session):  # what could not be held must be, before there is more of it

@@ -8,16 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.episodes.contract import (
-    ABORTED,
-    BUDGET_TOKENS,
-    CONTEXT,
-    DEADLINE,
-    DELETED,
-    REFUSE,
-    STALE,
-    TURNS,
-)
+from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
 from middleware_hub.openai_session.episodes.ledger import Allowance, allowance, asked_tokens, choices_of, cut
 from middleware_hub.openai_session.errors import (
     AnswerCut,
@@ -60,7 +51,9 @@ class EpisodeKeeper:
         """
         episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
         if (until := episode.deadline()) is not None:
-            timer = asyncio.get_running_loop().call_later(until - self._clock(), self.stop, session, DEADLINE)
+            timer = asyncio.get_running_loop().call_later(
+                until - self._clock(), self.stop, session, SessionStatus.DEADLINE
+            )
         episode.running.add(running)
         try:
             yield running
@@ -69,9 +62,9 @@ class EpisodeKeeper:
                 raise
             raise error from None
         except AnswerCut:
-            if episode.closed is None:
+            if running.stopped_by is None:
                 raise
-            raise stopped(session, episode.closed) from None  # its agent need not ask again
+            raise running.stopped_by from None  # its agent need not ask again
         finally:
             running.over()
             episode.running.discard(running)
@@ -87,19 +80,20 @@ class EpisodeKeeper:
             SessionNotFound: the session was deleted.
         """
         until = session.episode.deadline()
-        if session.episode.closed is None and until is not None and until <= self._clock():
-            self.stop(session, DEADLINE)
-        if session.episode.closed is not None:
-            raise stopped(session, session.episode.closed)
+        if not session.status.stops_turns and until is not None and until <= self._clock():
+            self.stop(session, SessionStatus.DEADLINE)
+        if session.status.stops_turns:
+            raise stopped(session, session.status)
 
-    def stop(self, session: Session, reason: str) -> None:
-        """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
-        self._store.end(session, reason)
-        session.episode.closed = reason
-        if reason != DELETED:
+    def stop(self, session: Session, status: SessionStatus) -> None:
+        """End an episode, and what runs in it. What was sampled until now stays, unless the session is discarded."""
+        self._store.end(session, status)
+        keep = status is not SessionStatus.DISCARDED
+        if keep:
             self._archive.save_soon(session)
         for running in tuple(session.episode.running):
-            running.stop(stopped(session, reason), keep=reason != DELETED)
+            running.stopped_by = stopped(session, status)
+            running.stop(running.stopped_by, keep=keep)
 
     async def _end_group(self, group: object) -> None:
         """End every episode of a group that is aborted, whether something runs in it or not: first those in memory,
@@ -117,7 +111,7 @@ class EpisodeKeeper:
             named = session.episode.group(session.metadata)
             if session not in ended and named is not None and str(named) == str(group):
                 ended.add(session)
-                self.stop(session, ABORTED)
+                self.stop(session, SessionStatus.ABORTED)
             await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:
@@ -175,20 +169,20 @@ class EpisodeKeeper:
         while True:
             left = allowance(budget, ledger, prompt=prompt, choices=choices, window=window)
             short = left.tokens is not None and (asked is None or left.tokens < asked)
-            waits = not ledger.has_turns(budget, turn.repeat_key) or (short and left.reason == BUDGET_TOKENS)
-            if not waits or not ledger.reserved:
+            spent = short and left.end is SessionStatus.BUDGET_TOKENS
+            if not ledger.reserved or (ledger.has_turns(budget, turn.repeat_key) and not spent):
                 break
             await episode.freed()
         if not ledger.has_turns(budget, turn.repeat_key):
-            self._store.end(turn.session, TURNS)
-            raise stopped(turn.session, TURNS)
+            self._store.end(turn.session, SessionStatus.TURNS)
+            raise stopped(turn.session, SessionStatus.TURNS)
         if left.tokens is not None and left.tokens < 1:
-            self._store.end(turn.session, left.reason)
+            self._store.end(turn.session, left.end)
             raise _overflow(left, prompt, ledger.tokens)
         if short and left.tokens is not None:
-            turn.cut_by = left.reason
+            turn.cut_by = left.end
             # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
-            if asked is not None or left.reason != CONTEXT or left.limit != window:
+            if asked is not None or left.end is not SessionStatus.CONTEXT or left.limit != window:
                 turn.fields = cut(turn.fields, lengths, left.tokens)
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         turn.reservation = running
@@ -207,25 +201,26 @@ class EpisodeKeeper:
         fleet = self._router.pool.weight_version
         old = [version for version in (*held, *([fleet] if fleet is not None else ())) if freshness.is_stale(version)]
         if old:
-            self._store.end(session, STALE)
+            self._store.end(session, SessionStatus.STALE)
             oldest = freshness.oldest_version
             raise StaleWeights(f"weights of version {old[0]} would take part, and the contract's oldest is {oldest}")
 
 
-def stopped(session: Session, reason: str) -> RouterError:
+def stopped(session: Session, status: SessionStatus) -> RouterError:
     """What an agent is told whose episode is over."""
     budget = session.episode.contract.budget
     words = {
-        TURNS: f"its contract allows {budget.max_turns} turns",
-        DEADLINE: f"its contract allows {budget.deadline_s} seconds",
-        ABORTED: "its group was aborted",
+        SessionStatus.TURNS: f"its contract allows {budget.max_turns} turns",
+        SessionStatus.DEADLINE: f"its contract allows {budget.deadline_s} seconds",
+        SessionStatus.ABORTED: "its group was aborted",
     }
-    if reason == DELETED:
+    if status is SessionStatus.DISCARDED:
         return SessionNotFound(f"session {session.id!r} was deleted")
-    return ContextOverflow(reason, f"the session is over, {words[reason]}")
+    return ContextOverflow(status.reason, f"the session is over, {words[status]}")
 
 
 def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
-    if left.reason == CONTEXT and prompt is not None:
-        return ContextOverflow(CONTEXT, overflow=Overflow(prompt, left.limit))
-    return ContextOverflow(left.reason, f"{used} of the {left.limit} tokens of the session's contract are sampled")
+    if left.end is SessionStatus.CONTEXT and prompt is not None:
+        return ContextOverflow(left.end.reason, overflow=Overflow(prompt, left.limit))
+    why = f"{used} of the {left.limit} tokens of the session's contract are sampled"
+    return ContextOverflow(left.end.reason, why)

@@ -50,7 +50,7 @@ class SeenThrough:
         turn, episode = self._turn, self._turn.session.episode
         tokens = turn.seen_tokens if turn.stream else episode.ledger.reserved_by(turn.reservation)
         key = turn.repeat_key if episode.contract.budget.max_turns is not None else None
-        episode.settle(turn.reservation, tokens, key)
+        turn.session.settle(turn.reservation, tokens, key)
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.openai_session.episodes.contract import DELETED
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
@@ -65,9 +65,9 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
-        if session.episode.closed == DELETED:
+        if session.status is SessionStatus.DISCARDED:
             raise SessionNotFound(f"session {session.id!r} was deleted")
-        if session.deleted:
+        if session.status.is_forgotten:
             return
         pending.recorded, pending.aborted = True, any(choice.finish == ABORT for choice in choices)
         if isinstance(model := pending.fields.get("model"), str):
@@ -94,7 +94,7 @@ class TurnRecorder:
             if pending.written:
                 self.written_ids.recorded(session.id, turn, pending.written)
         tokens = sum(len(piece) for _, _, sampled in parts for piece in sampled)
-        session.episode.settle(pending.reservation, tokens, pending.repeat_key)
+        session.settle(pending.reservation, tokens, pending.repeat_key)
         if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)

@@ -26,6 +26,8 @@ class RunningTurn:
         self.session = session
         #: Its name at the engine, by which it is aborted; None where the engine knows it by others.
         self.rid: str | None = None
+        #: The error for which its session ended it; None while the session goes on.
+        self.stopped_by: RouterError | None = None
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router

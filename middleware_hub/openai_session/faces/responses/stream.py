@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from middleware_hub.openai_session.episodes.contract import CONTEXT
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import AnswerCut, ContextOverflow
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.responses import errors
@@ -60,7 +60,7 @@ class ResponsesWriter(ReplyWriter):
         """
         overflow = overflow_of(parsed_refusal(body)) if self._streams else None
         if overflow is not None:
-            raise ContextOverflow(CONTEXT, overflow=overflow)
+            raise ContextOverflow(SessionStatus.CONTEXT.reason, overflow=overflow)
         return errors.refusal_body(body, status)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
