@@ -28,7 +28,7 @@ from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp, TracedRouterApp
-from miles_router.engines.paths import CLIENT_PATHS
+from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
     MethodNotAllowed,

@@ -8,10 +8,9 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-import orjson
-
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.facts import Facts
+from miles_router.engines.known import USUAL
 from miles_router.engines.probe_text import probe_text
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled, first_header, spawn
@@ -19,8 +18,6 @@ from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled,
 logger = logging.getLogger(__name__)
 
 NAME = "tokenizer_agreement"
-#: SGLang 0.5.23 shows only the first of its two names in its schema.
-PATHS = ("/v1/tokenize", "/tokenize")
 OK, NOT_FOUND = 200, 404
 #: What an engine answers that has a key which it was not asked with.
 KEYED = frozenset({401, 403})
@@ -162,7 +159,7 @@ class TokenizerAgreement:
         if status in KEYED and not again:
             return
         known.attempts += 1
-        ids = _ids(answer) if status == OK else None
+        ids = (worker.engine or USUAL).tokens(answer) if status == OK else None
         known.settled = ids is not None or status in (OK, NOT_FOUND)
         fields: dict[str, object] = {"worker": worker.url}
         if ids is None:
@@ -207,14 +204,6 @@ def _known(worker: Worker) -> ProbeComparison | None:
 
 def _path(facts: Facts) -> str | None:
     """Return the route that tokenizes text. An engine that withholds its schema without a key has it all the same."""
+    names = (facts.engine or USUAL).tokenize
     withheld = facts.endpoints is None and facts.model_path is None
-    return PATHS[0] if withheld else next((path for path in PATHS if facts.answers(path)), None)
-
-
-def _ids(answer: bytes) -> list[int] | None:
-    try:
-        parsed = orjson.loads(answer)
-    except orjson.JSONDecodeError:
-        return None
-    ids = parsed.get("tokens") if isinstance(parsed, dict) else None
-    return ids if isinstance(ids, list) and {*map(type, ids)} == {int} else None
+    return next((path for path in names if withheld or facts.answers(path)), None)

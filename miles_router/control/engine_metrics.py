@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from miles_router.control.fan_out import FanOut, Outcome
-from miles_router.engines import paths
+from miles_router.engines.known import USUAL
 from miles_router.errors import NoWorkerAvailable, PartlyFailed
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
@@ -33,14 +33,17 @@ async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: fl
     asked = [worker for worker in workers if worker.state is not WorkerState.QUARANTINED]
     if not asked:
         raise NoWorkerAvailable("no worker is registered that answers")
-    request = Outgoing("GET", paths.METRICS.encode("ascii"), [(b"accept", b"text/plain")], b"")
-    outcomes = await fan_out.ask(asked, request, timeout)
+    outcomes = await asyncio.gather(*(fan_out.ask_one(worker, _request(worker), timeout) for worker in asked))
     if not any(outcome.ok for outcome in outcomes):
         raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
     merged = await asyncio.to_thread(merge, texts)  # hundreds of engines have megabytes
     silent = [outcome for outcome in outcomes if not outcome.ok]
     return merged + "".join(f"# no metrics of {outcome.worker.url}: {_refusals([outcome])}\n" for outcome in silent)
+
+
+def _request(worker: Worker) -> Outgoing:
+    return Outgoing("GET", (worker.engine or USUAL).metrics.encode("ascii"), [(b"accept", b"text/plain")], b"")
 
 
 def merge(texts: Mapping[str, str]) -> str:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-import orjson
-
 from miles_router.asgi.headers import RawHeaders
-from miles_router.engines import paths
 from miles_router.engines.engine import WITHHELD, Engine, Names
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import ALIVE, DOCUMENTS, USUAL, facts_of, read_facts
-from miles_router.engines.models import adapters
 from miles_router.errors import Unauthorized, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -91,15 +87,15 @@ class Probes:
         """
         with suppress(UpstreamError):
             timeout = self.timeout if patience is None else min(self.timeout, patience)
-            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS, key)
+            status, body = await self._first(worker, _engine(worker).models, timeout, MAX_MODELS, key)
             if status in KEYED:
-                raise Unauthorized(f"{worker.url}{paths.MODELS} answered {status}")
-            return adapters(body) if status == OK else frozenset() if status == NOT_FOUND else None
+                raise Unauthorized(f"{worker.url}{_engine(worker).models[0]} answered {status}")
+            return _engine(worker).adapters(body) if status == OK else frozenset() if status == NOT_FOUND else None
         return None
 
     async def tokenize(self, worker: Worker, path: str, text: str, key: bytes | None) -> tuple[int, bytes]:
         """As `TokenizerQuestion.tokenize`."""
-        body = orjson.dumps({"prompt": text, "add_special_tokens": False})
+        body = _engine(worker).tokenize_body(text)
         headers = [(b"content-type", b"application/json"), *_headers(worker, key)]
         return await self._upstream.fetch(
             worker.address, path, headers=headers, timeout=PATIENCE, limit=MAX_TOKENS, body=body

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from miles_router.engines.actions import Action, Order, Pause
 from miles_router.engines.control import Arguments, ControlRequest
@@ -31,6 +31,17 @@ Headers = list[tuple[bytes, bytes]]
 
 class CannotServe(ValueError):
     """A request that an engine would not answer as it is meant. The message says what it lacks."""
+
+
+class RankWish(NamedTuple):
+    """What a client's request says of ranks. `rank`: None for nothing, or nothing that can be known here. `heeded`: it
+    stands where the engine reads it, so that nothing needs to be added."""
+
+    rank: int | None
+    heeded: bool
+
+
+NO_WISH = RankWish(None, False)
 
 
 class RankReader(Protocol):
@@ -82,6 +93,32 @@ class Engine(ABC):
     well: ClassVar[str | None] = None
     #: What the engine says about itself.
     documents: ClassVar[Sequence[Names]]
+    #: The path of its numbers, as Prometheus reads them.
+    metrics: ClassVar[str]
+    #: Lists its models, and adapters among them.
+    models: ClassVar[Names]
+    #: Paths whose requests generate; all others pass a closed gate.
+    generates: ClassVar[frozenset[str]]
+    #: Paths whose requests the engine itself works on, those that generate among them.
+    computes: ClassVar[frozenset[str]]
+    #: What an agent may post beside what generates. Nothing here changes an engine.
+    aside: ClassVar[frozenset[str]]
+    #: Those of them that make tokens of text, and text of tokens.
+    tokenizers: ClassVar[frozenset[str]]
+    #: What the clients' key opens where administration has a key of its own; one that ends with `/` stands for all
+    #: beneath it. Everything else needs the key of administration, so that a new engine opens nothing.
+    client_paths: ClassVar[frozenset[str]]
+    #: What the engine puts in front of 32 hexadecimal digits where a client gives a generation no name.
+    made_names: ClassVar[Sequence[str]] = ("",)
+    #: The field of that name, by path, where it is another than that of `/generate`.
+    name_fields: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    #: Makes tokens of a text, no special ones added.
+    tokenize: ClassVar[Names] = ()
+    #: Fields by which a client itself chooses where the engine computes.
+    places: ClassVar[frozenset[str]] = frozenset()
+    #: Paths where an adapter has a field and the model says nothing, and all where it has a field.
+    adapter_only_by_field: ClassVar[frozenset[str]] = frozenset()
+    adapter_by_field: ClassVar[frozenset[str]] = frozenset()
     #: Its control requests.
     control: ClassVar[Sequence[ControlRequest]]
     #: Whether it says which weights it has. Where not, they are what the router was told.
@@ -111,6 +148,27 @@ class Engine(ABC):
     @abstractmethod
     def sampling_version(self, said: bytes) -> str | None:
         """Read which weights sample now in an answer of `scheduler`; None where it names none, or several."""
+
+    def with_adapter(self, path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
+        """Return a request whose model is `base:adapter` so that its route applies the adapter.
+
+        Raises:
+            CannotServe: the route never does.
+            What `parse` raises.
+        """
+        raise CannotServe(f"{path} applies no adapters")
+
+    def adapters(self, listed: bytes) -> frozenset[str]:
+        """Return the adapters in an answer of `models`; none in what cannot be read."""
+        return frozenset()
+
+    def tokenize_body(self, text: str) -> bytes:
+        """Return what `tokenize` is asked for a text."""
+        raise CannotServe("it makes no tokens of texts")
+
+    def tokens(self, answer: bytes) -> list[int] | None:
+        """Return the ids in an answer of `tokenize`; None where it has none."""
+        return None
 
     @abstractmethod
     def takes_cache_key(self, facts: Facts, path: str) -> bool:
@@ -147,6 +205,11 @@ class Engine(ABC):
     def pause_told(self, pause: Pause) -> Pause:
         """Return the pause that the engine is told in place of another whose mode it lacks."""
         return Pause(self.pauses.get(pause.mode, pause.mode))
+
+    @staticmethod
+    def rank_wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:
+        """Return which rank a client wants that speaks to this engine. Raises what `parse` raises."""
+        return NO_WISH
 
     def ranks(self, facts: Facts) -> int:
         """Return how many data-parallel ranks requests can be pinned to."""

@@ -21,6 +21,15 @@ USUAL: Engine = SGLANG
 #: What a worker is asked before its engine is known.
 ALIVE: Sequence[Names] = tuple(dict.fromkeys(kind.alive for kind in KINDS))
 DOCUMENTS: Sequence[Names] = tuple(dict.fromkeys(names for kind in KINDS for names in kind.documents))
+#: The same of paths as `Engine` says of each kind.
+GENERATION = frozenset[str]().union(*(kind.generates for kind in KINDS))
+COMPUTED = frozenset[str]().union(*(kind.computes for kind in KINDS))
+ASIDE = frozenset[str]().union(*(kind.aside for kind in KINDS))
+MADE_NAMES = tuple(dict.fromkeys(made for kind in KINDS for made in kind.made_names))
+NAME_FIELDS = {path: field for kind in reversed(KINDS) for path, field in kind.name_fields.items()}
+PLACES = frozenset[str]().union(*(kind.places for kind in KINDS))
+TOKENIZERS = frozenset[str]().union(*(kind.tokenizers for kind in KINDS))
+CLIENT_PATHS = frozenset[str]().union(*(kind.client_paths for kind in KINDS))
 #: Every control request by its path, as the first kind reads it that has it.
 CONTROL: Mapping[str, ControlRequest] = {each.path: each for kind in reversed(KINDS) for each in kind.control}
 

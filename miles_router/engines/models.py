@@ -1,9 +1,4 @@
-"""Models by name: which one a request asks for, and how an adapter of one is spelled for each route. Pure.
-
-Source: SGLang 0.5.23. `openai/serving_base.py` takes `base:adapter` for an adapter, and any other name for the base
-weights, without a word; `/generate` ignores the model and has `lora_path`; `openai/serving_responses.py` accepts the
-name of an adapter and never applies it, and so do the APIs of Ollama.
-"""
+"""Models by name: which one a request asks for, and which adapter of one. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +6,13 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-import orjson
-
-from miles_router.engines import paths
-from miles_router.engines.engine import CannotServe, Parse
+from miles_router.engines.engine import Parse
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"
-#: The name of an adapter, where it is told of or loaded.
-ADAPTER_NAME = "lora_name"
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
-#: Paths where an adapter has a field, and the model says nothing; those where `base:adapter` is applied; all with a
-#: field.
-BY_FIELD = frozenset({paths.GENERATE, paths.ENCODE, paths.CLASSIFY})
-BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
-WITH_FIELD = BY_FIELD | BY_NAME - {paths.MESSAGES}
 _MODEL = Field(MODEL)
 #: A letter that is escaped without need: in a name, too, an engine reads it.
 _ESCAPED = re.compile(rb"\\u00[4-7]")
@@ -71,33 +56,15 @@ def only_with_adapter(body: bytes, adapter: str) -> bytes:
     return extended(body, {MODEL: f"{DEFAULT}:{adapter}", ADAPTER: adapter})
 
 
-def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
-    """A request whose model is written as `base:adapter`, so that its route applies the adapter: said in each way that
-    there is for it, for not every engine reads the model.
-
-    Raises:
-        CannotServe: the route never does.
-        What `parse` raises.
-    """
-    if path not in WITH_FIELD:
-        if path in BY_NAME:
-            return body
-        raise CannotServe(f"{path} answers with base weights whatever adapter is named")
-    own = _adapters_of(body, parse)
-    if isinstance(own, list) and own:
-        filled = [each or adapter for each in own]
-        return body if filled == own else extended(body, {ADAPTER: filled})
-    return body if own else extended(body, {ADAPTER: adapter})
-
-
 def own_adapters(body: bytes, parse: Parse) -> object:
     """What a request names as its adapter, or adapters, beside its model; None where that is none. Raises what `parse`
     raises."""
-    own = _adapters_of(body, parse)
+    own = adapters_in(body, parse)
     return own if own and (not isinstance(own, list) or any(own)) else None
 
 
-def _adapters_of(body: bytes, parse: Parse) -> object:
+def adapters_in(body: bytes, parse: Parse) -> object:
+    """The field of a request that names its adapter, or one for each of its prompts. Raises what `parse` raises."""
     parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body or _ESCAPED.search(body) else None
     return parsed.get(ADAPTER) if isinstance(parsed, dict) else None
 
@@ -114,12 +81,3 @@ def is_written(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def adapters(models: bytes) -> frozenset[str]:
-    """The adapters in an answer to `/v1/models`; none in what cannot be read."""
-    try:
-        cards = orjson.loads(models).get("data")
-        return frozenset(card["id"] for card in cards if card.get("parent") is not None)
-    except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError):
-        return frozenset()

@@ -17,17 +17,15 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines import paths
 from miles_router.engines.engine import Parse
 from miles_router.engines.events import Event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, TEXT
+from miles_router.engines.known import MADE_NAMES, NAME_FIELDS
 from miles_router.engines.scan import Field, Incomplete
 from miles_router.engines.writing import extended
 
-#: The field of a name, where it is another than `rid`.
-FIELDS: Mapping[str, str] = {paths.RESPONSES: "request_id"}
-#: What engines and this router put in front of so many hexadecimal digits where a client gives no name.
-MADE, DIGITS = ("", "resp_", "HEALTH_CHECK_"), 32
+#: Hexadecimal digits of a name that engines and this router make where a client gives none.
+DIGITS = 32
 #: Fields that may hold a list of prompts; the first that is there counts.
 PROMPTS = (IDS, IDS_ALIAS, TEXT, "prompt")
 _HEX = frozenset(string.hexdigits)
@@ -37,7 +35,9 @@ _ESCAPED = re.compile(rb"\\u00[4-7]")
 
 def may_begin_others(name: str) -> bool:
     """Return whether the names that engines and this router make may begin with this one, as with the empty name."""
-    return any(made.startswith(name) or (name.startswith(made) and _is_short_hex(name[len(made) :])) for made in MADE)
+    return any(
+        made.startswith(name) or (name.startswith(made) and _is_short_hex(name[len(made) :])) for made in MADE_NAMES
+    )
 
 
 def _is_short_hex(name: str) -> bool:
@@ -69,7 +69,7 @@ class Names:
         Raises:
             What `parse` raises.
         """
-        field = FIELDS.get(path, RID)
+        field = NAME_FIELDS.get(path, RID)
         given = _given(body, field, parse)
         names: list[Any] = given if isinstance(given, list) else [given]
         if not names or not all(isinstance(each, str) for each in names):
@@ -101,7 +101,7 @@ def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
     Raises:
         What `parse` raises.
     """
-    field = Field(FIELDS.get(path, RID))
+    field = Field(NAME_FIELDS.get(path, RID))
     escaped = _ESCAPED.search(body) is not None
     if field.quoted not in body and not escaped:
         return None
@@ -124,7 +124,7 @@ def engine_names(path: str, body: bytes, parse: Parse) -> Sequence[str]:
     if len(names) != 1:
         return names
     parsed = parse(body)
-    return names if isinstance(parsed[FIELDS.get(path, RID)], list) else _all_rids(parsed, names)
+    return names if isinstance(parsed[NAME_FIELDS.get(path, RID)], list) else _all_rids(parsed, names)
 
 
 def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
@@ -137,7 +137,7 @@ def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool
     Raises:
         What `parse` raises.
     """
-    field = Field(FIELDS.get(path, RID))
+    field = Field(NAME_FIELDS.get(path, RID))
     if field.quoted not in body and _ESCAPED.search(body) is None:
         return False
     if _ESCAPED.search(body) is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from miles_router.engines.paths import COMPUTED, GENERATION
+from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
 from miles_router.fleet.admission_queue import AdmissionQueue, Waiting
 from miles_router.fleet.placement.admission import Admission

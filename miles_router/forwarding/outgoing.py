@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
-from miles_router.engines.ranks import RankWish
+from miles_router.engines.engine import RankWish
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker

@@ -6,9 +6,8 @@ import logging
 from typing import NamedTuple
 
 from miles_router.asgi.headers import RawHeaders, first_header
-from miles_router.engines import ranks
 from miles_router.engines.client_json import read_json
-from miles_router.engines.engine import CannotServe
+from miles_router.engines.engine import NO_WISH, CannotServe, RankWish
 from miles_router.engines.known import USUAL
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
@@ -57,12 +56,12 @@ class Ranks:
             CannotServe: there is one.
             BadRequest: as `wished`.
         """
-        if self._wish(request) != ranks.NO_WISH:
+        if self._wish(request) != NO_WISH:
             raise CannotServe("a prefill/decode pair chooses the ranks of its halves by itself")
 
-    def _wish(self, request: Outgoing) -> ranks.RankWish:
+    def _wish(self, request: Outgoing) -> RankWish:
         if request.rank_wish is None:
-            request.rank_wish = ranks.wish(request.path, request.headers, request.body, read_json)
+            request.rank_wish = USUAL.rank_wish(request.path, request.headers, request.body, read_json)
         return request.rank_wish
 
     async def pin(self, unit: Unit, request: Outgoing, body: bytes) -> Pin:

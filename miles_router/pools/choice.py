@@ -6,6 +6,7 @@ from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.asgi.headers import first_header
 from miles_router.engines import models
 from miles_router.engines.client_json import read_json
+from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
@@ -41,7 +42,7 @@ class PoolChoice:
             if path.startswith(SESSION_PREFIX):
                 raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
             exchange.pool = pool.name
-        if computes(path) and endpoint(path) not in models.BY_FIELD:
+        if computes(path) and endpoint(path) not in USUAL.adapter_only_by_field:
             adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
             if not self._pools.named and model not in default.names:
@@ -138,7 +139,7 @@ def _with_own(path: str, body: bytes, adapter: str | None) -> str | None:
         BadRequest: a field beside the model names another, or several.
     """
     own = models.own_adapters(body, read_json)
-    if own is None or (adapter is None and path in models.WITH_FIELD):  # where the engine reads it
+    if own is None or (adapter is None and path in USUAL.adapter_by_field):  # where the engine reads it
         return adapter
     if not isinstance(own, str) or not models.is_written(own):
         raise BadRequest(f"{models.ADAPTER} must be a string")

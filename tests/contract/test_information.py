@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_router.engines import paths
-from miles_router.engines.known import USUAL, read_facts
+from miles_router.engines.known import GENERATION, USUAL, read_facts
 from miles_router.engines.sglang.caches import takes_cache_key
 from tests.contract.client import WorkerClient
 
@@ -42,7 +42,7 @@ async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
     assert None not in (facts.version, facts.model_path, facts.model_type, facts.template)
     assert None not in (facts.tool_call_parser, facts.reasoning_parser)
     assert facts.takes_field("ChatCompletionRequest", "return_output_ids_in_sglext")
-    assert {path for path in paths.GENERATION if takes_cache_key(facts, path)} >= {
+    assert {path for path in GENERATION if takes_cache_key(facts, path)} >= {
         *(paths.GENERATE, paths.CHAT, paths.COMPLETIONS)
     }
     assert facts.endpoints is not None

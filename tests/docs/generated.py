@@ -22,8 +22,7 @@ from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.cluster.owners.handover import HandoverStatistics
 from miles_router.engines.control import SLOW
-from miles_router.engines.known import CONTROL
-from miles_router.engines.paths import CLIENT_PATHS
+from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
 from miles_router.partial_rollouts.leg import ResumeStatistics

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.engines import paths
-from miles_router.engines.known import CONTROL
+from miles_router.engines.known import CONTROL, GENERATION
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import checkpoint
 from tests.support.http import Pairs, RawReply, ask
@@ -21,7 +20,7 @@ from tests.support.stage import Stage
 DATA: Pairs = [("Authorization", "Bearer data"), ("Content-Type", "application/json")]
 ADMIN: Pairs = [("Authorization", "Bearer admin"), ("Content-Type", "application/json")]
 KNOWN = [*CONTROL]
-GENERATIONS = sorted(paths.GENERATION)
+GENERATIONS = sorted(GENERATION)
 SETTINGS: dict[str, Any] = {"api_key": "data", "admin_api_key": "admin"}
 
 

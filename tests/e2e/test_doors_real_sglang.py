@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from miles_router.engines import paths
-from miles_router.engines.known import CONTROL
+from miles_router.engines.known import CONTROL, GENERATION
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
@@ -77,7 +77,7 @@ async def test_no_spelling_of_a_control_path_is_carried_out(
 async def test_no_spelling_of_a_generation_passes_a_closed_gate(router: RunningRouter) -> None:
     assert (await router.ask("POST", "/pause_generation", ADMIN, b'{"mode": "abort"}')).status == 200
     try:
-        for path in sorted(paths.GENERATION):
+        for path in sorted(GENERATION):
             for target in ways(path):
                 answer = await router.ask("POST", target, DATA, BODIES.get(path, BODY))
                 said = (b'"%b"' % word.encode() in answer.body for status, word in HELD if status == answer.status)

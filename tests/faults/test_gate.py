@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.engines.paths import GENERATION
+from miles_router.engines.known import GENERATION
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import JSON, PROBING, asked, gate, held, post, posting, simulated

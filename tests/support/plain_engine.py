@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from miles_router.engines import paths
-from miles_router.engines.known import CONTROL
+from miles_router.engines.known import CONTROL, GENERATION
 from miles_router.serving.server import listen
 from tests.support.running_router import serving
 
@@ -37,7 +37,7 @@ class PlainEngine:
     def __init__(self) -> None:
         self.url = ""
         self.called: list[str] = []
-        named = [*TOLD, *sorted(paths.GENERATION), paths.MODELS, f"{paths.MODELS}/{{model:path}}"]
+        named = [*TOLD, *sorted(GENERATION), paths.MODELS, f"{paths.MODELS}/{{model:path}}"]
         self.app = Starlette(routes=[Route(path, self._endpoint(path), methods=METHODS) for path in named])
 
     def _endpoint(self, path: str) -> Callable[[Request], Awaitable[Response]]:

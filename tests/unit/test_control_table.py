@@ -12,7 +12,6 @@ import orjson
 import pytest
 
 import miles_router
-from miles_router.engines import paths
 from miles_router.engines.actions import (
     MEMORY,
     Abort,
@@ -31,7 +30,8 @@ from miles_router.engines.actions import (
 )
 from miles_router.engines.control import Arguments, BadArguments
 from miles_router.engines.engine import Engine
-from miles_router.engines.known import CONTROL, own_request
+from miles_router.engines.known import CONTROL, GENERATION, own_request
+from miles_router.engines.sglang import paths
 from miles_router.engines.sglang.engine import SGLANG
 from miles_router.engines.sglang_jax.engine import WITH_ADAPTERS
 
@@ -40,9 +40,7 @@ HOUSE = ROOT / "miles_router"
 #: They speak the API from outside, as clients and workers do, and import nothing of the server.
 OUTSIDE = (HOUSE / "client", HOUSE / "testing")
 PATHS = frozenset(CONTROL)
-ENGINES = frozenset(
-    {*paths.MODEL_INFO, *paths.SERVER_INFO, *paths.SCHEMA, *paths.GENERATION, paths.HEALTH, paths.READY}
-)
+ENGINES = frozenset({*paths.MODEL_INFO, *paths.SERVER_INFO, *paths.SCHEMA, *GENERATION, paths.HEALTH, paths.READY})
 
 
 def texts(source: str) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.engine import CannotServe
-from miles_router.engines.models import adapter_of, adapters, model_of, with_adapter, with_model
+from miles_router.engines.models import adapter_of, model_of, with_model
+from miles_router.engines.sglang.adapters import told_adapters, with_adapter
 
 
 def never(body: bytes) -> Any:
@@ -102,5 +103,5 @@ def test_an_adapter_is_where_its_route_reads_it() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"7", b'{"data": 1}', b'{"data": [1]}', b'{"data": [{"parent": "m"}]}'])
 def test_what_cannot_be_read_tells_of_no_adapters(said: bytes) -> None:
-    assert adapters(said) == frozenset()
-    assert adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}
+    assert told_adapters(said) == frozenset()
+    assert told_adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}

@@ -9,6 +9,7 @@ import pytest
 
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts
+from miles_router.engines.known import GENERATION
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.facts import sampling_version
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
@@ -108,9 +109,9 @@ def test_a_request_that_no_engine_takes_stays_as_it_is(body: bytes) -> None:
 
 def test_an_engine_says_which_of_its_requests_take_a_key() -> None:
     facts = Facts(schemas={"GenerateReqInput": frozenset({"extra_key"}), "ChatCompletionRequest": frozenset({"n"})})
-    taking = {path for path in paths.GENERATION if takes_cache_key(facts, path)}
+    taking = {path for path in GENERATION if takes_cache_key(facts, path)}
     assert taking == {paths.GENERATE}
-    assert not any(takes_cache_key(Facts(), path) for path in paths.GENERATION)
+    assert not any(takes_cache_key(Facts(), path) for path in GENERATION)
 
 
 @pytest.mark.parametrize(

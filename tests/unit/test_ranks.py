@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_router.engines.engine import NO_WISH, RankWish
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import read_facts
-from miles_router.engines.ranks import MAX_RANKS, NO_WISH, RankWish, wish
-from miles_router.engines.sglang.ranks import RankScanner, pinned, rank_reader, ranks
+from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, pinned, rank_reader, ranks, wish
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url

@@ -5,7 +5,7 @@ from __future__ import annotations
 from middleware_hub.openai_session.errors import SessionNotFound
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.engines import paths
+from miles_router.engines.known import TOKENIZERS
 from miles_router.middlewares import Scope
 
 SESSIONS, PREFIX = "/sessions", "/sessions/"
@@ -27,7 +27,7 @@ def key_of(store: SessionStore, path: str) -> str | None:
         SessionLost: the session was lost, and its key with it.
     """
     name, _, rest = path[len(PREFIX) :].partition("/")
-    if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in paths.TOKENIZERS):
+    if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in TOKENIZERS):
         return None
     session = store.find(name)
     if session is None:

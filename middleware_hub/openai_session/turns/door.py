@@ -22,6 +22,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import models, paths
+from miles_router.engines.known import ASIDE, COMPUTED
 from miles_router.errors import NotFound, RouterError, StateError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat
@@ -104,7 +105,7 @@ class TurnDoor:
         if not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")
         with self._store.in_use(session):
-            if method == "POST" and path in paths.COMPUTED:
+            if method == "POST" and path in COMPUTED:
                 await self._untraced(await Exchange.of(scope).read(receive), scope, receive, send)
             else:
                 await self._app(scope, receive, send)
@@ -232,7 +233,7 @@ async def _tell(
 def _is_aside(method: str, path: str) -> bool:
     """Whether an agent may ask for this beside its turns."""
     if method == "POST":
-        return path in paths.ASIDE
+        return path in ASIDE
     return method in ("GET", "HEAD") and _is_of_models(path)
 
 

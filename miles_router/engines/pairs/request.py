@@ -13,10 +13,11 @@ from miles_router.engines.engine import CannotServe, Parse
 from miles_router.engines.generate import IDS, IDS_ALIAS, PARAMS, PER_PROMPT, RID, TEXT, GenerateRequest, UnknownShape
 from miles_router.engines.rows import ROW_FIELDS, RowFields
 from miles_router.engines.scan import Field, Incomplete
+from miles_router.engines.sglang.paths import INVOCATIONS
 from miles_router.engines.writing import extended
 
 #: Paths whose requests take a room. The others have no field for it.
-PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, paths.INVOCATIONS})
+PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, INVOCATIONS})
 #: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.
 ROOM_BITS = 62
 

@@ -14,6 +14,7 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts
+from miles_router.engines.sglang.paths import INVOCATIONS
 from miles_router.engines.writing import extended
 
 CACHE_KEY = "extra_key"
@@ -23,7 +24,7 @@ SCHEMAS: Mapping[str, str] = {
     paths.CHAT: "ChatCompletionRequest",
     paths.COMPLETIONS: "CompletionRequest",
     paths.RESPONSES: "ResponsesRequest",
-    paths.INVOCATIONS: "ChatCompletionRequest",
+    INVOCATIONS: "ChatCompletionRequest",
 }
 _QUOTED = b'"%b"' % CACHE_KEY.encode()
 

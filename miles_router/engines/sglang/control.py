@@ -28,7 +28,7 @@ from miles_router.engines.actions import (
 )
 from miles_router.engines.control import SLOW, Arguments, BadArguments, ControlRequest, group_in, other
 from miles_router.engines.engine import CannotServe
-from miles_router.engines.models import ADAPTER_NAME
+from miles_router.engines.sglang.adapters import NAME as ADAPTER_NAME
 
 PAUSE, CONTINUE, ABORT, FLUSH = "/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"
 SLEEP, WAKE = "/release_memory_occupation", "/resume_memory_occupation"

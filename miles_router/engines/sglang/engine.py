@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from miles_router.engines import paths
+import orjson
+
 from miles_router.engines.actions import Action, Order
 from miles_router.engines.control import ControlRequest
-from miles_router.engines.engine import Documents, Engine, Headers, RankReader
+from miles_router.engines.engine import Documents, Engine, Headers, Names, Parse, RankReader
 from miles_router.engines.facts import HALVES, Facts
-from miles_router.engines.sglang import ranks
+from miles_router.engines.paths import MODELS, RESPONSES
+from miles_router.engines.sglang import paths, ranks
+from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, told_adapters, with_adapter
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
@@ -28,6 +31,17 @@ class SGLang(Engine):
     ready: ClassVar[str | None] = paths.READY
     well: ClassVar[str | None] = paths.WELL
     documents = (paths.MODEL_INFO, paths.SERVER_INFO, paths.SCHEMA)
+    metrics = paths.METRICS
+    models = (MODELS,)
+    generates, computes = paths.GENERATION, paths.COMPUTED
+    aside, tokenizers, client_paths = paths.ASIDE, paths.TOKENIZERS, paths.CLIENT_PATHS
+    made_names: ClassVar[Sequence[str]] = ("", "resp_", "HEALTH_CHECK_")
+    name_fields: ClassVar[Mapping[str, str]] = {RESPONSES: "request_id"}
+    tokenize: ClassVar[Names] = paths.TOKENIZE
+    places: ClassVar[frozenset[str]] = frozenset({*ranks.FIELDS, "bootstrap_host", "bootstrap_room"})
+    adapter_only_by_field: ClassVar[frozenset[str]] = BY_FIELD
+    adapter_by_field: ClassVar[frozenset[str]] = WITH_FIELD
+    rank_wish = staticmethod(ranks.wish)
     control = REQUESTS
 
     @classmethod
@@ -52,6 +66,23 @@ class SGLang(Engine):
 
     def with_cache_key(self, body: bytes, key: str) -> bytes:
         return with_cache_key(body, key)
+
+    def with_adapter(self, path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
+        return with_adapter(path, body, adapter, parse)
+
+    def adapters(self, listed: bytes) -> frozenset[str]:
+        return told_adapters(listed)
+
+    def tokenize_body(self, text: str) -> bytes:
+        return orjson.dumps({"prompt": text, "add_special_tokens": False})
+
+    def tokens(self, answer: bytes) -> list[int] | None:
+        try:
+            parsed = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            return None
+        ids = parsed.get("tokens") if isinstance(parsed, dict) else None
+        return ids if isinstance(ids, list) and {*map(type, ids)} == {int} else None
 
     def ranks(self, facts: Facts) -> int:
         return ranks.ranks(facts)

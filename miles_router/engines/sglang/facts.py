@@ -15,8 +15,8 @@ import orjson
 
 from miles_router.engines.engine import Documents
 from miles_router.engines.facts import Facts
-from miles_router.engines.models import ADAPTER_NAME
-from miles_router.engines.paths import MODEL_INFO, SCHEMA, SERVER_INFO
+from miles_router.engines.sglang.adapters import NAME as ADAPTER_NAME
+from miles_router.engines.sglang.paths import MODEL_INFO, SCHEMA, SERVER_INFO
 
 #: Of `/server_info`: what changes while one process lives.
 VOLATILE = frozenset({"internal_states", "weight_version"})

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from miles_router.engines import paths
 from miles_router.engines.engine import Documents, Parse, Translation
 from miles_router.engines.facts import Facts
+from miles_router.engines.sglang import paths
 from miles_router.engines.sglang.engine import SGLang
 from miles_router.engines.sglang.facts import model_and_server
 from miles_router.engines.sglang_jax.generate import translate, translate_without_adapters

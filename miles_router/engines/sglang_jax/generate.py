@@ -32,6 +32,7 @@ from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, GenerateRequest
 from miles_router.engines.models import own_adapters
 from miles_router.engines.rows import EXPERT_FIELDS, cut_rows
+from miles_router.engines.sglang.paths import INVOCATIONS
 
 WANTED, TOP, START_LEN, WITH_TEXT = "return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs"
 TOP_LISTS = ("input_top_logprobs", "output_top_logprobs")
@@ -60,7 +61,7 @@ IGNORED_IN_CHAT = (
     "return_indexer_topk",
     "cache_salt",
 )
-CHATS = {paths.CHAT: "top_logprobs", paths.INVOCATIONS: "top_logprobs", paths.COMPLETIONS: "logprobs"}
+CHATS = {paths.CHAT: "top_logprobs", INVOCATIONS: "top_logprobs", paths.COMPLETIONS: "logprobs"}
 
 
 def translate(path: str, body: bytes, parse: Parse) -> Translation | None:

@@ -6,9 +6,9 @@ import string
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from miles_router.engines import ranks
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import MEDIA, RID, GenerateRequest, UnknownShape, is_absent
+from miles_router.engines.known import PLACES
 from miles_router.partial_rollouts.continuation import check_stateless
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 
@@ -24,8 +24,6 @@ Reason = Literal[
     "too_long",
 ]
 
-#: Fields by which a client itself chooses where the engine computes.
-PLACES = (*ranks.FIELDS, "bootstrap_host", "bootstrap_room")
 #: An engine makes names of 32 hexadecimal digits, and aborts all that begin with the one it is told.
 LONG_NAME = 16
 #: Positions that an engine keeps free behind a prompt: SGLang 0.5.23 takes one that is 6 shorter than its context.
