@@ -55,6 +55,8 @@ class RankReader(Protocol):
 class Translation(Protocol):
     """One request as an engine has to be asked, and its answers as SGLang would have given them."""
 
+    #: Where the engine is sent it, with the query; None: as it came.
+    target: bytes | None
     #: What the engine is sent.
     body: bytes
     #: The engine's name of each generation that the client has named, by the client's.

@@ -172,6 +172,7 @@ class RenamedRequest:
     """A request to an engine that is asked as it came but for its names; its client sees its own."""
 
     heeds_cache_key = True
+    target: bytes | None = None
 
     def __init__(self, path: str, body: bytes, parse: Parse) -> None:
         self.body, self._names = Names.renamed(path, body, parse)

@@ -199,7 +199,8 @@ class Forwarder:
         if request.generates:
             reply = await self._generate(unit, request, translation, flight)
         else:
-            reply = await send(self._upstream, worker, request, body=None if translation is None else translation.body)
+            target, body = (None, None) if translation is None else (translation.target, translation.body)
+            reply = await send(self._upstream, worker, request, target=target, body=body)
         if translation is None:
             return reply
         try:
@@ -247,7 +248,7 @@ class Forwarder:
         """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
         worker = unit.worker
         gate, caches, cache = self._fleet.gate, worker.caches, 0
-        body = None if translation is None else translation.body
+        target, body = (None, None) if translation is None else (translation.target, translation.body)
         now = caches.number
         if now:
             body, cache = await self._choose_cache(worker, request, body, translation, flight)
@@ -256,17 +257,21 @@ class Forwarder:
             return not gate.closed and worker.caches is caches and caches.number == now and not unit.retired
 
         if unit.rank is None:
-            reply = await send(self._upstream, worker, request, body=body, admit=admit)
+            reply = await send(self._upstream, worker, request, target=target, body=body, admit=admit)
         else:
-            reply = await self._ask_rank(unit, request, body, admit)
+            reply = await self._ask_rank(unit, request, target, body, admit)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
-    async def _ask_rank(self, unit: Unit, request: Outgoing, body: bytes | None, admit: Admit) -> Reply:
+    async def _ask_rank(
+        self, unit: Unit, request: Outgoing, target: bytes | None, body: bytes | None, admit: Admit
+    ) -> Reply:
         """Send it so that this rank answers."""
         pin = await self._ranks.pin(unit, request, request.body if body is None else body)
-        reply = await send(self._upstream, unit.worker, request, body=pin.body, headers=pin.headers, admit=admit)
+        reply = await send(
+            self._upstream, unit.worker, request, target=target, body=pin.body, headers=pin.headers, admit=admit
+        )
         self._ranks.watch(reply, unit, pin.rank, request.path)
         return reply
 

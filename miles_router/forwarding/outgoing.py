@@ -117,6 +117,7 @@ async def send(
     worker: Worker,
     request: Outgoing,
     *,
+    target: bytes | None = None,
     body: bytes | None = None,
     headers: RawHeaders | None = None,
     slot: bool = True,
@@ -124,7 +125,7 @@ async def send(
     fresh: bool = False,
 ) -> Reply:
     """Send `request` to one worker with that worker's key, without a lease. `slot`, `admit` and `fresh` are those of
-    `Upstream.open`; `body` and `headers` are sent in place of the request's. The caller closes the reply.
+    `Upstream.open`; `target`, `body` and `headers` are sent in place of the request's. The caller closes the reply.
 
     Raises:
         UpstreamError, NotAdmitted: as `Upstream.open`.
@@ -136,7 +137,7 @@ async def send(
     return await upstream.open(
         worker.address,
         request.method,
-        request.target,
+        request.target if target is None else target,
         headers,
         request.body if body is None else body,
         slot=slot,

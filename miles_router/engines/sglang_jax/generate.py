@@ -101,6 +101,7 @@ class GenerateTranslation:
 
     def __init__(self, request: GenerateRequest) -> None:
         _check_generate(request)
+        self.target: bytes | None = None
         self._request = request
         self._prompts = range(len(request.prompts))
         self.heeds_cache_key = not request.indexed  # it loses that of several (`GenerateReqInput.__getitem__`)
