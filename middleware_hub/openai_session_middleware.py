@@ -47,6 +47,7 @@ from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
 from miles_router.middlewares import (
     ASGIApp,
+    HasDataPaths,
     HasKeys,
     HasLifespan,
     HasRoutes,
@@ -237,6 +238,7 @@ class OpenAISessionMiddleware:
 
 _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
+_data_paths: type[HasDataPaths] = OpenAISessionMiddleware
 _keys: type[HasKeys] = OpenAISessionMiddleware
 _restores: type[Restores] = OpenAISessionMiddleware
 _owners: type[HasOwners] = OpenAISessionMiddleware

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,6 +158,12 @@ class GenerateRequest:
         own.pop(RID, None)
         rid = self.rid(generation)
         return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
+
+    def with_params(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the body with the sampling parameters that `change` makes of each prompt's, `n` included. One object
+        for all prompts stays one."""
+        params = self.body.get(PARAMS)
+        return {**self.body, PARAMS: [*map(change, params)] if isinstance(params, list) else change(params or {})}
 
     def with_ids(self, ids: Sequence[object], **fields: object) -> dict[str, Any]:
         """The request with ids for each of its prompts, in any form that is written as a list of numbers (a numpy array

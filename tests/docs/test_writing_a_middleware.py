@@ -13,7 +13,7 @@ import orjson
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from miles_router.check import check_path
+from miles_router.check import check_path, stage
 from miles_router.middlewares.router import Router
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
@@ -27,6 +27,7 @@ CLASSES = [
     "token_cap.TokenCap",
     "finish_count.FinishCount",
     "reply_size.ReplySize",
+    "stream_times.StreamTimes",
     "ask_again.AskAgain",
     "probe.Probe",
     "legacy.Legacy",
@@ -129,6 +130,23 @@ async def test_reply_size_writes_while_the_router_runs(tmp_path: Path) -> None:
     async with serving("reply_size.ReplySize", file="sizes.txt") as (router, _):
         reply = await generate(router, max_new_tokens=2)
     assert (tmp_path / "sizes.txt").read_text() == f"/generate {len(reply.body)}\n"
+
+
+async def test_stream_times_are_told_in_front_of_the_last_event() -> None:
+    async with stage("stream_times.StreamTimes") as at:
+        reply = await at.generate("Hi", stream=True)
+        *answers, times = reply.events()
+        assert [answer["meta_info"]["completion_tokens"] for answer in answers] == list(range(1, 9))
+        assert b"event: times\n" in reply.body
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        numbers = at.router.statistics["stream_times"]()
+        assert numbers["first_event"] == {"count": 1, "sum": times["first_event_s"]}
+
+
+async def test_token_cap_keeps_the_number_of_samples() -> None:
+    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
+        await generate(router, max_new_tokens=9, n=2)
+        assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
 
 
 async def test_all_of_them_run_in_one_stack() -> None:

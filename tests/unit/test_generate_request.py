@@ -104,6 +104,23 @@ def test_one_of_several_samples_has_no_id_of_its_client_s() -> None:
     assert read.single(1) == {"input_ids": [1], "sampling_params": {"top_k": 1}}
 
 
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"text": "a"}, {"top_k": 1}),
+        ({"text": "a", "sampling_params": None}, {"top_k": 1}),
+        ({"text": "a", "sampling_params": {"n": 2, "stop": "x"}}, {"n": 2, "stop": "x", "top_k": 1}),
+        ({"text": ["a", "b"], "sampling_params": {"n": 2}}, {"n": 2, "top_k": 1}),
+        ({"text": "a", "sampling_params": [{"n": 2}]}, [{"n": 2, "top_k": 1}]),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"stop": "x"}]}, [{"top_k": 1}, {"stop": "x", "top_k": 1}]),
+    ],
+)
+def test_sampling_parameters_are_changed_in_the_form_that_they_came_in(given: dict[str, Any], changed: Any) -> None:
+    read = GenerateRequest.read(given)
+    assert read.with_params(lambda params: {**params, "top_k": 1}) == {**given, "sampling_params": changed}
+    assert read.body == given
+
+
 def test_ids_take_the_place_of_texts() -> None:
     read = GenerateRequest.read({"text": ["a", "b"], "rid": "r"})
     assert read.with_ids([[1], [2]], return_logprob=True) == {
