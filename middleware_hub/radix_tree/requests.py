@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from miles_router.engines.generate import IDS, IDS_ALIAS, MEDIA, TEXT, GenerateRequest, is_absent
+from miles_router.engines.generate import BEYOND_TEXT, IDS, IDS_ALIAS, TEXT, GenerateRequest, is_absent
 from miles_router.errors import BadRequest
 
-#: Fields that put something into the model's input which text and ids do not show.
-BEYOND_TEXT = ("input_embeds", *MEDIA, "session_params")
 LOGPROBS = "return_logprob"
 
 RequestReason = Literal["beyond_text", "text_and_ids", "return_logprob"]

@@ -9,6 +9,8 @@ from typing import Any, Literal
 TEXT, IDS, IDS_ALIAS = "text", "input_ids", "input_tokens"
 PARAMS, RID = "sampling_params", "rid"
 MEDIA = ("image_data", "video_data", "audio_data")
+#: Fields that put something into the model's input which text and ids do not show.
+BEYOND_TEXT = ("input_embeds", *MEDIA, "session_params")
 MAX_GENERATIONS = 4096  # of one request
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's `SamplingParams`
 #: Fields that may hold a list of one value for each prompt.

@@ -123,11 +123,11 @@ class RouterConfig:
     hf_checkpoint: str | None = setting(None, "model directory or hub name, for middlewares that need its tokenizer")
     trust_remote_tokenizer: bool = setting(False, "run code that comes with the checkpoint's tokenizer")
     chat_template_path: str | None = setting(None, "Jinja chat template that replaces the checkpoint's own")
-    health_check_interval: float = setting(10.0, "seconds between cheap liveness checks (/model_info)", _positive)
+    health_check_interval: float = setting(10.0, "seconds between cheap liveness checks", _positive)
     health_check_timeout: float = setting(5.0, "seconds a check may take", _positive)
     health_check_failure_threshold: int = setting(3, "failures in a row that quarantine a worker", _at_least(1))
     deep_health_check_interval: float = setting(
-        60.0, "seconds between deep checks (/health generates a token); 0 leaves them to readmission", _at_least(0)
+        60.0, "seconds between deep checks, which generate a token; 0 leaves them to readmission", _at_least(0)
     )
     stall_timeout: float = setting(
         60.0, "seconds without a sign of life after which an engine with requests is given up; 0: never", _at_least(0)
