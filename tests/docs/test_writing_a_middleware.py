@@ -143,10 +143,11 @@ async def test_stream_times_are_told_in_front_of_the_last_event() -> None:
         assert numbers["first_event"] == {"count": 1, "sum": times["first_event_s"]}
 
 
-async def test_token_cap_keeps_the_number_of_samples() -> None:
+async def test_token_cap_keeps_the_number_of_samples_and_cuts_what_has_no_limit() -> None:
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
-        await generate(router, max_new_tokens=9, n=2)
-        assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
+        for tokens in (9, None):
+            assert (await generate(router, max_new_tokens=tokens, n=2)).status == 200
+            assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
 
 
 async def test_all_of_them_run_in_one_stack() -> None:
