@@ -47,7 +47,8 @@ def facts_of(documents: Documents) -> Facts:
     it has not."""
     facts = read_facts(documents)
     engine = facts.engine or (USUAL if USUAL.has_said_all(documents) else None)
-    if facts.lora is None and engine is not None and WITHHELD not in documents.values():
+    has_said = engine is not None and engine.has_said_all(documents) and WITHHELD not in documents.values()
+    if facts.lora is None and has_said:
         facts = replace(facts, lora=False)
     return replace(facts, engine=engine)
 
