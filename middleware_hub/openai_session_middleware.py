@@ -134,12 +134,15 @@ class OpenAISessionMiddleware:
         bounds.check("openai_session_middleware")
         self.app = app
         durable = router.store is not None
-        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic, owners=router.owners, durable=durable)
+        equal = equality(message_equality)
+        self.store = SessionStore(
+            bounds, now=time.time, clock=time.monotonic, owners=router.owners, durable=durable, equal=equal
+        )
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
         self._agreement = TokenizerAgreement.of(router)
-        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
-        recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time, run=router.run)
+        continuation = build(router.tokenizer, tito_model or None, self._encoder)
+        recorder = TurnRecorder(self.store, continuation.is_special, now=time.time, run=router.run)
         settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
         faces = [face(continuation, equal, settings) for face in FACES]
         try:

@@ -28,7 +28,9 @@ from miles_router.state.rows import Change, StateRow, Sync
 #: "MRst": whose file it is (`PRAGMA application_id`).
 APPLICATION = 0x4D527374
 #: Of the tables below, and of what the router and its layers put into them (`PRAGMA user_version`).
-FORMAT = 2
+FORMAT = 3
+#: Older formats whose rows are still read. The first change to a file gives it this one.
+READABLE = (2, FORMAT)
 TABLES = (
     "CREATE TABLE entries (owner TEXT NOT NULL, kind TEXT NOT NULL, key NOT NULL, value BLOB NOT NULL, "
     "sum INTEGER NOT NULL, "
@@ -110,7 +112,7 @@ class SlotFile:
         new = made == (0, 0) and not self._number("SELECT count(*) FROM sqlite_master")
         if not new and made[0] != APPLICATION:
             raise StateForeign(f"{self._path}: it is no file of miles-router's")
-        if not new and made[1] != FORMAT:
+        if not new and made[1] not in READABLE:
             raise StateForeign(f"{self._path}: its format is {made[1]}, and this miles-router reads {FORMAT}")
         if new:
             execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -127,6 +129,7 @@ class SlotFile:
         execute("COMMIT")
         if new and sync == "machine":
             _sync_directory(self._path.parent)
+        self._format = FORMAT if new else made[1]
         self._transactions, self.epoch = execute("SELECT transactions, epoch FROM slot").fetchone()
 
     def _check_count(self) -> None:
@@ -146,6 +149,8 @@ class SlotFile:
         with self._by_name():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                if self._format != FORMAT:
+                    self._connection.execute(f"PRAGMA user_version = {FORMAT}")
                 for work in works:
                     work(self)
                 if self._shared:
@@ -161,7 +166,7 @@ class SlotFile:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-            self._transactions = count
+            self._transactions, self._format = count, FORMAT
             self._acknowledged.write(count)
 
     def change(self, owner: str, changes: Sequence[Change], *, anew: bool) -> None:

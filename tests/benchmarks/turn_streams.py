@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import Place, Session
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.growing import GrowingAnswer
@@ -77,7 +78,7 @@ def generate_events(pieces: list[str], *, incremental: bool) -> Iterator[bytes]:
 
 def by_chat(events: list[bytes]) -> None:
     """As a session relays a stream of chat."""
-    turn = PendingTurn(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, (Place(None, (), b""),), 0.0)
+    turn = PendingTurn(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, (ParentMatch(None, (), b""),), 0.0)
     stream = TurnStream(turn, ChatEndpoint(), ReplyWriter(), lambda: "1")
     for raw in events:
         stream.feed(Event.read(raw))

@@ -18,7 +18,7 @@ from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.trajectory import Piece
-from tests.support.audits import damaged, episode, forget_all, shifted, text_rollout, turns_of
+from tests.support.audits import damaged, episode, forget_all, shifted, spoil, text_rollout, turns_of
 from tests.support.cache_trial import CACHE
 from tests.support.ports import free_ports
 from tests.support.running_router import COMMAND
@@ -61,7 +61,8 @@ async def test_the_command_says_in_words_what_it_found_and_draws_it(trial: Sessi
     assert done.returncode == DIFFERENT
     assert "TOO FAR: sample wrong/2" in done.stdout
     assert "they are shifted by one" in done.stdout
-    turns_of(trial, wrong)[0].given = Piece.given([*turns_of(trial, wrong)[0].given.tokens[:-1].tolist(), 77])
+    first = turns_of(trial, wrong)[0]
+    spoil(first, "given", Piece.given([*first.given.tokens[:-1].tolist(), 77]))
     done = await asyncio.to_thread(command, *flags)
     assert done.returncode == DIFFERENT
     assert "DIFFERENT PROMPTS" in done.stdout
@@ -93,7 +94,7 @@ async def test_json_has_nothing_that_a_terminal_would_obey(trial: SessionTrial) 
     await episode(trial, await trial.create("wrong"), turns=1)
     (turn,) = turns_of(trial, "wrong")
     escape = trial.router.app.router.tokenizer.encode("\x9b2J\u202e\x7f", add_special_tokens=False)
-    turn.given = Piece.given([*escape, *turn.given.tokens.tolist()[len(escape) :]])
+    spoil(turn, "given", Piece.given([*escape, *turn.given.tokens.tolist()[len(escape) :]]))
     for flags in ((), ("--json",)):
         done = await asyncio.to_thread(command, "--router", trial.router.url, *flags)
         assert done.returncode == DIFFERENT

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, NotFoundError
 
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script

@@ -12,9 +12,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load
 
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.trajectory import Piece
+from tests.support.audits import spoil
 from tests.support.scripted_chat import able, chat_reply, meta_of
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
@@ -45,7 +47,7 @@ def first_leaf(session: Session) -> Sequence[Turn]:
 
 def nobody(session: Session) -> Sequence[Turn]:
     """One that makes up what it selects."""
-    return [Turn("", None, (), b"", {}, Piece.given([1]), 0, (), "stop", ended_itself=True)]
+    return [Turn("", None, (), b"", {}, Piece.given([1]), 0, (), "stop", ended_itself=True, number=0)]
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +360,7 @@ async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(
     await episode(trial, session, 2)
 
     def broken(turn: Turn) -> None:
-        turn.sampled = tuple(map(break_it, turn.sampled))
+        spoil(turn, "sampled", tuple(map(break_it, turn.sampled)))
 
     assert len(await trial.samples(session)) == 1
     corrupt(trial, session, broken)
@@ -370,7 +372,7 @@ async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(
 
 async def test_one_broken_branch_refuses_them_all(trial: SessionTrial) -> None:
     session = await branched(trial)
-    corrupt(trial, session, lambda turn: setattr(turn, "sampled", tuple(map(negative, turn.sampled))))
+    corrupt(trial, session, lambda turn: spoil(turn, "sampled", tuple(map(negative, turn.sampled))))
     answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
     assert answer.status == 422
     assert [each["metadata"]["leaf"] for each in await trial.samples(session, branches=POLICY)] == [2]

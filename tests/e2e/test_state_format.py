@@ -17,7 +17,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from miles_router.state.inspection import holdings
 from miles_router.state.rows import header_of
-from miles_router.state.slot_file import FORMAT
+from miles_router.state.slot_file import FORMAT, READABLE
 from miles_router.state.store import StateStore
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, SHORT
@@ -46,15 +46,15 @@ async def on(directory: Path) -> AsyncIterator[RunningRouter]:
 #: What the rows of each kind say of themselves in the format with this number; the others are names, lists, or the
 #: user's own. Whoever changes one raises `FORMAT`, and so this number.
 HELD: tuple[int, Mapping[str, str]] = (
-    2,
+    3,
     {
         "worker": "api_key attributes pool url",
         "session": "bytes closed contract created_at end_reason finalized finish_reason group key made_by_a_turn "
         "metadata model segments tally tokens turns used used_at",
         "session.tally": "leaves reasons sampled tokens versions waited_s workers",
         "session.used": "tokens turns",
-        "turn": "answer choice context dropped edit ended_itself facts finish_reason first given given_of messages "
-        "origin parent path reason rows sampled segment side_call tools unrecorded_history",
+        "turn": "answer choice context dropped ended_itself facts finish_reason given given_of messages parent path "
+        "rows sampled segment side_call tools",
         "reply": "digest headers path turn_id",
         "response": "created_at cut_call id own seals settings turn usage",
         "untraced": "at path reason request_id",
@@ -64,14 +64,15 @@ HELD: tuple[int, Mapping[str, str]] = (
         "rows": "parent start type width",
     },
 )
+OLDER = READABLE[0] - 1
 NO_FIELDS = {"run", "rid", "message", "context", "tools", "settings"}
 
 
 def make_older(directory: Path) -> None:
-    """All that is there is of the format before this one."""
+    """All that is there is of a format that is no longer read."""
     for path in directory.glob("*.sqlite"):
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            connection.execute(f"PRAGMA user_version = {FORMAT - 1}")
+            connection.execute(f"PRAGMA user_version = {OLDER}")
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -116,7 +117,7 @@ async def test_a_directory_of_another_format_is_refused_by_name_and_left_as_it_i
         await router.ask("POST", "/sessions", JSON, b'{"session_id": "s"}')
     make_older(tmp_path)
     before = contents(tmp_path)
-    refused = f"its format is {FORMAT - 1}, and this miles-router reads {FORMAT}"
+    refused = f"its format is {OLDER}, and this miles-router reads {FORMAT}"
     with pytest.raises(ConfigError, match=f"^state_dir: .*control.sqlite: {refused}"):
         StateStore(tmp_path).check()
     with pytest.raises(ConfigError, match=f"^state: .*: {refused}"):

@@ -18,7 +18,7 @@ from middleware_hub.openai_session.faces.responses.envelope import Responses
 from middleware_hub.openai_session.sessions.equality import MEANING
 from middleware_hub.openai_session.sessions.messages import Message, SentList
 from middleware_hub.openai_session.sessions.recent import KnownRequests
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 from tests.support.tiers import examples
@@ -136,7 +136,7 @@ def test_what_was_asked_before_may_lead_further_than_the_last_answer() -> None:
     again = SentList([SYSTEM, ASKED])
     go_on(scene, again)
     messages = behind(again, ANSWER, ASKED, ANSWER, ASKED)
-    assert scene.session.place(messages, (b"",), MEANING).parent is second
+    assert scene.session.history.find_parent(messages, (b"",), MEANING).parent is second
 
 
 def test_what_was_asked_at_once_may_lead_further_than_the_last_answer() -> None:
@@ -146,14 +146,14 @@ def test_what_was_asked_at_once_may_lead_further_than_the_last_answer() -> None:
     second = go_on(scene, behind(one, ANSWER, ASKED))
     scene.record(later, scene.generated(later, "a"))
     messages = behind(other, ANSWER, ASKED, ANSWER, ASKED)
-    assert scene.session.place(messages, (b"",), MEANING).parent is second
+    assert scene.session.history.find_parent(messages, (b"",), MEANING).parent is second
 
 
 def test_the_last_answer_is_gone_on_from_in_its_context_alone() -> None:
     scene, first = Scene(), SentList([SYSTEM, ASKED])
     turn = go_on(scene, first)
     for contexts, parent in (((b"t",), None), ((b"t", b""), turn)):
-        assert scene.session.place(behind(first, ANSWER, ASKED), contexts, MEANING).parent is parent
+        assert scene.session.history.find_parent(behind(first, ANSWER, ASKED), contexts, MEANING).parent is parent
 
 
 @settings(max_examples=examples(200))
@@ -167,8 +167,8 @@ def test_a_list_that_goes_on_is_placed_where_it_is_placed_without_its_number(dat
         messages = behind(base, *chain.from_iterable(more))
         sent.append(messages)
         contexts = data.draw(st.sampled_from([(b"",), (b"",), (b"t", b"")]))
-        place = scene.session.place(messages, contexts, MEANING)
-        assert place == scene.session.place(list(messages), contexts, MEANING)
+        place = scene.session.history.find_parent(messages, contexts, MEANING)
+        assert place == scene.session.history.find_parent(list(messages), contexts, MEANING)
         replies = data.draw(st.sampled_from(["a", "a", "a", "b", "ab"]))
         asked = scene.ask(messages)
         scene.record(asked, *(scene.generated(asked, each, index=index) for index, each in enumerate(replies)))

@@ -17,10 +17,11 @@ from middleware_hub.openai_session.export.records import record
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.equality import MEANING
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
-from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
+from middleware_hub.openai_session.sessions.turn import Turn, line_ends
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 from tests.support.tiers import examples
 
@@ -77,7 +78,7 @@ class Episode:
         self.sent.append(sent)
         fields = self.draw(st.sampled_from(SETTINGS))
         contexts = [each.key for each in contexts_of(fields)]
-        place = self.scene.session.place(sent, contexts, MEANING)
+        place = self.scene.session.history.find_parent(sent, contexts, MEANING)
         assert place == self.expected(sent, contexts)
         asked = self.ask(sent, place, fields)
         if self.draw(st.integers(0, 4)):
@@ -100,7 +101,7 @@ class Episode:
             before = [before[0], user("in short")]
         return [*(self.draw(st.sampled_from(ECHOES))(message) for message in before), *self.draw(messages_of_agents)]
 
-    def expected(self, sent: Sequence[Message], contexts: Sequence[bytes]) -> Place:
+    def expected(self, sent: Sequence[Message], contexts: Sequence[bytes]) -> ParentMatch:
         """By comparing with the whole history of every turn."""
         best: Turn | None = None
         for turn in self.scene.session.turns:
@@ -108,16 +109,18 @@ class Episode:
             fits = len(held) <= len(sent) and all(map(MEANING, held, sent[: len(held)]))
             if fits and turn.context in contexts and (best is None or len(held) >= len(history(best))):
                 best = turn
-        return Place(best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0])
+        return ParentMatch(
+            best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0]
+        )
 
-    def ask(self, sent: list[Message], place: Place, fields: Mapping[str, Any]) -> PendingTurn:
+    def ask(self, sent: list[Message], place: ParentMatch, fields: Mapping[str, Any]) -> PendingTurn:
         ended = place.parent is not None and place.parent.ended_itself
         segment = self.draw(st.sampled_from([None] * 5 + ["not_text"])) if place.parent is not None else None
         dropped = int(ended and segment is None and self.draw(st.booleans()))
         given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
         asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.places, asked.prompt, asked.written = (Place(None, tuple(sent), place.context),), None, ()
+            asked.places, asked.prompt, asked.written = (ParentMatch(None, tuple(sent), place.context),), None, ()
         self.scene.time += 1
         return asked
 
@@ -153,9 +156,9 @@ def check_tree(found: Episode) -> None:
     objects = {id(message): message for turn in session.turns for message in turn.appended}
     assert len(objects) == len({repr(message) for message in objects.values()}), "each message is stored once"
     for turn in session.turns:
-        siblings = session.roots if turn.parent is None else turn.parent.children
+        siblings = session.history.siblings(turn)
         assert turn in siblings
-        assert (turn.reason is None) is (siblings[0] is turn)
+        assert (found.scene.classify(turn).reason is None) is (siblings[0] is turn)
         assert turn.messages == len(history(turn))
         assert turn.parent is None or turn.parent.context is turn.context
 
@@ -165,7 +168,7 @@ def check_tokens(found: Episode) -> None:
         whole, door = turn.trajectory(), found.doors[turn]
         assert whole.tokens.tolist() == [*door.given, *door.sampled]
         assert (turn.prompt_tokens, turn.tokens) == (len(door.given), len(whole))
-        assert record(turn)["span"] == [len(door.given), len(whole)]
+        assert record(turn, found.scene.classify(turn))["span"] == [len(door.given), len(whole)]
         before = len(line) and line[-1].tokens - turn.dropped if (line := turn.line()[:-1]) else 0
         assert before + len(turn.given) == turn.prompt_tokens
 
@@ -195,8 +198,8 @@ def check_samples(found: Episode) -> None:
     assert all(trained[position] == 1 for position in had)
     for turn in session.turns:
         line_had = {place for other, place in had if other is turn}
-        dropped = min((child.dropped for child in turn.children), default=0)
-        answered = any(each.sampled for leaf in turn.below() for each in leaf.line())
+        dropped = min((child.dropped for child in session.history.children(turn)), default=0)
+        answered = any(each.sampled for leaf in session.history.below(turn) for each in leaf.line())
         assert line_had == set(range(len(found.doors[turn].sampled) - dropped if answered else 0))
 
 
@@ -207,7 +210,7 @@ def check_selection(found: Episode) -> None:
     assert list(selection.leaves(session, "last")) == every[-1:]
     assert set(kept) <= set(every)
     for leaf in set(every) - set(kept):
-        again = [turn for turn in session.turns[leaf.number + 1 :] if turn.reason == "retry"]
+        again = [turn for turn in session.turns[leaf.number + 1 :] if found.scene.classify(turn).reason == "retry"]
         assert any(
             turn.parent is leaf.parent
             and turn.context == leaf.context

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.radix_tree.dashboard.turns import TextRollout
 from middleware_hub.radix_tree.entry import IDS, LOGPROBS, Entry
 from miles_router.audit.command import run
@@ -113,14 +113,19 @@ def damaged(trial: SessionTrial, episode: str, change: Callable[[Piece], Piece])
         yield
 
 
+def spoil(held: object, name: str, value: object) -> None:
+    """Overwrite a field behind the router's back, also where the object is immutable."""
+    object.__setattr__(held, name, value)
+
+
 @contextmanager
 def _with(held: object, name: str, value: object) -> Iterator[None]:
     before = getattr(held, name)
-    setattr(held, name, value)
+    spoil(held, name, value)
     try:
         yield
     finally:
-        setattr(held, name, before)
+        spoil(held, name, before)
 
 
 def _damaged_block(entry: Entry, change: Callable[[Piece], Piece]) -> bytes:

@@ -11,7 +11,7 @@ from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from miles_router.engines.openai.choices import Choice
 from miles_router.engines.paths import CHAT
@@ -50,9 +50,9 @@ class Scene:
     def __init__(self, bounds: Bounds = PLENTY, *, equal: Equality = MEANING) -> None:
         self.time = 1000.0
         self.equal = equal
-        self.store = SessionStore(bounds, now=lambda: self.time, clock=lambda: self.time)
+        self.store = SessionStore(bounds, now=lambda: self.time, clock=lambda: self.time, equal=equal)
         self.session = self.store.create("s")
-        self.recorder = TurnRecorder(self.store, equal, lambda token: token >= SPECIAL, now=lambda: self.time)
+        self.recorder = TurnRecorder(self.store, lambda token: token >= SPECIAL, now=lambda: self.time)
         self._ids = itertools.count(1)
 
     def ids(self, count: int) -> list[int]:
@@ -70,7 +70,7 @@ class Scene:
     ) -> PendingTurn:
         """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
         parsed = {"messages": list(messages), **fields}
-        place = self.session.place(messages, [each.key for each in contexts_of(parsed)], self.equal)
+        place = self.session.history.find_parent(messages, [each.key for each in contexts_of(parsed)], self.equal)
         prompt = None
         if place.parent is not None:
             prompt = TokenPrompt(place.parent, Piece.given(self.ids(given)), dropped)
@@ -112,7 +112,7 @@ class Scene:
         """The turns that an answer adds."""
         before = len(self.session.turns)
         self.recorder.record(pending, choices, {"worker": "http://w"})
-        return self.session.turns[before:]
+        return [*self.session.turns[before:]]
 
     def turn(self, messages: Sequence[Message], reply: str | Message = "ok", **options: Any) -> Turn:
         """A request and its answer; `options` of `ask` and `generated`."""
@@ -128,6 +128,18 @@ class Scene:
         pending = self.ask(messages, n=len(replies), **options)
         self.time += 1
         return self.record(pending, *(self.generated(pending, reply, index=i) for i, reply in enumerate(replies)))
+
+    def classify(self, turn: Turn) -> Classification:
+        """What the turns before it say of a turn."""
+        return self.session.history.classify(turn)
+
+    def reason(self, turn: Turn) -> str | None:
+        """Why it is not simply the next one."""
+        return self.classify(turn).reason
+
+    def edit(self, turn: Turn) -> Any:
+        """What its agent changed."""
+        return self.classify(turn).edit
 
     def follow(self, turn: Turn, *appended: Message, **options: Any) -> Turn:
         """The next turn behind one, its whole history sent along."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 
 from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.archive.session_rows import HEAD, TURN
+from middleware_hub.openai_session.archive.session_rows import HEAD, TURN, Saved, Unsaved, read_session
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from middleware_hub.openai_session.sessions.tally import Tally
 from miles_router.errors import StateDamaged
 from miles_router.slots import slot_of
-from miles_router.state.rows import Change, StateRow
+from miles_router.state.rows import Change, StateRow, header_of
 from miles_router.state.store import StateStore
 from tests.support.waiting import soon
 
@@ -87,3 +90,43 @@ async def test_a_session_that_cannot_be_read_is_refused_by_name(
     with pytest.raises(StateDamaged, match=f"session {NAME!r} cannot be read"):
         await then.archive.load(NAME)
     await store.close()
+
+
+def rows_of_format_2() -> list[StateRow]:
+    """A session that this router wrote when its rows still said why each turn is not simply the next one."""
+    rows = orjson.loads(Path(__file__).with_name("session_rows_of_format_2.json").read_bytes())
+    return [StateRow(kind, key, base64.b64decode(value)) for kind, key, value in rows]
+
+
+def classified(session: Session) -> list[dict[str, Any]]:
+    """What is computed of each turn, under the names that its row had for it."""
+    found = session.history.classified()
+    return [
+        {
+            "reason": each.reason,
+            "edit": each.edit,
+            "first": each.first and each.first.number,
+            "origin": None if each.conversation is turn else each.conversation.number,
+            "unrecorded_history": each.unrecorded,
+            "side_call": each.side_call,
+        }
+        for turn, each in zip(session.turns, found, strict=True)
+    ]
+
+
+async def test_a_stored_session_of_the_format_before_is_classified_as_it_was() -> None:
+    rows = rows_of_format_2()
+    stored = [header_of(value)[0] for kind, key, value in rows if kind == TURN]
+    session, _ = read_session(NAME, rows, {}, now=0.0, clock=0.0)
+    for header, computed in zip(stored, classified(session), strict=True):
+        assert computed == {name: header[name] for name in computed}
+    assert len({header["reason"] for header in stored}) == 9
+
+
+async def test_a_restored_session_is_classified_as_before() -> None:
+    before, _ = read_session(NAME, rows_of_format_2(), {}, now=0.0, clock=0.0)
+    changes = Unsaved(before, Saved(), with_rows=False).changes
+    rows = [StateRow(each.kind, each.key, bytes(each.value)) for each in changes if each.value is not None]
+    after, _ = read_session(NAME, rows, {}, now=0.0, clock=0.0)
+    assert classified(after) == classified(before)
+    assert after.tally.described() == before.tally.described() == Tally().upto(after.history).described()

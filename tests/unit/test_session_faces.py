@@ -18,7 +18,7 @@ from middleware_hub.openai_session.faces.completions import CONTEXT, Completions
 from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import Context
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, history, user
@@ -216,7 +216,7 @@ def test_ids_that_begin_with_a_held_turn_s_extend_it() -> None:
     assert ids_of(second) == [*prompt, 13]
     assert second.given.tokens.tolist() == [7, 8, 9]
     assert second.trajectory().loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
-    assert (second.reason, scene.recorder.statistics.reused_tokens, scene.recorder.statistics.given_tokens) == (
+    assert (scene.reason(second), scene.recorder.statistics.reused_tokens, scene.recorder.statistics.given_tokens) == (
         None,
         4,
         5,
@@ -246,7 +246,7 @@ def test_of_turns_with_equal_ids_the_latest_is_extended() -> None:
     scene = Scene()
     turns(scene, [5], choice(ids=[6], prompt=[5]))
     (again,) = turns(scene, [5], choice(ids=[6], prompt=[5]))
-    assert again.reason == "retry"
+    assert scene.reason(again) == "retry"
     assert asked_for(scene, [5, 6, 7]).places[0].parent is again
 
 
@@ -256,7 +256,7 @@ def test_a_chat_turn_is_not_extended_by_a_completion_nor_the_other_way_round() -
     assert asked_for(scene, [*ids_of(chat), 1]).places[0].parent is None
     (completion,) = turns(scene, "x", choice())
     messages = [{"role": "prompt", "content": "x"}, completion.answer, user("b")]
-    assert scene.session.place(messages, [b""], scene.equal).parent is None
+    assert scene.session.history.find_parent(messages, [b""], scene.equal).parent is None
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1, 2], [3]]])
@@ -289,16 +289,16 @@ def test_a_text_that_goes_on_from_a_held_one_says_why_it_is_a_root() -> None:
     scene = Scene()
     turns(scene, "Hello", choice(" you"))
     (more,) = turns(scene, "Hello you, and", choice())
-    assert (more.parent, more.reason) == (None, "text_prompt")
-    assert turns(scene, "Bye", choice())[0].reason == "sub_agent"
-    assert turns(scene, "Hello", choice())[0].reason == "retry"
+    assert (more.parent, scene.reason(more)) == (None, "text_prompt")
+    assert scene.reason(turns(scene, "Bye", choice())[0]) == "sub_agent"
+    assert scene.reason(turns(scene, "Hello", choice())[0]) == "retry"
 
 
 def test_other_ids_are_another_request_and_the_same_ids_a_retry() -> None:
     scene = Scene()
     turns(scene, [1, 2], choice(prompt=[1, 2]))
-    assert turns(scene, [1, 3], choice(prompt=[1, 3]))[0].reason == "sub_agent"
-    assert turns(scene, [1, 2], choice(prompt=[1, 2]))[0].reason == "retry"
+    assert scene.reason(turns(scene, [1, 3], choice(prompt=[1, 3]))[0]) == "sub_agent"
+    assert scene.reason(turns(scene, [1, 2], choice(prompt=[1, 2]))[0]) == "retry"
 
 
 # Several prompts, several choices
@@ -308,7 +308,7 @@ def test_choices_of_one_prompt_share_what_was_given() -> None:
     scene = Scene()
     first, second = turns(scene, "a", choice(ids=[11]), choice(ids=[12], index=1), n=2)
     assert first.given is second.given
-    assert [turn.reason for turn in (first, second)] == [None, "choice"]
+    assert [scene.reason(turn) for turn in (first, second)] == [None, "choice"]
     assert (scene.recorder.statistics.given_tokens, scene.recorder.statistics.sampled_tokens) == (2, 2)
 
 
@@ -319,16 +319,16 @@ def test_a_batch_of_prompts_is_answered_prompt_by_prompt(prompts: list[Any]) -> 
         scene, prompts, *(choice(ids=[20 + place], prompt=[5 + place // 2], index=place) for place in range(4)), n=2
     )
     assert [ids_of(turn) for turn in made] == [[5, 20], [5, 21], [6, 22], [6, 23]]
-    assert [turn.reason for turn in made] == [None, "choice", "batch", "choice"]
+    assert [scene.reason(turn) for turn in made] == [None, "choice", "batch", "choice"]
     assert [turn.appended for turn in made[::2]] == [asked.appended for asked in asked_for(scene, prompts).places]
     assert made[0].appended == made[1].appended != made[2].appended
-    assert [turn.first for turn in made] == [None, made[0], None, made[2]]
+    assert [scene.classify(turn).first for turn in made] == [None, made[0], None, made[2]]
 
 
 def test_a_batch_of_equal_prompts_is_one_prompt_with_several_choices() -> None:
     scene = Scene()
     made = turns(scene, ["a", "a"], choice(), choice(index=1))
-    assert [turn.reason for turn in made] == [None, "choice"]
+    assert [scene.reason(turn) for turn in made] == [None, "choice"]
 
 
 def test_a_batch_of_one_prompt_is_that_prompt() -> None:

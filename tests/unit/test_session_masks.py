@@ -11,7 +11,7 @@ import pytest
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, checked_defaults
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.trajectory import Sample
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, user

@@ -18,7 +18,7 @@ from middleware_hub.openai_session.sessions import recent
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.client_json import read_json
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece

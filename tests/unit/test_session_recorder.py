@@ -15,7 +15,7 @@ import pytest
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.recorder import MAX_UNTRACED, TURN_BYTES
 from tests.support.sessions import SPECIAL, STOP, SYSTEM, Scene, assistant, history, user
 

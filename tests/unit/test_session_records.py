@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.export.records import metadata_of, record, summary, turn_span, written
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.export.records import classified, metadata_of, record, summary, turn_span, written
+from middleware_hub.openai_session.sessions.session import Session
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 
 START = [SYSTEM, user("Add.")]
@@ -15,7 +15,7 @@ START = [SYSTEM, user("Add.")]
 
 def described(session: Session) -> Any:
     """The answer to `GET /sessions/{id}`."""
-    return orjson.loads(written(session.id, session.turns, metadata_of(session)))
+    return orjson.loads(written(session.id, classified(session), metadata_of(session)))
 
 
 def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
@@ -24,7 +24,7 @@ def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
     second = scene.follow(
         first, user("more"), given=4, dropped=1, sampled=3, finish="length", versions=[("1", 0, 1), ("2", 1, 3)]
     )
-    found = record(second)
+    found = record(second, scene.classify(second))
     assert found == {
         "timestamp": 1002.0,
         "request_timestamp": 1001.0,
@@ -49,13 +49,14 @@ def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
         "weight_versions": [{"version": "1", "start": 8, "end": 9}, {"version": "2", "start": 9, "end": 11}],
         **second.facts,
     }
-    assert record(first)["parent"] is None
-    assert record(first)["weight_versions"] == [{"version": "1", "start": 3, "end": 5}]
+    assert record(first, scene.classify(first))["parent"] is None
+    assert record(first, scene.classify(first))["weight_versions"] == [{"version": "1", "start": 3, "end": 5}]
 
 
 def test_the_facts_of_a_turn_hide_nothing_of_its_record() -> None:
-    turn = Scene().turn(START)
-    own = set(record(turn)) - set(turn.facts)
+    scene = Scene()
+    turn = scene.turn(START)
+    own = set(record(turn, scene.classify(turn))) - set(turn.facts)
     assert own >= {"turn", "parent", "reason", "path", "messages", "response", "span", "weight_versions"}
 
 
@@ -65,9 +66,9 @@ def test_spans_are_positions_in_the_tokens_of_any_leaf_behind() -> None:
     leaf = scene.follow(scene.follow(first, user("b"), given=5), user("c"), dropped=1)
     tokens = leaf.trajectory().tokens.tolist()
     for turn in leaf.line():
-        start, end = record(turn)["span"]
+        start, end = record(turn, scene.classify(turn))["span"]
         sampled = [token for piece in turn.sampled for token in piece.tokens.tolist()]
-        dropped = sum(child.dropped for child in turn.children)
+        dropped = sum(child.dropped for child in scene.session.history.children(turn))
         assert tokens[start : end - dropped] == sampled[: len(sampled) - dropped]
 
 
@@ -111,7 +112,7 @@ def test_a_session_s_line_counts_each_token_once() -> None:
 def test_a_turn_s_span_has_what_was_counted_and_timed() -> None:
     scene = Scene()
     turn = scene.turn(START)
-    assert turn_span(turn, 5) == {
+    assert turn_span(turn, scene.classify(turn), 5) == {
         "turn": 0,
         "start": 3,
         "end": 5,

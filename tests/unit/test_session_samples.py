@@ -18,7 +18,7 @@ from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest, ClientDisconnected
 from miles_router.middlewares import Message, Router
 from miles_router.middlewares.rows import RowChannel

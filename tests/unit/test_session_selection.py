@@ -14,7 +14,8 @@ from middleware_hub.openai_session.export.selection import (
     trained_elsewhere,
     trained_tokens,
 )
-from middleware_hub.openai_session.sessions.tree import Session, Turn, line_trajectory
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from tests.support.sessions import SYSTEM, Scene, system, user
 
@@ -62,7 +63,7 @@ def test_a_retry_supersedes_its_own_request_alone() -> None:
     scene.turn(START)
     scene.turn([{"role": "system", "content": "Search."}, user("a")])
     scene.turn([{"role": "system", "content": "Search."}, user("a")])
-    assert [turn.reason for turn in scene.session.turns] == [None, "sub_agent", "retry"]
+    assert [scene.reason(turn) for turn in scene.session.turns] == [None, "sub_agent", "retry"]
     assert selected(scene, "drop-superseded") == [0, 2]
 
 
@@ -117,7 +118,7 @@ def test_a_side_call_that_comes_first_is_one_where_the_main_line_has_tools() -> 
     scene = Scene()
     probe = scene.turn([user("quota")])
     main = scene.turn(START, tools=TOOLS)
-    assert [probe.reason, main.reason] == [None, "sub_agent"]
+    assert [scene.reason(probe), scene.reason(main)] == [None, "sub_agent"]
     assert main_line(scene) == [1]
     scene.follow(main, user("more"), tools=TOOLS, sampled=9)
     helper = scene.turn([system("Search."), user("Where?")], tools=TOOLS)
@@ -147,16 +148,16 @@ def test_a_remark_at_the_first_question_leaves_the_main_line_whole(tools: list[d
     rewritten = [user("Add. Be brief."), first.answer, user("more"), second.answer, user("and")]
     turn = scene.turn(rewritten, tools=tools)
     scene.follow(turn, user("again"), tools=tools)
-    assert (turn.reason, turn.edit and turn.edit["message"]) == ("edited_history", 0)
+    assert (scene.reason(turn), scene.edit(turn) and scene.edit(turn)["message"]) == ("edited_history", 0)
     assert main_line(scene) == selected(scene) == [1, 3]
 
 
 def test_another_first_question_without_recorded_answers_is_another_conversation() -> None:
     scene = Scene()
     scene.turn([user("Add.")], "a", tools=TOOLS, sampled=20)
-    assert scene.turn([user("Search.")], "b", tools=TOOLS).reason == "sub_agent"
+    assert scene.reason(scene.turn([user("Search.")], "b", tools=TOOLS)) == "sub_agent"
     foreign = {"role": "assistant", "content": "never recorded"}
-    assert scene.turn([user("Look."), foreign, user("On.")], "c", tools=TOOLS).reason == "sub_agent"
+    assert scene.reason(scene.turn([user("Look."), foreign, user("On.")], "c", tools=TOOLS)) == "sub_agent"
     assert main_line(scene) == [0]
 
 
@@ -176,7 +177,7 @@ def test_segments_of_the_main_line_are_no_side_calls() -> None:
     scene.turn([SYSTEM, user("So far: much.")], tools=TOOLS)
     scene.follow(second, user("and"), tools=[*TOOLS, *TOOLS])
     scene.turn(START, tools=TOOLS)
-    assert [turn.reason for turn in scene.session.turns] == [None, None, "compaction", "changed_tools", "retry"]
+    assert [scene.reason(turn) for turn in scene.session.turns] == [None, None, "compaction", "changed_tools", "retry"]
     assert main_line(scene) == selected(scene) == [1, 2, 3, 4]
 
 
@@ -184,7 +185,7 @@ def test_the_main_line_stays_where_its_system_message_changes_under_the_same_too
     scene = Scene()
     first = scene.turn([system("Today is Monday."), user("Add.")], tools=TOOLS)
     tuesday = [system("Today is Tuesday."), user("Add."), first.answer, user("more")]
-    assert scene.turn(tuesday, tools=TOOLS).reason == "sub_agent"
+    assert scene.reason(scene.turn(tuesday, tools=TOOLS)) == "sub_agent"
     scene.turn([system("Title"), user("Add.")])
     assert main_line(scene) == [0, 1]
 

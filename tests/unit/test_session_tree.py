@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import pytest
 
 from middleware_hub.openai_session.sessions.equality import ARGUMENTS_AS_JSON, MEANING
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
-from middleware_hub.openai_session.sessions.tree import Place, Session, Turn, line_ends, line_trajectory
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn, line_ends, line_trajectory
 from miles_router.trajectory import Piece
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, call, history, tool, user
 
@@ -20,8 +22,8 @@ START = [SYSTEM, user("Add.")]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-def place(scene: Scene, messages: Sequence[Message], context: bytes = b"") -> Place:
-    return scene.session.place(messages, [context], scene.equal)
+def place(scene: Scene, messages: Sequence[Message], context: bytes = b"") -> ParentMatch:
+    return scene.session.history.find_parent(messages, [context], scene.equal)
 
 
 def shape(line: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
@@ -33,7 +35,7 @@ def shape(line: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
 
 
 def test_a_first_request_is_a_root_with_all_of_its_messages() -> None:
-    assert place(Scene(), START, b"tools") == Place(None, tuple(START), b"tools")
+    assert place(Scene(), START, b"tools") == ParentMatch(None, tuple(START), b"tools")
 
 
 def test_a_request_hangs_under_the_turn_that_its_history_ends_with() -> None:
@@ -48,7 +50,7 @@ def test_a_request_hangs_under_the_turn_that_its_history_ends_with() -> None:
 def test_a_history_without_anything_behind_it_hangs_under_its_last_turn() -> None:
     scene = Scene()
     turn = scene.turn(START)
-    assert place(scene, history(turn)) == Place(turn, (), b"")
+    assert place(scene, history(turn)) == ParentMatch(turn, (), b"")
 
 
 @pytest.mark.parametrize("sent", [START, START[:1], [*START, user("more")], [*START, assistant("no"), user("more")]])
@@ -97,7 +99,7 @@ def test_tools_that_the_prompt_does_not_show_are_no_turn_s_own() -> None:
     scene = Scene()
     plan = scene.turn(START, tools=TOOLS, tool_choice="none")
     act = scene.follow(plan, user("now act"), tools=TOOLS)
-    assert (act.parent, act.reason) == (None, "changed_tools")
+    assert (act.parent, scene.reason(act)) == (None, "changed_tools")
 
 
 def test_what_equal_means_is_the_session_s_choice() -> None:
@@ -113,24 +115,24 @@ def test_what_equal_means_is_the_session_s_choice() -> None:
 def test_a_first_turn_and_one_that_goes_on_have_no_reason() -> None:
     scene = Scene()
     first = scene.turn(START)
-    assert [first.reason, scene.follow(first, user("more")).reason] == [None, None]
+    assert [scene.reason(first), scene.reason(scene.follow(first, user("more")))] == [None, None]
 
 
 def test_choices_of_one_answer_say_so() -> None:
     scene = Scene()
     roots = scene.choices(START, "a", "b", "c")
-    assert [turn.reason for turn in roots] == [None, "choice", "choice"]
+    assert [scene.reason(turn) for turn in roots] == [None, "choice", "choice"]
     inner = scene.choices([*history(roots[1]), user("more")], "a", "b")
-    assert [(turn.parent, turn.reason) for turn in inner] == [(roots[1], None), (roots[1], "choice")]
+    assert [(turn.parent, scene.reason(turn)) for turn in inner] == [(roots[1], None), (roots[1], "choice")]
 
 
 def test_the_same_request_again_is_a_retry() -> None:
     scene = Scene()
     first = scene.turn(START, "a")
-    assert scene.turn(START, "b").reason == "retry"
+    assert scene.reason(scene.turn(START, "b")) == "retry"
     scene.follow(first, user("more"))
-    assert scene.follow(first, user("more")).reason == "retry"
-    assert [turn.reason for turn in scene.choices(START, "c", "d")] == ["retry", "choice"]
+    assert scene.reason(scene.follow(first, user("more"))) == "retry"
+    assert [scene.reason(turn) for turn in scene.choices(START, "c", "d")] == ["retry", "choice"]
 
 
 def test_a_retry_knows_the_first_turn_of_its_request() -> None:
@@ -138,7 +140,11 @@ def test_a_retry_knows_the_first_turn_of_its_request() -> None:
     first = scene.turn(START, "a")
     other = scene.turn([SYSTEM, user("Subtract.")])
     again = [scene.turn(START, text) for text in "bc"]
-    assert [first.first, other.first, *(turn.first for turn in again)] == [None, None, first, first]
+    assert [
+        scene.classify(first).first,
+        scene.classify(other).first,
+        *(scene.classify(turn).first for turn in again),
+    ] == [None, None, first, first]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -148,7 +154,7 @@ def test_what_was_asked_before_the_other_was_answered_is_parallel(depth: int) ->
     asked = [scene.ask([*before, SYSTEM, user(text)]) for text in "abb"]
     scene.time += 1
     turns = [scene.record(each, scene.generated(each, "ok"))[0] for each in asked]
-    assert [turn.reason for turn in turns] == [None, "parallel", "parallel"]
+    assert [scene.reason(turn) for turn in turns] == [None, "parallel", "parallel"]
 
 
 def test_a_retry_is_one_whatever_else_was_under_way() -> None:
@@ -158,7 +164,7 @@ def test_a_retry_is_one_whatever_else_was_under_way() -> None:
     again = scene.ask(START)
     scene.time += 1
     scene.record(other, scene.generated(other, "ok"))
-    assert scene.record(again, scene.generated(again, "ok"))[0].reason == "retry"
+    assert scene.reason(scene.record(again, scene.generated(again, "ok"))[0]) == "retry"
 
 
 def test_another_message_behind_a_turn_that_has_one_is_edited_history() -> None:
@@ -166,33 +172,33 @@ def test_another_message_behind_a_turn_that_has_one_is_edited_history() -> None:
     first = scene.turn(START)
     scene.follow(first, user("more"))
     edited = scene.follow(first, user("else"))
-    assert (edited.parent, edited.reason) == (first, "edited_history")
+    assert (edited.parent, scene.reason(edited)) == (first, "edited_history")
 
 
 def test_an_answer_that_comes_back_changed_is_edited_history() -> None:
     scene = Scene()
     scene.turn(START, "ok")
     edited = scene.turn([*START, assistant("OK!"), user("more")])
-    assert (edited.parent, edited.reason) == (None, "edited_history")
+    assert (edited.parent, scene.reason(edited)) == (None, "edited_history")
 
 
 def test_tools_that_change_between_turns_say_so() -> None:
     scene = Scene()
     first = scene.turn(START)
-    assert scene.follow(first, user("more"), tools=TOOLS).reason == "changed_tools"
+    assert scene.reason(scene.follow(first, user("more"), tools=TOOLS)) == "changed_tools"
 
 
 def test_the_first_request_again_with_other_tools_says_so() -> None:
     scene = Scene()
     scene.turn(START)
     again = scene.turn(START, tools=TOOLS)
-    assert (again.reason, again.first) == ("changed_tools", None)
+    assert (scene.reason(again), scene.classify(again).first) == ("changed_tools", None)
 
 
 def test_another_beginning_is_a_sub_agent() -> None:
     scene = Scene()
     scene.turn(START)
-    assert scene.turn([{"role": "system", "content": "Search."}, user("Add.")]).reason == "sub_agent"
+    assert scene.reason(scene.turn([{"role": "system", "content": "Search."}, user("Add.")])) == "sub_agent"
 
 
 def test_sub_agents_at_work_together_are_sub_agents() -> None:
@@ -200,13 +206,13 @@ def test_sub_agents_at_work_together_are_sub_agents() -> None:
     scene.turn(START)
     asked = [scene.ask([{"role": "system", "content": text}, user("a")]) for text in "ab"]
     scene.time += 1
-    assert [scene.record(each, scene.generated(each, "ok"))[0].reason for each in asked] == ["sub_agent"] * 2
+    assert [scene.reason(scene.record(each, scene.generated(each, "ok"))[0]) for each in asked] == ["sub_agent"] * 2
 
 
 def test_a_shorter_history_after_some_turns_is_a_compaction() -> None:
     scene = Scene()
     scene.follow(scene.turn(START), user("b"), user("c"))
-    assert scene.turn([SYSTEM, user("In short: a, b, c.")]).reason == "compaction"
+    assert scene.reason(scene.turn([SYSTEM, user("In short: a, b, c.")])) == "compaction"
 
 
 def test_a_sub_agent_s_long_history_makes_no_compaction_of_an_edit() -> None:
@@ -214,15 +220,15 @@ def test_a_sub_agent_s_long_history_makes_no_compaction_of_an_edit() -> None:
     scene.turn(START)
     helper = scene.turn([{"role": "system", "content": "Search."}, user("a")])
     scene.follow(helper, user("b"), user("c"), user("d"))
-    assert scene.turn([SYSTEM, user("Subtract.")]).reason == "edited_history"
+    assert scene.reason(scene.turn([SYSTEM, user("Subtract.")])) == "edited_history"
 
 
 def test_why_a_history_held_in_words_is_not_continued_in_tokens_is_the_reason() -> None:
     scene = Scene()
     first = scene.turn(START)
     asked = scene.ask([SYSTEM, user("x")], segment="not_text")
-    assert first.reason is None
-    assert scene.record(asked, scene.generated(asked, "ok"))[0].reason == "not_text"
+    assert scene.reason(first) is None
+    assert scene.reason(scene.record(asked, scene.generated(asked, "ok"))[0]) == "not_text"
 
 
 # What was changed
@@ -232,9 +238,9 @@ def test_the_first_message_that_was_edited_is_shown_with_its_field_and_both_text
     scene = Scene()
     scene.follow(scene.turn(START, "The sum is " + "5" * 300), user("b"))
     edited = scene.turn([*START, assistant("The sum is " + "5" * 299 + "6"), user("b")])
-    assert edited.edit is not None
-    held, sent = edited.edit["held"], edited.edit["sent"]
-    assert (edited.edit["message"], edited.edit["field"]) == (2, "content")
+    assert scene.edit(edited) is not None
+    held, sent = scene.edit(edited)["held"], scene.edit(edited)["sent"]
+    assert (scene.edit(edited)["message"], scene.edit(edited)["field"]) == (2, "content")
     assert (held, sent) == ("…" + "5" * 41, "…" + "5" * 40 + "6")
 
 
@@ -242,7 +248,7 @@ def test_what_is_shown_of_an_edit_is_bounded() -> None:
     scene = Scene()
     scene.turn(START, "x" * 100_000)
     edited = scene.turn([*START, assistant("y" * 100_000), user("b")])
-    assert edited.edit == {"message": 2, "field": "content", "held": "x" * 160 + "…", "sent": "y" * 160 + "…"}
+    assert scene.edit(edited) == {"message": 2, "field": "content", "held": "x" * 160 + "…", "sent": "y" * 160 + "…"}
 
 
 def test_an_edit_behind_a_held_turn_counts_the_messages_before_it() -> None:
@@ -250,22 +256,22 @@ def test_an_edit_behind_a_held_turn_counts_the_messages_before_it() -> None:
     first = scene.turn(START)
     scene.follow(first, user("more"), user("and more"))
     edited = scene.follow(first, user("more"), user("else"))
-    assert edited.edit == {"message": 4, "field": "content", "held": "and more", "sent": "else"}
+    assert scene.edit(edited) == {"message": 4, "field": "content", "held": "and more", "sent": "else"}
 
 
 def test_messages_that_were_left_out_and_added_ones_are_edits_of_none() -> None:
     scene = Scene()
     scene.follow(scene.turn(START), user("b"))
     shorter = scene.turn(START[:1])
-    assert (shorter.reason, shorter.edit and shorter.edit["sent"]) == ("compaction", None)
-    assert shorter.edit is not None
-    assert (shorter.edit["message"], shorter.edit["field"]) == (1, "message")
+    assert (scene.reason(shorter), scene.edit(shorter) and scene.edit(shorter)["sent"]) == ("compaction", None)
+    assert scene.edit(shorter) is not None
+    assert (scene.edit(shorter)["message"], scene.edit(shorter)["field"]) == (1, "message")
 
 
 def test_a_compaction_shows_where_it_departs() -> None:
     scene = Scene()
     scene.follow(scene.turn(START), user("b"), user("c"))
-    edit = scene.turn([SYSTEM, user("In short: a, b, c.")]).edit
+    edit = scene.edit(scene.turn([SYSTEM, user("In short: a, b, c.")]))
     assert edit == {"message": 1, "field": "content", "held": "Add.", "sent": "In short: a, b, c."}
 
 
@@ -273,30 +279,33 @@ def test_a_first_message_that_changes_under_the_same_question_is_shown() -> None
     scene = Scene()
     scene.turn([{"role": "system", "content": "It is 10:01."}, user("Add.")])
     later = scene.turn([{"role": "system", "content": "It is 10:02."}, user("Add.")])
-    assert (later.reason, later.edit) == (
+    assert (scene.reason(later), scene.edit(later)) == (
         "sub_agent",
         {"message": 0, "field": "content", "held": "It is 10:01.", "sent": "It is 10:02."},
     )
-    assert scene.turn([{"role": "system", "content": "Search."}, user("Find.")]).edit is None
+    assert scene.edit(scene.turn([{"role": "system", "content": "Search."}, user("Find.")])) is None
 
 
 def test_tools_and_settings_that_change_are_shown() -> None:
     scene = Scene()
     first = scene.turn(START, tools=TOOLS)
     less = scene.follow(first, user("more"), tools=[])
-    assert less.edit is not None
-    assert (less.edit["field"], less.edit["sent"]) == ("tools", None)
-    assert "add" in less.edit["held"]
+    assert scene.edit(less) is not None
+    assert (scene.edit(less)["field"], scene.edit(less)["sent"]) == ("tools", None)
+    assert "add" in scene.edit(less)["held"]
     other = scene.follow(first, user("more"), tools=TOOLS, chat_template_kwargs={"enable_thinking": False})
-    assert other.edit is not None
-    assert (other.edit["field"], other.edit["sent"]) == ("chat_template_kwargs", '{"enable_thinking":false}')
+    assert scene.edit(other) is not None
+    assert (scene.edit(other)["field"], scene.edit(other)["sent"]) == (
+        "chat_template_kwargs",
+        '{"enable_thinking":false}',
+    )
 
 
 def test_what_was_not_changed_shows_no_edit() -> None:
     scene = Scene()
     first = scene.turn(START, "a")
     turns = [first, scene.follow(first, user("b")), scene.turn(START, "c"), *scene.choices(START, "d", "e")]
-    assert [turn.edit for turn in turns] == [None] * 5
+    assert [scene.edit(turn) for turn in turns] == [None] * 5
 
 
 # Work
@@ -405,7 +414,7 @@ def test_leaves_are_the_turns_that_nothing_extends_in_their_order() -> None:
     second = scene.follow(first, user("b"))
     assert [id(leaf) for leaf in scene.session.leaves()] == [id(alone), id(second)]
     assert [turn.number for turn in scene.session.turns] == [0, 1, 2]
-    assert {turn.number for turn in first.below()} == {0, 2}
+    assert {turn.number for turn in scene.session.history.below(first)} == {0, 2}
 
 
 # Memory
@@ -429,12 +438,14 @@ def test_a_message_that_is_sent_again_is_stored_once() -> None:
 
 def test_held_messages_are_counted_when_they_are_new() -> None:
     session = Session("s", now=0.0, clock=0.0)
-    held, nbytes = session.hold(Place(None, tuple(copied(START)), b"context"))
+    held, nbytes = session.history.intern(ParentMatch(None, tuple(copied(START)), b"context"))
     assert nbytes > len(b"context") + sum(len(str(message["content"])) for message in START)
-    again, nothing = session.hold(Place(None, tuple(copied(START)), bytes(bytearray(b"context"))))
+    again, nothing = session.history.intern(ParentMatch(None, tuple(copied(START)), bytes(bytearray(b"context"))))
     assert nothing == 0
     assert again.context is held.context
-    assert session.hold(Place(None, (*copied(START), user("b")), b"context"))[1] == message_bytes(user("b"))
+    assert session.history.intern(ParentMatch(None, (*copied(START), user("b")), b"context"))[1] == message_bytes(
+        user("b")
+    )
 
 
 def test_a_long_line_s_tokens_take_time_in_proportion_to_it() -> None:
@@ -444,8 +455,8 @@ def test_a_long_line_s_tokens_take_time_in_proportion_to_it() -> None:
         turn: Turn | None = None
         for number in range(turns):
             given, sampled = Piece.given([number]), Piece.sampled([1], [-1.0], "1")
-            turn = Turn("/", turn, (), b"", user("x"), given, 0, (sampled,), "stop", True)
-            session.grow(turn, lambda held, sent: True)
+            turn = Turn("/", turn, (), b"", user("x"), given, 0, (sampled,), "stop", True, number)
+            session.history.append(turn)
         assert turn is not None
         began = time.thread_time()
         assert len(turn.trajectory()) == 2 * turns
@@ -465,8 +476,8 @@ def test_a_cleared_session_s_turns_are_gone_without_the_garbage_collector() -> N
         scene.session.replies["t"] = None
         scene.session.clear()
         assert (scene.session.turns, scene.session.roots, scene.session.replies) == ([], [], {})
-        everything = Place(None, tuple(copied(START)), b"")
-        assert scene.session.hold(everything) == Session("new", now=0.0, clock=0.0).hold(everything)
+        everything = ParentMatch(None, tuple(copied(START)), b"")
+        assert scene.session.history.intern(everything) == Session("new", now=0.0, clock=0.0).history.intern(everything)
         assert second.parent is first, "a request in flight keeps what it extends"
         del first, second
         assert [ref() for ref in gone] == [None, None]
@@ -490,12 +501,12 @@ def test_a_history_with_an_answer_that_nobody_recorded_is_marked_and_so_is_nothi
     first = scene.turn([SYSTEM, user("Add.")], "5")
     second = scene.follow(first, user("Again."))
     edited = scene.turn([SYSTEM, user("Add!"), first.answer, user("Go on")])
-    assert not any(turn.unrecorded_history for turn in (first, second, edited))
+    assert not any(scene.classify(turn).unrecorded for turn in (first, second, edited))
     begun_anew = scene.turn([SYSTEM, user("Multiply."), assistant("6"), user("Again.")])
     appended = scene.follow(second, user("And?"), assistant("of its own"), user("Go on"))
-    assert begun_anew.unrecorded_history
-    assert appended.unrecorded_history
-    assert not scene.follow(begun_anew, user("Go on")).unrecorded_history  # the turn before says it
+    assert scene.classify(begun_anew).unrecorded
+    assert scene.classify(appended).unrecorded
+    assert not scene.classify(scene.follow(begun_anew, user("Go on"))).unrecorded  # the turn before says it
     assert scene.store.statistics.unrecorded_history == 2
 
 
@@ -506,5 +517,5 @@ def test_an_answer_is_the_recorded_one_however_an_agent_spells_it() -> None:
     )
     again = assistant([{"type": "text", "text": ""}], tool_calls=[call("add", '{"a":1}', "other")])  # type: ignore[arg-type]
     assert first.answer != again
-    assert not scene.turn([user("Sum up."), again, tool("1", "other")]).unrecorded_history
-    assert scene.turn([user("Sum up."), assistant("", tool_calls=[call("sub")]), tool("1")]).unrecorded_history
+    assert not scene.classify(scene.turn([user("Sum up."), again, tool("1", "other")])).unrecorded
+    assert scene.classify(scene.turn([user("Sum up."), assistant("", tool_calls=[call("sub")]), tool("1")])).unrecorded

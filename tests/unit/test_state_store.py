@@ -6,7 +6,7 @@ import asyncio
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,14 @@ from miles_router.errors import ConfigError, StateDamaged, StateError, StateFore
 from miles_router.slots import CONTROL, SLOTS, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.rows import Change, StateRow
-from miles_router.state.slot_file import APPLICATION, FORMAT, SHARED_EPOCHS, SlotFile
+from miles_router.state.slot_file import APPLICATION, FORMAT, READABLE, SHARED_EPOCHS, SlotFile
 from miles_router.state.store import StateStore
 from tests.support.waiting import soon, until
 
 OWNER = "session-1"
 SLOT = slot_of(OWNER)
+#: A format that is no longer read.
+OLDER = READABLE[0] - 1
 
 
 @asynccontextmanager
@@ -175,7 +177,7 @@ async def test_an_epoch_that_came_over_an_open_slot_is_seen_in_the_transaction(t
         (lambda path: path.write_bytes(b"a notebook of somebody's" * 200), "no file of miles-router's, or damaged"),
         (lambda path: _table(path, 0, 0), "no file of miles-router's"),
         (lambda path: _table(path, APPLICATION, FORMAT + 1), f"its format is {FORMAT + 1}, and .* reads {FORMAT}"),
-        (lambda path: _table(path, APPLICATION, FORMAT - 1), f"its format is {FORMAT - 1}, and .* reads {FORMAT}"),
+        (lambda path: _table(path, APPLICATION, OLDER), f"its format is {OLDER}, and .* reads {FORMAT}"),
     ],
     ids=["no database", "another program's", "a newer format", "an older one"],
 )
@@ -191,6 +193,28 @@ async def test_somebody_elses_file_is_refused_and_left_as_it_is(
                 await attempt
     assert path.read_bytes() == before
     assert names(tmp_path) == {path.name}
+
+
+async def test_a_file_of_the_format_before_is_read_and_gets_this_one_with_its_first_change(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.commit(OWNER, rows(1))
+    _set_format(file_of(tmp_path), READABLE[0])
+    async with opened(tmp_path) as store:
+        assert len(await store.load(OWNER)) == 1
+    assert _format(file_of(tmp_path)) == READABLE[0]
+    async with opened(tmp_path) as store:
+        await store.commit(OWNER, rows(2))
+    assert _format(file_of(tmp_path)) == FORMAT
+
+
+def _set_format(path: Path, version: int) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {version}")
+
+
+def _format(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as connection:
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _table(path: Path, application: int, version: int) -> None:

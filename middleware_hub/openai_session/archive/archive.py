@@ -13,8 +13,8 @@ import orjson
 
 from middleware_hub.openai_session.archive.listing import HeldLines
 from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsaved, read_session, summary_of
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
-from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import Pace, Router, cancelled, spawn
 from miles_router.middlewares.state import StateStore
@@ -112,7 +112,14 @@ class SessionArchive:
             if not rows or session_id in self._sessions:
                 return
             try:
-                session, saved = read_session(session_id, rows, self._channels, now=self._now(), clock=self._clock())
+                session, saved = read_session(
+                    session_id,
+                    rows,
+                    self._channels,
+                    now=self._now(),
+                    clock=self._clock(),
+                    equal=self._sessions.equal,
+                )
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
             self._sessions.restore(session)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,11 @@ from middleware_hub.openai_session.archive.turn_rows import digest_of, message_r
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, restored_end
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
+from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
-from middleware_hub.openai_session.sessions.tally import label_of, shown_group
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.tally import Tally, label_of, shown_group
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.episodes import ENDED, IDLE
 from miles_router.middlewares.rows import (
     RowChannel,
@@ -97,9 +99,7 @@ class Unsaved:
         self._put(CONTEXT, digest_of(turn.context), turn.context)
         if turn.tools:
             self._put(TOOLS, digest_of(turn.tools), turn.tools)
-        before = turn.parent.children if turn.parent is not None else self._session.roots
-        siblings = [each for each in before if each.number < turn.number]
-        self.changes.append(Change(TURN, turn.number, written_turn(turn, keys, siblings)))
+        self.changes.append(Change(TURN, turn.number, written_turn(turn, keys)))
         self._tokens += len(turn.given) + sum(map(len, turn.sampled))
         for kind in turn.rows if self._with_rows else ():
             rows = turn.rows[kind].rows
@@ -156,7 +156,7 @@ def written_head(session: Session, tokens: int) -> bytes:
         "tokens": tokens,
         "bytes": session.nbytes,
         "model": session.model,
-        "tally": session.tally.upto(session.turns).described(),
+        "tally": session.tally.upto(session.history).described(),
         "segments": len(session.roots),
         "finish_reason": session.turns[-1].finish_reason if session.turns else None,
     }
@@ -219,7 +219,13 @@ def line_of(session_id: str, head: bytes) -> dict[str, Any]:
 
 
 def read_session(
-    session_id: str, rows: Iterable[StateRow], channels: Mapping[RowKind, RowChannel], *, now: float, clock: float
+    session_id: str,
+    rows: Iterable[StateRow],
+    channels: Mapping[RowKind, RowChannel],
+    *,
+    now: float,
+    clock: float,
+    equal: Equality = MEANING,
 ) -> tuple[Session, Saved]:
     """A session as it was when it was last saved, and what is held of it. It is new to whoever looks at idle ones.
 
@@ -239,6 +245,7 @@ def read_session(
         metadata=head["metadata"],
         contract=contract,
         by_header=head["made_by_a_turn"],
+        equal=equal,
     )
     session.used_at, session.idle_since, session.model = head["used_at"], clock, head["model"]
     session.finalized_with, session.nbytes = head["finalized"], head["bytes"]
@@ -249,12 +256,13 @@ def read_session(
     messages = {key: orjson.loads(value) for key, value in kinds[MESSAGE].items()}
     for number in range(head["turns"]):
         turn = read_turn(kinds[TURN][number], session.turns, messages, kinds[CONTEXT], kinds[TOOLS])
+        rows_held = dict(turn.rows)
         for row_kind in [each for each, taken in turn.rows.items() if taken.reason is None]:
             held = kinds[ROWS].get(key_of_rows(row_kind, number))
             before = partial(_rows_of, session.turns, row_kind)
-            rows_read = read_rows(held, row_kind, before, channels, turn.facts.get("rid"))
-            turn.rows = {**turn.rows, row_kind: rows_read}
-        session.hang(turn)
+            rows_held[row_kind] = read_rows(held, row_kind, before, channels, turn.facts.get("rid"))
+        session.history.restore(replace(turn, rows=rows_held) if rows_held else turn)
+    session.tally = Tally.restored(head["tally"], head["turns"])
     session.untraced += [orjson.loads(kinds[UNTRACED][number]) for number in range(len(kinds[UNTRACED]))]
     _restore_replies(session, kinds[REPLY].values())
     _restore_responses(session, kinds)

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Piece
@@ -23,10 +23,7 @@ from miles_router.trajectory.rows import KINDS
 
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 #: Fields of a turn that JSON has as they are.
-PLAIN = (
-    *("path", "answer", "dropped", "finish_reason", "ended_itself", "choice", "reason", "edit", "segment", "facts"),
-    *("unrecorded_history", "side_call"),
-)
+PLAIN = (*("path", "answer", "dropped", "finish_reason", "ended_itself", "choice", "segment", "facts", "side_call"),)
 
 
 def digest_of(data: bytes) -> str:
@@ -40,19 +37,17 @@ def message_row(message: Message) -> tuple[str, bytes]:
     return digest_of(data), data
 
 
-def written_turn(turn: Turn, messages: Sequence[str], before: Sequence[Turn]) -> bytes:
-    """A turn whose request added the messages of these keys. `before`: the turns that are held already."""
-    same = next((each for each in before if each.given is turn.given), None)
+def written_turn(turn: Turn, messages: Sequence[str]) -> bytes:
+    """Return the row of a turn whose request added the messages of these keys."""
+    same = None if turn.request == turn.number else turn.request
     header = {
         **{name: getattr(turn, name) for name in PLAIN},
-        "parent": _number(turn.parent),
-        "first": _number(turn.first),
-        "origin": _number(turn.origin),
+        "parent": None if turn.parent is None else turn.parent.number,
         "messages": messages,
         "context": digest_of(turn.context),
         "tools": digest_of(turn.tools) if turn.tools else None,
         "given": len(turn.given) if same is None else 0,
-        "given_of": _number(same),
+        "given_of": same,
         "sampled": [[len(piece), piece.version, piece.trained] for piece in turn.sampled],
         "rows": {kind.name: taken.reason for kind, taken in turn.rows.items()},
     }
@@ -61,10 +56,6 @@ def written_turn(turn: Turn, messages: Sequence[str], before: Sequence[Turn]) ->
         assert piece.logprobs is not None
         arrays += [piece.tokens.astype(IDS, copy=False), piece.logprobs.astype(LOGPROBS, copy=False)]
     return with_header(header, (array.tobytes() for array in arrays))
-
-
-def _number(turn: Turn | None) -> int | None:
-    return None if turn is None else turn.number
 
 
 def read_turn(
@@ -88,24 +79,19 @@ def read_turn(
         for count, version, trained in header["sampled"]
     ]
     arrays.end()
-    turn = Turn(
+    reasons = header["rows"]
+    return Turn(
         **{name: header[name] for name in PLAIN},
-        parent=_at(turns, header["parent"]),
+        parent=None if header["parent"] is None else turns[header["parent"]],
         appended=tuple(messages[key] for key in header["messages"]),
         context=contexts[header["context"]],
         tools=tools[header["tools"]] if header["tools"] is not None else b"",
         given=given,
         sampled=tuple(sampled),
-        first=_at(turns, header["first"]),
-        origin=_at(turns, header["origin"]),
+        number=len(turns),
+        request=len(turns) if of is None else turns[of].request,
+        rows={kind: TrajectoryRows(None, reasons[kind.name]) for kind in KINDS if kind.name in reasons},
     )
-    reasons = header["rows"]
-    turn.rows = {kind: TrajectoryRows(None, reasons[kind.name]) for kind in KINDS if kind.name in reasons}
-    return turn
-
-
-def _at(turns: Sequence[Turn], number: int | None) -> Turn | None:
-    return None if number is None else turns[number]
 
 
 class _ArrayReader:

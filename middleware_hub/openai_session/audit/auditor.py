@@ -15,16 +15,9 @@ from middleware_hub.auditing.samples import AuditReport, LineAuditor, PromptRepo
 from middleware_hub.auditing.spans import AuditedLine, AuditedTurn
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.prompts import NotRendered, PromptCheck
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tree import (
-    ADAPTER,
-    RESHAPED_BY,
-    SAMPLING,
-    Session,
-    Turn,
-    line_ends,
-    line_trajectory,
-)
+from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, Turn, line_ends, line_trajectory
 from miles_router.engines import paths
 from miles_router.engines.recomputing import AskedSampling
 from miles_router.middlewares import Pace, Watch

@@ -32,7 +32,7 @@ from middleware_hub.openai_session.continuing.roles import Roles
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.trajectory.pieces import Tokens

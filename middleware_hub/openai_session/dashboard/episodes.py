@@ -10,12 +10,13 @@ import orjson
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.records import turn_span
+from middleware_hub.openai_session.export.records import classified, turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import side_calls
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
-from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
+from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares.episodes import (
     ENDED,
@@ -142,7 +143,7 @@ class SessionView:
     def turns(self) -> Iterator[TurnRow]:
         """Those that there are now."""
         aside = side_calls(self._session)
-        return (_turn_row(turn, side_call=turn in aside) for turn in list(self._session.turns))
+        return (_turn_row(turn, found, side_call=turn in aside) for turn, found in classified(self._session))
 
     def line(self, leaf: int | None) -> EpisodeLine:
         """The tokens up to a turn. As of `EpisodeView`."""
@@ -152,12 +153,12 @@ class SessionView:
             raise BadRequest(f"leaf must be the number of a turn; the session has {len(turns)}")
         last = turns[leaf]
         line = last.line()
-        trajectory = last.trajectory()
+        trajectory, classify = last.trajectory(), session.history.classify
         return EpisodeLine(
             leaf=leaf,
             trajectory=trajectory,
             loss_mask=self._maker.loss_mask(session, last),
-            turns=[turn_span(turn, end) for turn, end in zip(line, line_ends(line), strict=True)],
+            turns=[turn_span(turn, classify(turn), end) for turn, end in zip(line, line_ends(line), strict=True)],
             response_length=len(trajectory) - line[0].prompt_tokens,
             status=BY_FINISH_REASON.get(last.finish_reason, "completed"),
             experts=partial(self._experts, last),
@@ -171,7 +172,7 @@ class SessionView:
         return channel.array(held.rows, start, stop)
 
     def _tally(self) -> Tally:
-        return self._session.tally.upto(self._session.turns)
+        return self._session.tally.upto(self._session.history)
 
     def _trained(self, tally: Tally) -> int | None:
         """Tokens in the loss, counted again once there are more turns."""
@@ -192,14 +193,14 @@ class SessionView:
         return WAITING if running and all(each.flight.waits for each in running) else RUNNING
 
 
-def _turn_row(turn: Turn, *, side_call: bool) -> TurnRow:
+def _turn_row(turn: Turn, found: Classification, *, side_call: bool) -> TurnRow:
     facts = turn.facts
     names = ("cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "first_token_at", "answered_at")
     return TurnRow(
         turn=turn.number,
         parent=None if turn.parent is None else turn.parent.number,
-        reason=turn.reason,
-        edit=turn.edit,
+        reason=found.reason,
+        edit=found.edit,
         side_call=side_call,
         choice=turn.choice,
         prompt_tokens=turn.prompt_tokens,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.episodes import RunSeries
 from miles_router.trajectory import Sample
 

@@ -28,8 +28,8 @@ from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import ContextOverflow, ContextWindowFull, TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import is_session_name
-from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
@@ -198,7 +198,7 @@ class DressageDialect:
                 "num_steps": len(session.turns),
                 "num_turns": len({turn.facts.get("turn_id") or turn.number for turn in session.turns}),
                 "num_segments": len(session.leaves()),
-                "history_rewritten": any(turn.reason in REWRITTEN for turn in session.turns),
+                "history_rewritten": any(found.reason in REWRITTEN for found in session.history.classified()),
             }
         )
 

@@ -11,7 +11,8 @@ import orjson
 
 from middleware_hub.openai_session.export.samples import SamplePlan
 from middleware_hub.openai_session.sessions.prompting import read_key
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.sample import Sample, json_parts, row_parts
 
@@ -56,6 +57,7 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
     """What its reader wants to know of a segment beside the arrays. A segment that does not end by itself reads as
     truncated there: nothing else says so."""
     line = leaf.line()
+    reasons = [plan.classified[turn.number].reason for turn in line]
     turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))
     return {
         "trajectory_id": session.id,
@@ -73,7 +75,7 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
             "num_steps": len(line),
             "num_turns": len(turn_ids),
             "turn_ids": turn_ids,
-            "segment_reasons": [turn.reason for turn in line if turn.reason is not None],
+            "segment_reasons": [reason for reason in reasons if reason is not None],
         },
     }
 

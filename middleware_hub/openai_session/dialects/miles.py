@@ -25,7 +25,8 @@ from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRout
 from middleware_hub.openai_session.export.samples import FACTS, SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import read_key
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines import paths
 from miles_router.trajectory import Sample
 from miles_router.trajectory.safetensors import TensorFile

@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.export.masks import Decode
-from middleware_hub.openai_session.export.records import record
+from middleware_hub.openai_session.export.records import Classified, record
 from middleware_hub.openai_session.sessions.prompting import read_key
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from miles_router.trajectory import Trajectory
 
 #: From so many ids and messages on, records are written while they are sent.
@@ -24,7 +25,9 @@ def is_large(turns: Sequence[Turn]) -> bool:
     return sum(turn.tokens + turn.messages for turn in turns) > AT_ONCE
 
 
-def full_parts(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any], decode: Decode) -> Iterator[bytes]:
+def full_parts(
+    session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any], decode: Decode
+) -> Iterator[bytes]:
     """Write the answer to `GET /sessions/{id}`, a part for each turn. Turns do not change: it may run in a thread."""
     spelled: dict[int, str] = {}
 
@@ -34,8 +37,8 @@ def full_parts(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, An
         return spelled[number]
 
     yield b'{"session_id":%b,"records":[' % orjson.dumps(session_id)
-    for place, turn in enumerate(turns):
-        written = orjson.dumps(full_record(turn, token), default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
+    for place, (turn, found) in enumerate(turns):
+        written = orjson.dumps(full_record(turn, found, token), default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
         yield b"," + written if place else written
     yield b'],"metadata":%b}' % orjson.dumps(metadata, default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -49,13 +52,13 @@ def line_metadata(session: Session) -> dict[str, Any]:
     return {"accumulated_token_ids": leaves[0].trajectory().tokens, "max_trim_tokens": dropped}
 
 
-def full_record(turn: Turn, token: Callable[[int], str]) -> dict[str, Any]:
+def full_record(turn: Turn, found: Classification, token: Callable[[int], str]) -> dict[str, Any]:
     """Return the compact record with the whole request and the whole response in place of its own.
 
     Args:
         token: gives the text of an id.
     """
-    compact, line, whole = record(turn), turn.line(), turn.trajectory()
+    compact, line, whole = record(turn, found), turn.line(), turn.trajectory()
     history = [message for each in line for message in (*each.appended, each.answer)][:-1]
     tools, settings = read_key(turn.context)
     request: dict[str, Any] = {

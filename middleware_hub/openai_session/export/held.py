@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import orjson
 
 from middleware_hub.openai_session.archive.session_rows import read_session
-from middleware_hub.openai_session.export.records import metadata_of, record
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.export.records import classified, metadata_of, record
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.state import StateRow
 
 
@@ -20,8 +21,8 @@ def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
     """
     session, _ = read_session(session_id, rows, {}, now=0.0, clock=0.0)
     yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized_with})
-    for turn in session.turns:
-        yield _line("record", record(turn))
+    for each in classified(session):
+        yield _line("record", record(*each))
     for leaf in session.leaves():
         yield _line("leaf", _tokens(session, leaf))
 

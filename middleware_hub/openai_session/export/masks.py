@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.parsers.local import MARKS, USUAL_MARKS
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Trajectory

@@ -7,15 +7,24 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.json_parts import list_parts
 
+#: A turn, and what the turns before it say of it.
+Classified = tuple[Turn, Classification]
 
-def written(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any]) -> bytes:
+
+def classified(session: Session) -> list[Classified]:
+    """Return the turns that there are now, to be written in a thread."""
+    return list(zip(session.turns, session.history.classified(), strict=True))
+
+
+def written(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
     """The answer to `GET /sessions/{id}?form=compact`. Turns do not change, so that it may be written in a thread."""
-    records = ((orjson.dumps(record(turn), default=dict),) for turn in turns)
+    records = ((orjson.dumps(record(*each), default=dict),) for each in turns)
     begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)
     return b"".join((begin, *list_parts(records), end))
 
@@ -50,7 +59,7 @@ def summary(session: Session) -> dict[str, Any]:
     }
 
 
-def record(turn: Turn) -> dict[str, Any]:
+def record(turn: Turn, found: Classification) -> dict[str, Any]:
     """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
     their end that the next turn of that line dropped.
 
@@ -60,12 +69,12 @@ def record(turn: Turn) -> dict[str, Any]:
     return {
         "turn": turn.number,
         "parent": None if turn.parent is None else turn.parent.number,
-        "reason": turn.reason,
-        "edit": turn.edit,
+        "reason": found.reason,
+        "edit": found.edit,
         "path": turn.path,
         "messages": turn.appended,
         "response": turn.answer,
-        "unrecorded_history": turn.unrecorded_history,
+        "unrecorded_history": found.unrecorded,
         "finish_reason": turn.finish_reason,
         "choice": turn.choice,
         "span": [turn.prompt_tokens, turn.tokens],
@@ -101,7 +110,7 @@ def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:
+def turn_span(turn: Turn, found: Classification, end: int) -> Mapping[str, Any]:
     """A turn's boundary within a sample: the positions it sampled, but for those that were dropped behind it."""
     facts = ("cached_tokens", "cache_versions", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id")
     return {
@@ -109,7 +118,7 @@ def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:
         "start": turn.prompt_tokens,
         "end": end,
         "finish_reason": turn.finish_reason,
-        "reason": turn.reason,
-        "edit": turn.edit,
+        "reason": found.reason,
+        "edit": found.edit,
         **{name: turn.facts.get(name) for name in (*facts, "versions")},
     }

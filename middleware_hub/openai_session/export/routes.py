@@ -25,10 +25,10 @@ from middleware_hub.openai_session.export.full_records import (
     is_large,
     line_metadata,
 )
-from middleware_hub.openai_session.export.records import metadata_of, summary, written
+from middleware_hub.openai_session.export.records import classified, metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest, StateError
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
 from miles_router.middlewares.rows import RowMatch, TrajectoryRows
@@ -120,16 +120,16 @@ class SessionRoutes:
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
-        session, turns = self._session(request), list(self._session(request).turns)
+        session = self._session(request)
         form = request.query_params.get("form", FULL)
         if form not in FORMS:
             raise BadRequest(f"form must be one of {', '.join(FORMS)}")
         if form == COMPACT:
-            write = partial(written, session.id, turns, metadata_of(session))
+            write = partial(written, session.id, classified(session), metadata_of(session))
             return Response(await self.beside(request, write), media_type=JSON)
         metadata = {**metadata_of(session), **line_metadata(session)}
-        parts = full_parts(session.id, turns, metadata, self.maker.decode)
-        if is_large(turns):
+        parts = full_parts(session.id, classified(session), metadata, self.maker.decode)
+        if is_large(session.turns):
             return StreamingResponse(parts, media_type=JSON)
         return Response(await self.beside(request, partial(b"".join, parts)), media_type=JSON)
 

@@ -25,7 +25,8 @@ from middleware_hub.openai_session.export.selection import (
     trained_elsewhere,
     trained_tokens,
 )
-from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample, Trajectory
@@ -139,7 +140,8 @@ class SampleMaker:
         facts |= session.about()
         freshness = session.episode.contract.freshness
         read = partial(self.when_read, session)
-        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, freshness, read)
+        found = session.history.classified()
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, found, freshness, read)
 
     def trained_tokens(self, session: Session) -> int | None:
         """How many tokens are in the loss of the samples of a request that says nothing; None where masks decide.
@@ -191,6 +193,7 @@ class SamplePlan:
         metadata: the session's.
         facts: what stands beside it in the answer.
         side_calls: the session's turns that are none of its main line.
+        classified: what the session's turns are, by their numbers.
         freshness: which weights are too old for its contract.
         when_read: told of the samples, each with its leaf.
     """
@@ -201,6 +204,7 @@ class SamplePlan:
     metadata: Mapping[str, Any]
     facts: Mapping[str, Any]
     side_calls: Collection[Turn]
+    classified: Sequence[Classification]
     freshness: Freshness
     when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
 
@@ -261,17 +265,18 @@ class SamplePlan:
         which of them another sample trains."""
         spans = zip(line, line_ends(line), strict=True)
         turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
+        found = [self.classified[turn.number] for turn in line]
         return {
             "session_id": self.facts["session_id"],
             "leaf": line[-1].number,
             "build": self.request.build,
             "mask": list(self.request.mask or ()),
-            "reason": next((turn.reason for turn in line if turn.reason is not None), None),
+            "reason": next((each.reason for each in found if each.reason is not None), None),
             "side_call": line[-1] in self.side_calls,
-            "turns": [turn_span(turn, end) for turn, end in turns],
+            "turns": [turn_span(turn, self.classified[turn.number], end) for turn, end in turns],
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
-            "unrecorded_history": any(turn.unrecorded_history for turn in line),
+            "unrecorded_history": any(each.unrecorded for each in found),
             **{name: self.facts[name] for name in EPISODE if name in self.facts},
         }
 

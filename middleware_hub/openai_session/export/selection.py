@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
 from middleware_hub.openai_session.sessions.prompting import shows_tools
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest, ConfigError
 
 #: Of the leaves of a session, those that become samples. One of the operator's own chooses among all turns.
@@ -37,27 +38,31 @@ def without_superseded(session: Session, leaves: Sequence[Turn]) -> Sequence[Tur
 
 def side_calls(session: Session) -> set[Turn]:
     """The turns that are none of the main line."""
-    main = _main(session)
-    return {turn for turn in session.turns if turn.side_call or turn.conversation is not main}
+    main, found = _main(session), session.history.classified()
+    return {
+        turn for turn, each in zip(session.turns, found, strict=True) if each.side_call or each.conversation is not main
+    }
 
 
 def _main(session: Session) -> Turn | None:
     """The root that the main line began with."""
-    first = [root for root in session.roots if root.origin is None and not root.side_call]
+    classify = session.history.classify
+    first = [root for root in session.roots if classify(root).conversation is root and not root.side_call]
     turns, tokens = Counter[Turn](), Counter[Turn]()
-    for turn in session.turns:
-        if not turn.side_call:
-            turns[turn.conversation] += 1
-            tokens[turn.conversation] += sum(map(len, turn.sampled))
-    with_tools = {root.conversation for root in session.roots if shows_tools(root.context)}
+    for turn, found in zip(session.turns, session.history.classified(), strict=True):
+        if not found.side_call:
+            turns[found.conversation] += 1
+            tokens[found.conversation] += sum(map(len, turn.sampled))
+    with_tools = {classify(root).conversation for root in session.roots if shows_tools(root.context)}
     among, size = ([root for root in first if root in with_tools], tokens) if with_tools else (first, turns)
     return max(among or first, key=lambda root: size[root], default=None)
 
 
 def _superseded(leaf: Turn, session: Session) -> bool:
-    siblings = session.roots if leaf.parent is None else leaf.parent.children
-    first = leaf.first or leaf
-    return any(other.reason == "retry" and other.first is first and other.number > leaf.number for other in siblings)
+    history = session.history
+    first = history.classify(leaf).first or leaf
+    later = [history.classify(other) for other in history.siblings(leaf) if other.number > leaf.number]
+    return any(found.reason == "retry" and found.first is first for found in later)
 
 
 POLICIES: Mapping[str, Policy] = {"all": all_leaves, "last": last_leaf, "drop-superseded": without_superseded}
@@ -96,8 +101,9 @@ class Selection:
         select = self._policies.get(policy) if isinstance(policy, str) else None
         if select is None:
             raise BadRequest(f"branches must be one of {', '.join(self._policies)}")
+        children = session.history.children
         kept = [turn for turn in session.turns if turn not in without]
-        leaves = select(session, [turn for turn in kept if all(child in without for child in turn.children)])
+        leaves = select(session, [turn for turn in kept if all(child in without for child in children(turn))])
         if not set(session.turns).issuperset(leaves):
             raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
         return [leaf for leaf in leaves if leaf not in without]

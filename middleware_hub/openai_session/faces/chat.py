@@ -13,12 +13,14 @@ from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.face import Face, given
 from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
 from middleware_hub.openai_session.sessions.named_calls import named_calls
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
-from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
@@ -48,7 +50,7 @@ class ChatFace(Face):
         return given(request)
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
-        """Place a request behind the deepest turn whose messages it begins with.
+        """ParentMatch a request behind the deepest turn whose messages it begins with.
 
         Raises:
             BadRequest: it is none.
@@ -84,7 +86,7 @@ class ChatFace(Face):
         """
         messages: Sequence[Message] = fields["messages"]
         keys = [context.key for context in contexts]
-        place = session.place(messages, keys, self._equal, self._continuation.same_id)
+        place = session.history.find_parent(messages, keys, self._equal, self._continuation.same_id)
         if place.parent is None:
             self._check_written(fields, contexts[0], places)
             return self._root(session, fields, place, now)
@@ -93,12 +95,12 @@ class ChatFace(Face):
             prompt = await self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
             self._check_written(fields, contexts[0], places)
-            root = Place(None, tuple(messages), contexts[0].key)
+            root = ParentMatch(None, tuple(messages), contexts[0].key)
             return self._root(session, fields, root, now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
 
     def _root(
-        self, session: Session, fields: Mapping[str, Any], place: Place, now: float, *, segment: str | None = None
+        self, session: Session, fields: Mapping[str, Any], place: ParentMatch, now: float, *, segment: str | None = None
     ) -> PendingTurn:
         """A turn that begins a segment: the engine renders its messages, in a form that it takes."""
         messages, wrapped = self._continuation.readable(fields["messages"])
@@ -151,7 +153,9 @@ class ChatFace(Face):
         )
         return len(ids)
 
-    async def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
+    async def _prompt(
+        self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn
+    ) -> TokenPrompt:
         """The ids behind a held turn.
 
         Raises:

@@ -13,9 +13,11 @@ import numpy as np
 import orjson
 
 from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
-from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.openai.completions import CompletionsEndpoint
 from miles_router.errors import BadRequest
 from miles_router.trajectory import InvalidTrajectory, Piece
@@ -37,7 +39,7 @@ class CompletionsFace(Face):
         return None
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
-        """Place each prompt of a request.
+        """ParentMatch each prompt of a request.
 
         Raises:
             BadRequest: it is none.
@@ -99,8 +101,8 @@ def _checked_ids(prompt: list[Any]) -> Tokens:
         raise BadRequest(f"prompt: {error}") from None
 
 
-def _root(prompt: object) -> Place:
-    return Place(None, (_message(prompt),), CONTEXT)
+def _root(prompt: object) -> ParentMatch:
+    return ParentMatch(None, (_message(prompt),), CONTEXT)
 
 
 def _message(prompt: object) -> Message:
@@ -112,10 +114,10 @@ def _message(prompt: object) -> Message:
 
 
 def _extend(turn: PendingTurn, prompt: list[int], ids: Tokens) -> None:
-    """Place a prompt of ids behind the deepest turn that it begins with."""
+    """ParentMatch a prompt of ids behind the deepest turn that it begins with."""
     parent = _deepest(ids, turn.session)
     if parent is not None:
-        turn.places = (Place(parent, (_message(prompt[parent.tokens :]),), parent.context),)
+        turn.places = (ParentMatch(parent, (_message(prompt[parent.tokens :]),), parent.context),)
         turn.prompt = TokenPrompt(parent, Piece.given(ids[parent.tokens :]))
 
 
@@ -135,7 +137,7 @@ def _deepest(ids: Tokens, session: Session) -> Turn | None:
     while candidates:
         turn = candidates.pop()
         if _goes_on(ids, turn):
-            candidates.extend(turn.children)
+            candidates.extend(session.history.children(turn))
             if best is None or (turn.tokens, turn.number) > (best.tokens, best.number):
                 best = turn
     return best

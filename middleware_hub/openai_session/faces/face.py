@@ -23,7 +23,7 @@ from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.policy import RunPolicy
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError

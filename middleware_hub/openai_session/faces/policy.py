@@ -8,7 +8,7 @@ from typing import Any
 
 from middleware_hub.openai_session.episodes.contract import REFUSE
 from middleware_hub.openai_session.sessions.media import POLICIES, REFUSE_FIRST
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.errors import ConfigError
 
 RECORD = "record"

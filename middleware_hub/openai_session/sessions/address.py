@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from middleware_hub.openai_session.errors import SessionNotFound
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.known import TOKENIZERS
 from miles_router.middlewares import Scope
 

@@ -13,26 +13,29 @@ from middleware_hub.openai_session.sessions.equality import words_of
 from middleware_hub.openai_session.sessions.messages import Message, function_of
 
 if TYPE_CHECKING:
-    from middleware_hub.openai_session.sessions.tree import Turn
+    from middleware_hub.openai_session.sessions.history import SessionHistory
+    from middleware_hub.openai_session.sessions.turn import Turn
 
 
 class RecordedAnswers:
-    """The answers of turns, by digest. They are read when a history with answers begins a segment, which is rare."""
+    """The answers of turns, by digest. They are read when a history with answers begins a segment, which is rare.
+    Questions come in the order of turns: `before` is the number of the first turn that does not count.
+    """
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = turns
-        self._conversations: dict[bytes, set[Turn]] = {}
+    def __init__(self) -> None:
+        self._conversations: dict[bytes, tuple[Turn, ...]] = {}
         self._read = 0  # turns
 
-    def have(self, answers: Sequence[Message]) -> bool:
+    def have(self, answers: Sequence[Message], history: SessionHistory, before: int) -> bool:
         """Return whether each of these is what an answer that was recorded says."""
-        return not answers or all(said in self._known() for said in map(_says, answers))
+        known = self._known(history, before)
+        return all(said in known for said in map(_says, answers))
 
-    def conversation(self, answers: Sequence[Message]) -> Turn | None:
+    def conversation(self, answers: Sequence[Message], history: SessionHistory, before: int) -> Turn | None:
         """Return the conversation that recorded most of these answers, the latest of several; None without any."""
         if not answers:
             return None
-        known = self._known()
+        known = self._known(history, before)
         counts = Counter(each for said in map(_says, answers) for each in known.get(said, ()))
         return max(counts, key=lambda each: (counts[each], each.number), default=None)
 
@@ -40,10 +43,14 @@ class RecordedAnswers:
         """Forget all of them."""
         self._conversations.clear()
 
-    def _known(self) -> dict[bytes, set[Turn]]:
-        for turn in self._turns[self._read :]:
-            self._conversations.setdefault(_says(turn.answer), set()).add(turn.conversation)
-        self._read = len(self._turns)
+    def _known(self, history: SessionHistory, before: int) -> dict[bytes, tuple[Turn, ...]]:
+        for turn in history.turns[self._read : before]:
+            conversation = history.classify(turn).conversation
+            said = _says(turn.answer)
+            known = self._conversations.get(said, ())
+            if conversation not in known:
+                self._conversations[said] = (*known, conversation)
+        self._read = max(self._read, before)
         return self._conversations
 
 

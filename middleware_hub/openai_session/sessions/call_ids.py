@@ -7,24 +7,26 @@ without an id may be any. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from middleware_hub.openai_session.sessions.equality import Equality
-from middleware_hub.openai_session.sessions.histories import HeldMessage
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.named_calls import is_unnamed
+
+if TYPE_CHECKING:
+    from middleware_hub.openai_session.sessions.history import HistoryNode
 
 #: `(held, sent)`: whether the template cannot tell two ids of a call apart.
 SameId = Callable[[object, object], bool]
 
 
-def as_held(begin: HeldMessage, messages: Sequence[Message], equal: Equality, same_id: SameId) -> Sequence[Message]:
+def as_held(begin: HistoryNode, messages: Sequence[Message], equal: Equality, same_id: SameId) -> Sequence[Message]:
     """Return messages with the ids under which their calls are held; the same list if none is renamed.
 
     Args:
         begin: the place in the tree that the messages begin behind.
     """
-    places: Sequence[HeldMessage] = [begin]
+    places: Sequence[HistoryNode] = [begin]
     names: dict[object, object] = {}  # of the calls in front of a message: as sent, as held
     renamed: list[Message] = []
     changed = False

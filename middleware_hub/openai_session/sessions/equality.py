@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
+from miles_router.engines import paths
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -142,6 +143,12 @@ def equality(name: str) -> Equality:
     """
     known = EQUALITIES.get(name)
     return known if known is not None else load_function(name, "message_equality", EQUALITIES)
+
+
+def equality_on(path: str, equal: Equality) -> Equality:
+    """Return the equality for what comes back over an agent's API. In Messages, white space alone is no block, and
+    clients trim: `trims` always holds there."""
+    return replace(equal, trims=True) if path == paths.MESSAGES and isinstance(equal, Likeness) else equal
 
 
 def same_json(one: Any, other: Any) -> bool:

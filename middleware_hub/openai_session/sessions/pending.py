@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from middleware_hub.openai_session.sessions.history import ParentMatch
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.rows import Handovers, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
@@ -75,7 +77,7 @@ class PendingTurn:
     session: Session
     path: str
     fields: Mapping[str, Any]
-    places: Sequence[Place]
+    places: Sequence[ParentMatch]
     asked_at: float
     prompt: TokenPrompt | None = None
     segment: str | None = None

@@ -16,7 +16,7 @@ import orjson
 
 from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
-from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.client_json import is_too_deep, read_json
 from miles_router.middlewares import Field
 from miles_router.trajectory import Piece

@@ -18,9 +18,10 @@ from middleware_hub.openai_session.errors import (
     SessionNotFound,
     TooManySessions,
 )
+from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.values import MAX_VALUES, refuse_long_turn
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.engines.client_json import may_have_many_values, read_json
@@ -71,6 +72,7 @@ class SessionStore:
         clock: seconds that never jump, by which sessions expire.
         owners: which process has what, and what those before this one had.
         durable: whether sessions outlive their process, so that none is lost with it.
+        equal: whether a message that an agent sends back is one that is held.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class SessionStore:
         owners: Owners | None = None,
         *,
         durable: bool = False,
+        equal: Equality = MEANING,
     ) -> None:
         self.bounds = bounds
+        self.equal = equal
         #: Which process has what, where there are several.
         self.owners = owners or Owners()
         self._names = HeldNames() if durable else self.owners.held_names("sessions", bounds.sessions)
@@ -143,6 +147,7 @@ class SessionStore:
             metadata=metadata,
             contract=contract,
             by_header=by_header,
+            equal=self.equal,
         )
         if by_header:
             self._by_header[session_id] = session

@@ -4,13 +4,14 @@ when somebody asks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 if TYPE_CHECKING:
-    from middleware_hub.openai_session.sessions.tree import Turn
+    from middleware_hub.openai_session.sessions.history import SessionHistory
+    from middleware_hub.openai_session.sessions.turn import Turn
 
 #: Why a turn is not simply the next one of its parent. Of a history that cannot be continued in tokens, words say it.
 REASONS: Collection[str] = frozenset(
@@ -61,11 +62,22 @@ class Tally:
         self.trained: tuple[int | None, int] = (0, 0)
         self._seen = 0
 
-    def upto(self, turns: Sequence[Turn]) -> Tally:
-        """With all turns of the session."""
-        for turn in turns[self._seen :]:
-            self._add(turn)
-        self._seen = len(turns)
+    @classmethod
+    def restored(cls, described: Mapping[str, Any], turns: int) -> Tally:
+        """Return the sums over so many turns that were written as `described`."""
+        tally = cls()
+        tally.reasons = Counter(described["reasons"])
+        tally.tokens, tally.sampled, tally.leaves = described["tokens"], described["sampled"], described["leaves"]
+        tally.waited = described["waited_s"]
+        tally.versions, tally.workers = dict.fromkeys(described["versions"]), dict.fromkeys(described["workers"])
+        tally._seen = turns
+        return tally
+
+    def upto(self, history: SessionHistory) -> Tally:
+        """Return the sums over all turns of the session."""
+        for turn in history.turns[self._seen :]:
+            self._add(history, turn)
+        self._seen = len(history.turns)
         return self
 
     def described(self) -> dict[str, Any]:
@@ -80,14 +92,15 @@ class Tally:
             "workers": [*self.workers],
         }
 
-    def _add(self, turn: Turn) -> None:
-        if (name := reason_name(turn.reason)) is not None:
+    def _add(self, history: SessionHistory, turn: Turn) -> None:
+        reason = history.classify(turn).reason
+        if (name := reason_name(reason)) is not None:
             self.reasons[name] += 1
         sampled = sum(map(len, turn.sampled))
         self.sampled += sampled
-        self.tokens += sampled + (0 if turn.reason == "choice" else len(turn.given))
-        self.leaves += turn.parent is None or turn.parent.children[0] is not turn
-        self.waited += turn.facts.get("waited_s", 0.0) if turn.reason != "choice" else 0.0
+        self.tokens += sampled + (0 if reason == "choice" else len(turn.given))
+        self.leaves += turn.parent is None or history.children(turn.parent)[0] is not turn
+        self.waited += turn.facts.get("waited_s", 0.0) if reason != "choice" else 0.0
         self.versions.update((piece.version, None) for piece in turn.sampled if piece.version is not None)
         if (worker := turn.facts.get("worker")) is not None:
             self.workers[worker] = None

@@ -13,8 +13,8 @@ from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
 from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm
 from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import BadRequest
 from miles_router.middlewares import Receive, Scope, Send, Tap, Watch, first_header

@@ -19,8 +19,9 @@ from middleware_hub.openai_session.errors import (
 )
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.running import RunningTurn
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_made

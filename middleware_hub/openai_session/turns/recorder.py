@@ -11,13 +11,14 @@ import numpy as np
 
 from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
-from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import tools_of
+from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import reason_name
-from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.answers import ABORT, UnreadableAnswer
 from miles_router.engines.client_json import nests_too_deep
 from miles_router.engines.openai.choices import Choice
@@ -39,7 +40,6 @@ class TurnRecorder:
     def __init__(
         self,
         store: SessionStore,
-        equal: Equality,
         is_special: Callable[[int], bool],
         now: Callable[[], float],
         run: RunSeries | None = None,
@@ -47,7 +47,6 @@ class TurnRecorder:
         self.statistics = store.statistics
         self.written_ids = store.written_ids
         self._store = store
-        self._equal = equal
         self._is_special = is_special
         self._now = now
         self._run = run or RunSeries(lambda: None)
@@ -73,20 +72,24 @@ class TurnRecorder:
         if isinstance(model := pending.fields.get("model"), str):
             session.model = model[:MAX_MODEL]
         nbytes = prompts.nbytes
-        held: dict[int, Place] = {}
+        held: dict[int, ParentMatch] = {}
         for place in places:
             if id(place) not in held:
-                held[id(place)], new = session.hold(place)
+                held[id(place)], new = session.history.intern(place)
                 nbytes += new
-        tools, new = session.hold_tools(tools_of(pending.fields) if pending.places[0].parent is None else None)
+        tools, new = session.history.intern_tools(
+            tools_of(pending.fields) if pending.places[0].parent is None else None
+        )
         nbytes += new
+        requests: dict[int, int] = {}  # the number of the first turn that each prompt has, by its piece
         for (choice, given, sampled), place in zip(parts, places, strict=True):
-            turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
-            turn.tools = tools
-            turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
-            session.grow(turn, self._equal, held[id(place)].sent)
+            number = len(session.turns)
+            request = requests.setdefault(id(given), number)
+            numbers = {"number": number, "request": request}
+            turn = self._turn(pending, held[id(place)], given, sampled, choice, facts, tools=tools, **numbers)
+            session.history.append(turn, held[id(place)].sent)
             self.statistics.turns += 1
-            self.statistics.unrecorded_history += turn.unrecorded_history
+            self.statistics.unrecorded_history += session.history.classify(turn).unrecorded
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += sum(piece.nbytes for piece in sampled) + message_bytes(turn.answer) + TURN_BYTES
             if pending.remember is not None:
@@ -102,7 +105,8 @@ class TurnRecorder:
         self.statistics.given_tokens += new
         self.statistics.reused_tokens += reused
         for turn in session.turns[len(session.turns) - len(choices) :]:
-            cached, reason = turn.facts.get("cached_tokens") if new or reused else None, reason_name(turn.reason)
+            cached = turn.facts.get("cached_tokens") if new or reused else None
+            reason = reason_name(session.history.classify(turn).reason)
             self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
             new = reused = 0  # once for all choices
 
@@ -119,12 +123,18 @@ class TurnRecorder:
     def _turn(
         self,
         pending: PendingTurn,
-        place: Place,
+        place: ParentMatch,
         given: Piece,
         sampled: tuple[Piece, ...],
         choice: Choice,
         facts: Mapping[str, Any],
+        *,
+        tools: bytes,
+        number: int,
+        request: int,
     ) -> Turn:
+        prompt = pending.prompt
+        tokens = (0 if prompt is None else prompt.held) + len(given) + sum(map(len, sampled))
         return Turn(
             path=pending.path,
             parent=place.parent,
@@ -132,7 +142,7 @@ class TurnRecorder:
             context=place.context,
             answer=choice.message,
             given=given,
-            dropped=pending.prompt.dropped if pending.prompt is not None else 0,
+            dropped=0 if prompt is None else prompt.dropped,
             sampled=sampled,
             finish_reason=choice.finish,
             ended_itself=self._ended_itself(choice, sampled),
@@ -140,6 +150,10 @@ class TurnRecorder:
             segment=pending.segment,
             side_call=pending.side_call,
             cache=pending.cache,
+            number=number,
+            request=request,
+            tools=tools,
+            rows=pending.handovers.take(choice.index, tokens, choice.facts.get("rid")),
             facts={
                 **facts,
                 **choice.facts,
@@ -204,7 +218,7 @@ def _pieces(choice: Choice) -> tuple[Piece, ...]:
         raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
 
 
-def _places(pending: PendingTurn, choices: Sequence[Choice]) -> list[Place]:
+def _places(pending: PendingTurn, choices: Sequence[Choice]) -> list[ParentMatch]:
     """Where each choice will hang. A batch of prompts is answered prompt by prompt, each with all of its choices.
 
     Raises:

@@ -12,7 +12,7 @@ import orjson
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter, give_whole
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
+from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap

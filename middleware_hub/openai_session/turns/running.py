@@ -10,7 +10,7 @@ import asyncio
 import sys
 from contextlib import suppress
 
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Router, spawn, within
 

@@ -19,7 +19,7 @@ from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.client_json import nests_too_deep
 
 #: Under which a session remembers it.

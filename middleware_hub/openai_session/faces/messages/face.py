@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,9 +17,9 @@ from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
 from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesForm, MessagesWriter
-from middleware_hub.openai_session.sessions.equality import Equality, Likeness
+from middleware_hub.openai_session.sessions.equality import Equality, equality_on
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first_header
@@ -41,8 +40,7 @@ class MessagesFace(ChatFace):
     last_event = LAST
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
-        # White space alone is no block of this API, and its clients trim.
-        super().__init__(continuation, replace(equal, trims=True) if isinstance(equal, Likeness) else equal, settings)
+        super().__init__(continuation, equality_on(self.path, equal), settings)
         self._system_anywhere = "system" not in continuation.proof.refused
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:

@@ -15,7 +15,8 @@ from typing import Any
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
 from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, message_bytes
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 
 #: Under which a session remembers its responses.
 NOTE = "responses"

@@ -18,7 +18,8 @@ from middleware_hub.openai_session.faces.responses.heartbeat import ResponsesFor
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first_header

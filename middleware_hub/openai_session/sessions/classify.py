@@ -1,0 +1,133 @@
+"""Why a turn is not simply the next one of its parent, and what its agent changed: a pure function of the history in
+front of it, computed when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
+from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import shows_tools
+from middleware_hub.openai_session.sessions.turn import Classification, Turn
+
+if TYPE_CHECKING:
+    from middleware_hub.openai_session.sessions.history import HistoryMatch, SessionHistory
+
+
+def classify(history: SessionHistory, turn: Turn, equal: Equality, conversation: Turn | None) -> Classification:
+    """Return what a turn is that is neither the first root of its session nor the first child of its parent.
+
+    Args:
+        conversation: that of its parent; None for a root.
+    """
+    branch = _Branch(history, turn, equal)
+    conversation = branch.conversation() if conversation is None else conversation
+    reason = branch.reason(conversation)
+    return Classification(conversation, reason, branch.edit(reason), branch.first())
+
+
+class _Branch:
+    """A turn that is not its parent's first child, or the session's first root."""
+
+    def __init__(self, history: SessionHistory, turn: Turn, equal: Equality) -> None:
+        self._history, self._turn, self._equal = history, turn, equal
+        self._match = history.match_behind(turn.parent, turn.appended, equal, before=turn.number)
+        self._siblings = _before(turn, history.siblings(turn))
+        self._roots = _before(turn, history.roots)
+        asked = self._match.asked()
+        self._same = [each for each in asked if each.parent is turn.parent and each.context == turn.context]
+
+    def first(self) -> Turn | None:
+        """Return the first turn that was asked the same."""
+        if not self._same:
+            return None
+        return self._history.classify(self._same[0]).first or self._same[0]
+
+    def conversation(self) -> Turn:
+        """Return the root of the conversation that this root goes on with, or itself."""
+        kin = (root for root in self._roots if _kin(root, self._turn, self._equal))
+        found = next(kin, None)
+        return self._history.classify(found).conversation if found is not None else self._rewritten() or self._turn
+
+    def _rewritten(self) -> Turn | None:
+        """Return the conversation whose first question the agent wrote anew, as where it appends a remark to it: the
+        answers behind the question are still those recorded there. A system message says whose conversation it is."""
+        turn = self._turn
+        if turn.side_call or not turn.appended or turn.appended[0].get("role") != "user":
+            return None
+        found = self._history.answers.conversation(turn.sent_answers, self._history, turn.number)
+        if found is None or found.side_call or found.appended[0].get("role") != "user":
+            return None
+        return found if shows_tools(found.context) == shows_tools(turn.context) else None
+
+    def reason(self, conversation: Turn) -> str:
+        """Return why the turn is not the next one."""
+        turn = self._turn
+        if turn.request != turn.number:
+            return "choice"  # of one answer (`n` above 1)
+        if any(not _together(turn, other) for other in self._same):
+            return "retry"
+        if turn.parent is None:
+            return self._reason_of_root(conversation)
+        return "parallel" if any(_together(turn, other) for other in self._siblings) else "edited_history"
+
+    def _reason_of_root(self, conversation: Turn) -> str:
+        turn, messages = self._turn, self._turn.appended
+        if turn.segment is not None:
+            return turn.segment
+        if any(other.context != turn.context for other in _asked_before(self._match)):
+            return "changed_tools"
+        kin = [root for root in self._roots if self._history.classify(root).conversation is conversation]
+        if not any(self._equal(root.appended[0], messages[0]) for root in kin) and not self._rewritten():
+            return "sub_agent"
+        if any(_together(turn, other) for other in kin):
+            return "parallel"
+        held = (other for root in kin for other in self._history.below(root) if other.number < turn.number)
+        longest = max(held, key=lambda other: other.messages)
+        return "compaction" if longest.parent is not None and len(messages) < longest.messages else "edited_history"
+
+    def edit(self, reason: str) -> Mapping[str, Any] | None:
+        """Return what the agent changed, where the reason is a change."""
+        turn = self._turn
+        if reason == "changed_tools":
+            other = next(each for each in _asked_before(self._match) if each.context != turn.context)
+            return context_edit(other.context, turn.context)
+        if reason in ("edited_history", "compaction"):
+            count, held, sent = self._match.departure()
+            return edit_of(turn.messages - len(turn.appended) - 1 + count, held, sent)
+        if reason == "sub_agent" and len(turn.appended) > 1:
+            question = turn.appended[1:2]
+            alike = [root for root in self._roots if _equal_messages(root.appended[1:2], question, self._equal)]
+            return edit_of(0, alike[-1].appended[0], turn.appended[0]) if alike else None
+        return None
+
+
+def _before(turn: Turn, others: Sequence[Turn]) -> list[Turn]:
+    return [other for other in others if other.number < turn.number]
+
+
+def _asked_before(match: HistoryMatch) -> Iterator[Turn]:
+    """Iterate over turns whose history a request begins with, or that were asked just this as a root."""
+    yield from match.turns()
+    yield from (turn for turn in match.asked() if turn.parent is None)
+
+
+def _equal_messages(held: Sequence[Message], sent: Sequence[Message], equal: Equality) -> bool:
+    return len(held) == len(sent) and all(equal(one, other) for one, other in zip(held, sent, strict=True))
+
+
+def _kin(root: Turn, turn: Turn, equal: Equality) -> bool:
+    """Return whether two roots begin one conversation: with the same message, or with another one in front of the same
+    question and with the same tools, as where a day has passed. Prompts of completions do not say whose they are."""
+    one, other = root.appended, turn.appended
+    if one[0].get("role") == other[0].get("role") == "prompt" or equal(one[0], other[0]):
+        return True
+    alike = root.context == turn.context and shows_tools(turn.context) and len(other) > 1
+    return alike and _equal_messages(one[1:2], other[1:2], equal)
+
+
+def _together(turn: Turn, other: Turn) -> bool:
+    """Return whether both were asked before either was answered."""
+    return bool(turn.facts.get("asked_at", 0) < other.facts.get("answered_at", 0))
