@@ -28,6 +28,8 @@ from miles_router.engines.writing import extended
 DIGITS = 32
 #: Fields that may hold a list of prompts; the first that is there counts.
 PROMPTS = (IDS, IDS_ALIAS, TEXT, "prompt")
+_RID = Field(RID)
+_FIELDS = {path: Field(name) for path, name in NAME_FIELDS.items()}
 _HEX = frozenset(string.hexdigits)
 #: A letter or an underscore that is escaped without need: in a name, too, an engine reads it.
 _ESCAPED = re.compile(rb"\\u00[4-7]")
@@ -101,7 +103,7 @@ def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
     Raises:
         What `parse` raises.
     """
-    field = Field(NAME_FIELDS.get(path, RID))
+    field = _FIELDS.get(path, _RID)
     escaped = _ESCAPED.search(body) is not None
     if field.quoted not in body and not escaped:
         return None
@@ -137,7 +139,7 @@ def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool
     Raises:
         What `parse` raises.
     """
-    field = Field(NAME_FIELDS.get(path, RID))
+    field = _FIELDS.get(path, _RID)
     if field.quoted not in body and _ESCAPED.search(body) is None:
         return False
     if _ESCAPED.search(body) is None:

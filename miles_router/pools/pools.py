@@ -16,7 +16,6 @@ from miles_router import tasks
 from miles_router.control.health import HealthMonitor
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
-from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
@@ -76,6 +75,8 @@ class ModelPool:
         self.name = name
         #: The handle of its layers, and of what serves it.
         self.router = router
+        #: Who its workers are.
+        self.fleet = router.fleet
         self.app = app
         self.health = health
         self.running = running
@@ -85,11 +86,6 @@ class ModelPool:
         self._adapters = Inquiry(self._ask_adapters)
         self._key: bytes | None = None  # what those that withhold theirs were asked with last
         self._withheld = self._adapters
-
-    @property
-    def fleet(self) -> Fleet:
-        """Who its workers are."""
-        return self.router.fleet
 
     @property
     def names(self) -> set[str]:

@@ -35,7 +35,7 @@ class Size(NamedTuple):
 #: By path, whether the answer is streamed, and what the router is set to: `plain`; `durable`, with `--partial-rollout
 #: resume` and a state directory; `cut`, the same where a pause cuts the turn once.
 BOUNDS: dict[tuple[str, bool, str], Size] = {
-    (GENERATE, False, "plain"): Size(39, 180, 0, 0),
+    (GENERATE, False, "plain"): Size(37, 176, 0, 0),
     (CHAT, False, "plain"): Size(96, 559, 3, 6),
     (CHAT, False, "durable"): Size(108, 654, 5, 10),
     (CHAT, False, "cut"): Size(133, 1947, 14, 18),
