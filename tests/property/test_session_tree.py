@@ -17,7 +17,7 @@ from middleware_hub.openai_session.export.records import record
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.equality import MEANING
-from middleware_hub.openai_session.sessions.history import ParentMatch
+from middleware_hub.openai_session.sessions.history import ParentMatch, SessionHistory
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
@@ -163,6 +163,14 @@ def check_tree(found: Episode) -> None:
         assert turn.parent is None or turn.parent.context is turn.context
 
 
+def check_classification(found: Episode) -> None:
+    """Whoever reads it once, at the end, finds what was read turn by turn."""
+    again = SessionHistory(MEANING)
+    for turn in found.scene.session.turns:
+        again.restore(turn)
+    assert again.classified() == found.scene.session.history.classified()
+
+
 def check_tokens(found: Episode) -> None:
     for turn in found.scene.session.turns:
         whole, door = turn.trajectory(), found.doors[turn]
@@ -225,6 +233,7 @@ def check_selection(found: Episode) -> None:
 def test_turns_hang_where_a_plain_search_says_and_samples_are_exact(data: st.DataObject) -> None:
     found = episode(data)
     check_tree(found)
+    check_classification(found)
     check_tokens(found)
     check_samples(found)
     check_selection(found)

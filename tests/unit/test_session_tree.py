@@ -7,6 +7,8 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -483,6 +485,12 @@ def test_a_cleared_session_s_turns_are_gone_without_the_garbage_collector() -> N
         assert [ref() for ref in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_recorded_turn_cannot_be_changed() -> None:
+    turn: Any = Scene().turn(START)
+    with pytest.raises(FrozenInstanceError):
+        turn.rows = {}
 
 
 def test_a_turn_is_shown_without_its_tree() -> None:
