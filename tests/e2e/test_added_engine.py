@@ -65,8 +65,8 @@ async def toy() -> AsyncIterator[ScriptedWorker]:
         yield worker.always(behave)
 
 
-async def post(url: str, path: str, **fields: Any) -> RawReply:
-    return await ask(url, "POST", path, JSON, orjson.dumps(fields))
+async def post(router: str, path: str, **fields: Any) -> RawReply:
+    return await ask(router, "POST", path, JSON, orjson.dumps(fields))
 
 
 def told(worker: ScriptedWorker) -> list[tuple[str, Any]]:
@@ -145,3 +145,19 @@ async def test_a_generation_that_is_aborted_by_its_client_s_name_ends(package: P
             assert told(worker)[-1] == ("/toy/end", {"names": ["r"]})
             aborted.set()
             assert (await asked).json()["meta_info"]["finish_reason"] == {"type": "abort"}
+
+
+async def test_who_joins_a_paused_fleet_is_paused_in_its_own_words(package: Path) -> None:
+    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, worker) as url:
+        assert (await post(url, "/toy/pause?how=drop")).status == 200
+        assert (await post(url, "/workers", url=other.url)).status == 201
+        assert told(other) == [("/pause_generation", {"mode": "abort"})]
+
+
+async def test_who_cannot_sleep_does_not_join_a_fleet_that_is_asleep(package: Path) -> None:
+    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, other) as url:
+        assert (await post(url, "/release_memory_occupation")).status == 200
+        refused = await post(url, "/workers", url=worker.url)
+        assert (refused.status, refused.error_type) == (502, "fan_out_failed")
+        assert "it has no such control request" in refused.json()["error"]["message"]
+        assert told(worker) == []
