@@ -17,6 +17,7 @@ from miles_router.engines.events import Event
 
 if TYPE_CHECKING:
     from miles_router.engines.facts import Facts
+    from miles_router.engines.pairs.request import PairedRequest
 
 #: Parses a request's body within its bounds.
 Parse = Callable[[bytes], Any]
@@ -227,6 +228,19 @@ class Engine(ABC):
     def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
         """Return what reads from an answer which rank gave it; None where answers do not tell."""
         return None
+
+    def paired(self, path: str, body: bytes, parse: Parse) -> PairedRequest:
+        """Return what both halves of a pair of these engines are asked for a request.
+
+        Raises:
+            CannotServe: a pair would answer something else than is meant, or not at all.
+            What `parse` raises.
+        """
+        raise CannotServe("the engine has no halves")
+
+    def with_room(self, body: bytes, host: str, port: int, room: int) -> bytes:
+        """Return a request with the place where the halves meet."""
+        raise CannotServe("the engine has no halves")
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
         """Return how a request to this path is asked; None where it goes as it came.

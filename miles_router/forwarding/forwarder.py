@@ -19,7 +19,6 @@ from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
-from miles_router.engines.pairs.request import PairedRequest
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
@@ -284,7 +283,7 @@ class Forwarder:
             The errors of `_ask`.
         """
         self._ranks.check_unwished(request)
-        paired = PairedRequest.read(endpoint(request.path), request.body, read_json)
+        paired = (decode.worker.engine or USUAL).paired(endpoint(request.path), request.body, read_json)
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts

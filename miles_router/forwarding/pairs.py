@@ -21,11 +21,12 @@ from miles_router.asgi.headers import first_header
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
+from miles_router.engines.known import USUAL
 from miles_router.engines.names import Names
 from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.engines.pairs.joining import first_version, one_answer, one_event
 from miles_router.engines.pairs.prefill import PrefillAnswer, fails, says_aborted
-from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest, with_room
+from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease
@@ -146,7 +147,8 @@ class PairExchange:
         self._history = history
         self._paired = paired
         self._names = names
-        self._body = with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
+        engine = halves.decode.engine or USUAL
+        self._body = engine.with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
         self._admit = admit
         self._cut = cut
         self._limit = limit

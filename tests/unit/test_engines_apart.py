@@ -21,10 +21,10 @@ FOLDERS = sorted({ENGINES / kind.__module__.split(".")[-2] for kind in known.KIN
 OUTSIDE = (HOUSE / "client", HOUSE / "testing", HOUSE / "view")
 #: Paths of the router's own that an engine has too, and the module that has them.
 OWN = {HOUSE / "admin" / "routes.py": {"/health", "/metrics"}}
-#: Names of others that an engine has too: of Hugging Face, of OpenAI, and of the router itself.
-OF_OTHERS = {"chat_template", "top_logprobs", "request_id", "resp_"}
-#: What chat and pairs ask of an engine is not behind `Engine` yet.
-NOT_YET = (ENGINES / "openai", ENGINES / "pairs", HOUSE / "partial_rollouts")
+#: Names of others that an engine has too: of Hugging Face, of OpenAI, and of the router itself (of registrations, too).
+OF_OTHERS = {"chat_template", "top_logprobs", "request_id", "resp_", "bootstrap_port"}
+#: What chat asks of an engine is not behind `Engine` yet.
+NOT_YET = (ENGINES / "openai", HOUSE / "partial_rollouts")
 #: A path, or a name that is no word of English alone.
 WORD = re.compile(r"/[\w/.-]*\w|[A-Za-z]\w*_\w*|[a-z]+(?:-[a-z]+)+|[A-Z][a-z]+[A-Z]\w+")
 

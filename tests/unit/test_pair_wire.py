@@ -16,14 +16,15 @@ from miles_router.engines.known import read_facts
 from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.engines.pairs.joining import LostAccount, one_answer, one_event
 from miles_router.engines.pairs.prefill import PrefillAnswer
-from miles_router.engines.pairs.request import PairedRequest, with_room
+from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS
+from miles_router.engines.sglang.pairs import paired, with_room
 
 GENERATE = "/generate"
 
 
 def asked(path: str = GENERATE, **body: Any) -> PairedRequest:
-    return PairedRequest.read(path, orjson.dumps(body), orjson.loads)
+    return paired(path, orjson.dumps(body), orjson.loads)
 
 
 def handed(version: str | None = "1", **meta: Any) -> PrefillAnswer:
@@ -70,7 +71,7 @@ def test_a_request_is_sent_as_it_came() -> None:
         b'{"n":2',
         b'{"text": "n\\""}',
     ):
-        assert PairedRequest.read(GENERATE, body, orjson.loads).body == body
+        assert paired(GENERATE, body, orjson.loads).body == body
 
 
 def test_samples_of_one_prompt_are_prompts_of_a_list() -> None:

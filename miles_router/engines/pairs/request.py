@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from miles_router.engines import paths
-from miles_router.engines.engine import CannotServe, Parse
-from miles_router.engines.generate import IDS, IDS_ALIAS, PARAMS, PER_PROMPT, RID, TEXT, GenerateRequest, UnknownShape
-from miles_router.engines.rows import ROW_FIELDS, RowFields
+from miles_router.engines.rows import RowFields
 from miles_router.engines.scan import Field, Incomplete
-from miles_router.engines.sglang.paths import INVOCATIONS
-from miles_router.engines.writing import extended
 
-#: Paths whose requests take a room. The others have no field for it.
-PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, INVOCATIONS})
 #: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.
 ROOM_BITS = 62
-
-N, ECHO, LOGPROBS = Field("n"), Field("echo"), Field("logprobs")
-LOGPROB_START, LOGPROB_IDS = Field("logprob_start_len"), Field("token_ids_logprob")
-META_INFO, STREAM = Field("return_meta_info"), Field("stream")
 
 
 @dataclass(frozen=True)
@@ -40,36 +27,6 @@ class PairedRequest:
     rows: tuple[RowFields, ...] = ()
     prompt_logprobs: bool = False
 
-    @classmethod
-    def read(cls, path: str, body: bytes, parse: Parse) -> PairedRequest:
-        """What a request wants, seen without parsing it where that can be.
-
-        Raises:
-            CannotServe: a pair would answer something else than is meant, or not at all.
-            BadRequest: it has to be asked otherwise, and cannot be read.
-        """
-        if path not in PATHS:
-            raise CannotServe(f"{path} does not take the room that the halves of a pair meet in")
-        if has_value(body, N, lambda n: type(n) is int and n > 1):
-            body = _one_each(path, body, parse)
-        rows = tuple(fields for fields in ROW_FIELDS.values() if has_value(body, Field(fields.wanted), bool))
-        if rows and path != paths.GENERATE and (has_value(body, STREAM, bool) or not has_value(body, META_INFO, bool)):
-            raise CannotServe(
-                f"rows at {path} must come in one piece, and with return_meta_info: nothing else tells whether the "
-                "decode half has lost some"
-            )
-        if path == paths.COMPLETIONS and has_value(body, ECHO, bool) and has_value(body, LOGPROBS, bool):
-            raise CannotServe("logprobs of an echoed prompt are known to the prefill half alone")
-        prompt_logprobs = path == paths.GENERATE and (
-            has_value(body, LOGPROB_START, lambda start: start not in (None, -1)) or has_value(body, LOGPROB_IDS, bool)
-        )
-        return cls(body, rows, prompt_logprobs)
-
-
-def with_room(body: bytes, host: str, port: int, room: int) -> bytes:
-    """A request with the place where the halves meet, behind its other fields."""
-    return extended(body, {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
-
 
 def has_value(body: bytes, field: Field, wanted: Callable[[Any], bool]) -> bool:
     """Whether a field has a value of this kind somewhere in a request."""
@@ -79,37 +36,3 @@ def has_value(body: bytes, field: Field, wanted: Callable[[Any], bool]) -> bool:
         return any(map(wanted, field.values(body)))
     except Incomplete:
         return False  # the engine says what is wrong with it
-
-
-# Several samples of one prompt
-
-
-def _one_each(path: str, body: bytes, parse: Parse) -> bytes:
-    """The request with each prompt as often as it is to be sampled: samples of one prompt would share a room, and wait
-    in it for ever."""
-    parsed = parse(body)
-    if path != paths.GENERATE:
-        if isinstance(parsed, Mapping) and type(parsed.get("n")) is int and parsed["n"] > 1:
-            raise CannotServe(f"n > 1 at {path}: samples of one request would wait for each other for ever")
-        return body
-    try:
-        request = GenerateRequest.read(parsed)
-    except UnknownShape as error:
-        raise CannotServe(f"n > 1 in a request that cannot be read: {error.reason}") from None
-    return body if request.samples == 1 else orjson.dumps(_as_batch(request))
-
-
-def _as_batch(request: GenerateRequest) -> dict[str, Any]:
-    """An engine that samples several times makes the ids of all itself."""
-    places = [request.prompt_of(generation) for generation in range(request.generations)]
-    prompts = [request.prompts[place] for place in places]
-    kept = {name: value for name, value in request.body.items() if name not in (TEXT, IDS, IDS_ALIAS, RID)}
-    listed = {
-        name: [request.field(name, place) for place in places]
-        for name in PER_PROMPT
-        if isinstance(kept.get(name), list) and not (request.batch and request.field(name, 0) is kept[name])
-    }
-    source: dict[str, Any] = (
-        {TEXT: [each.text for each in prompts]} if prompts[0].ids is None else {IDS: [each.ids for each in prompts]}
-    )
-    return {**kept, **source, **listed, PARAMS: [dict(each.params) for each in prompts]}

@@ -12,8 +12,9 @@ from miles_router.engines.actions import Action, Order
 from miles_router.engines.control import ControlRequest
 from miles_router.engines.engine import Documents, Engine, Headers, Names, Parse, RankReader
 from miles_router.engines.facts import HALVES, Facts
+from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
-from miles_router.engines.sglang import paths, ranks
+from miles_router.engines.sglang import pairs, paths, ranks
 from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, told_adapters, with_adapter
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
@@ -94,6 +95,12 @@ class SGLang(Engine):
 
     def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
         return ranks.rank_reader(path, streamed=streamed)
+
+    def paired(self, path: str, body: bytes, parse: Parse) -> PairedRequest:
+        return pairs.paired(path, body, parse)
+
+    def with_room(self, body: bytes, host: str, port: int, room: int) -> bytes:
+        return pairs.with_room(body, host, port, room)
 
     def order(self, action: Action) -> Order:
         return order(action)
