@@ -88,8 +88,10 @@ async def test_its_paths_are_asked_and_its_answers_are_those_of_generate(package
         assert (answer.status, answer.json()["output_ids"]) == (200, [7, 8])
         assert answer.json()["meta_info"]["id"] == "r"
         assert told(worker) == [("/toy/sample", {"prompt": "Hi", "name": "r", "max_new_tokens": 2})]
-        refused = await post(url, "/generate", text="Hi", stream=True)
-        assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
+        for path in ("/generate", "/v1/chat/completions"):
+            refused = await post(url, path, text="Hi", messages=[], stream=True)
+            assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
+        assert len(told(worker)) == 1
 
 
 async def test_control_requests_in_any_spelling_reach_it_in_its_own(package: Path) -> None:
