@@ -199,7 +199,7 @@ def test_a_session_named_again_after_it_expired_is_a_new_one() -> None:
     assert store.get_or_create("a") is first
     clock.now += 10.0
     assert store.get_or_create("a") is not first
-    assert (first.status.is_forgotten, len(store)) == (True, 1)
+    assert (first.ending.status.is_forgotten, len(store)) == (True, 1)
 
 
 def test_a_session_deleted_during_a_request_stays_deleted() -> None:
@@ -210,7 +210,7 @@ def test_a_session_deleted_during_a_request_stays_deleted() -> None:
         again = store.create("a")
         store.account(session, 1000)
     assert store.get("a") is again
-    assert session.status.is_forgotten
+    assert session.ending.status.is_forgotten
     assert store.nbytes == again.nbytes
 
 
@@ -282,7 +282,7 @@ def test_the_account_of_bytes_comes_out_even_whatever_happens(seed: int) -> None
                 store.expire()
         held = sum(each.nbytes for each in store)
         assert store.nbytes == held >= 0
-        assert {id(each) for each in store} == {id(each) for each in made if not each.status.is_forgotten}
+        assert {id(each) for each in store} == {id(each) for each in made if not each.ending.status.is_forgotten}
     for session in made:
         store.delete(session)
     assert (store.nbytes, len(store)) == (0, 0)

@@ -69,18 +69,18 @@ class SessionArchive:
             return
         async with self._lock(session.id):
             await self._forgotten(session.id)
-            if session.status.is_forgotten:
+            if session.ending.status.is_forgotten:
                 return
             saved = self._saved.get(session.id)
             unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
             if unsaved.changes:  # of another that had its name nothing may be left, whatever became of that
                 await self._store.commit(session.id, unsaved.changes, anew=saved is None)
-            if not session.status.is_forgotten:
+            if not session.ending.status.is_forgotten:
                 self._saved[session.id] = unsaved.made()
 
     def save_soon(self, session: Session) -> None:
         """The same beside the caller, who does not wait for it; where it fails, the next change tries again."""
-        if self._store is not None and not session.status.is_forgotten:
+        if self._store is not None and not session.ending.status.is_forgotten:
             spawn(self._try_to_save(session), name=f"save {session.id}")
 
     async def _try_to_save(self, session: Session) -> None:
@@ -152,7 +152,7 @@ class SessionArchive:
         async with AsyncExitStack() as locks:
             for session_id in sorted(session.id for session in sessions):
                 await locks.enter_async_context(self._lock(session_id))  # what is saved behind it sees it deleted
-            there = [session for session in sessions if not session.status.is_forgotten]
+            there = [session for session in sessions if not session.ending.status.is_forgotten]
             await self._delete_all(self._store, there)
             names = {session.id for session in there}
             self._let_go |= names

@@ -207,7 +207,7 @@ class DressageDialect:
         await self._sessions.archive.load(name)
         self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
-        removed = session.leaves() if session is not None and session.status is SessionStatus.FINALIZED else []
+        removed = session.leaves() if session is not None and session.ending.status is SessionStatus.FINALIZED else []
         if session is not None:
             async with self._sessions.archive.let_go([session]):
                 self._sessions.store.delete(session)
@@ -225,7 +225,7 @@ class DressageDialect:
             name = self._required(request, parsed)
             await self._sessions.archive.load(name)
             session = self._sessions.store.get(name)
-            sessions, mode = [session] if session.status is SessionStatus.FINALIZED else [], "trajectory"
+            sessions, mode = [session] if session.ending.status is SessionStatus.FINALIZED else [], "trajectory"
         elif self._sessions.store.owners.several:
             raise BadRequest("this router has several processes: name the session_id of each trajectory")
         else:
@@ -265,7 +265,7 @@ class DressageDialect:
             group = _group(session)
             if drain and session.id in self._draining:
                 continue
-            if session.status is SessionStatus.FINALIZED and (instance_id is None or group == instance_id):
+            if session.ending.status is SessionStatus.FINALIZED and (instance_id is None or group == instance_id):
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
@@ -284,11 +284,11 @@ class DressageDialect:
         return as_response({**summed, "groups": len(groups)})
 
     def _groups(self) -> set[Name]:
-        return {_group(session) for session in self._sessions.store if session.status is SessionStatus.FINALIZED}
+        return {_group(session) for session in self._sessions.store if session.ending.status is SessionStatus.FINALIZED}
 
     def _counts(self) -> dict[str, Any]:
         store = self._sessions.store
-        finalized = sum(session.status is SessionStatus.FINALIZED for session in store)
+        finalized = sum(session.ending.status is SessionStatus.FINALIZED for session in store)
         return {
             "trajectories": finalized,
             "groups": len(self._groups()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract, SessionEnd, SessionStatus
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract, SessionEnd
 from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.history import SessionHistory
@@ -35,7 +35,7 @@ class Session:
         """
         self.id = session_id
         self.by_header = by_header
-        self.ending = SessionEnd()
+        self.ending = SessionEnd()  # what may still happen in it, and what ended its work
         self.episode = EpisodeState(contract, clock)
         self.created_at = now
         self.used_at = now
@@ -70,11 +70,6 @@ class Session:
         """Which group it is of."""
         group = self.episode.group(self.metadata)
         return None if group is None else str(group)
-
-    @property
-    def status(self) -> SessionStatus:
-        """What may still happen in it."""
-        return self.ending.status
 
     def about(self) -> dict[str, Any]:
         """Return the contract and the end reason, for records and samples."""

@@ -331,9 +331,13 @@ class SessionStore:
             yield
         finally:
             session.in_flight -= 1
-            if not session.status.is_forgotten:
+            if not session.ending.status.is_forgotten:
                 self._used(session)
-            if session.status.is_over and not session.in_flight and self._sessions.get(session.id, session) is session:
+            if (
+                session.ending.status.is_over
+                and not session.in_flight
+                and self._sessions.get(session.id, session) is session
+            ):
                 self.when_over(session.id)  # again: what has run until now may have come to its worker after the end
 
     def _used(self, session: Session) -> None:
@@ -348,7 +352,7 @@ class SessionStore:
         Raises:
             BadRequest: as `read_json`, and as `refuse_long_turn`.
         """
-        if name is None or session.status.is_forgotten or may_have_many_values(body, MAX_VALUES):
+        if name is None or session.ending.status.is_forgotten or may_have_many_values(body, MAX_VALUES):
             parsed = read_json(body)
             refuse_long_turn(body, parsed)
             return parsed
@@ -356,7 +360,7 @@ class SessionStore:
 
     def account(self, session: Session, nbytes: int) -> None:
         """`nbytes` more are held for a session."""
-        if not session.status.is_forgotten:
+        if not session.ending.status.is_forgotten:
             session.nbytes += nbytes
             self.nbytes += nbytes
 

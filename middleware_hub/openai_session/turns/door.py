@@ -170,7 +170,7 @@ class TurnDoor:
 
         async def run(send: Send) -> None:
             # Here, so that the recorded answer of a turn is given even where there is no room for another.
-            if session.status is SessionStatus.FINALIZED:
+            if session.ending.status is SessionStatus.FINALIZED:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
             if not self._archive.is_saved(session):  # what could not be held must be, before there is more of it

@@ -70,7 +70,7 @@ async def once(
     try:
         await run(copy.send)
     finally:
-        reply = copy.reply if recorded() or session.status.is_forgotten else None
+        reply = copy.reply if recorded() or session.ending.status.is_forgotten else None
         if reply is None:
             session.replies.pop(key, None)
         future.set_result(reply)

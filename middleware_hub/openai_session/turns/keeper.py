@@ -81,10 +81,10 @@ class EpisodeKeeper:
             SessionNotFound: the session was deleted.
         """
         until = session.episode.deadline()
-        if not session.status.stops_turns and until is not None and until <= self._clock():
+        if not session.ending.status.stops_turns and until is not None and until <= self._clock():
             self.stop(session, SessionStatus.DEADLINE)
-        if session.status.stops_turns:
-            raise stopped(session, session.status)
+        if session.ending.status.stops_turns:
+            raise stopped(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
         """End an episode, and what runs in it. What was sampled until now stays, unless the session is discarded."""

@@ -64,9 +64,9 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
-        if session.status is SessionStatus.DISCARDED:
+        if session.ending.status is SessionStatus.DISCARDED:
             raise SessionNotFound(f"session {session.id!r} was deleted")
-        if session.status.is_forgotten:
+        if session.ending.status.is_forgotten:
             return
         pending.recorded, pending.aborted = True, any(choice.finish == ABORT for choice in choices)
         if isinstance(model := pending.fields.get("model"), str):
