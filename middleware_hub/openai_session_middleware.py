@@ -36,10 +36,12 @@ from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, add
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
 from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
-from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.runner import TurnRunner
+from middleware_hub.openai_session.turns.run_turn import TurnRunner
+from middleware_hub.openai_session.turns.sampling import SamplingServices
+from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
@@ -151,13 +153,24 @@ class OpenAISessionMiddleware:
             raise ConfigError(f"openai_session_middleware.{error}") from None
         backend = getattr(router.tokenizer, "backend_tokenizer", None)
         names = TokenNames(backend, router.model_config.get("vocab_size"))
-        runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
-        self._archive = SessionArchive(self.store, router, now=time.time, clock=time.monotonic)
-        keeper = EpisodeKeeper(router, self.store, self._archive, clock=time.monotonic)
+        sampling = SamplingServices(app, router, recorder, known, names, StreamFacts(router))
+        self._archive = archive = SessionArchive(self.store, router, now=time.time, clock=time.monotonic)
+        keeper = EpisodeKeeper(router, self.store, archive, clock=time.monotonic)
         heartbeat = router.config.heartbeat_interval
-        self._door = TurnDoor(
-            app, faces, self.store, recorder, runner, keeper, self._archive, settings, time.time, heartbeat
+        runner = TurnRunner(
+            app,
+            router,
+            self.store,
+            archive,
+            keeper,
+            recorder,
+            sampling,
+            settings,
+            now=time.time,
+            whole_answers=whole_answers,
+            heartbeat=heartbeat,
         )
+        self._endpoint = SessionEndpoint(app, faces, self.store, archive, runner)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         read = partial(count_read, router.run)
@@ -181,7 +194,7 @@ class OpenAISessionMiddleware:
         if context_window < 0:
             raise ConfigError("openai_session_middleware.context_window must be 0 or a number of tokens")
         options: Any = {"one_weight_version": one_weight_version, "context_window": context_window}
-        self._dialects = [dialect(router, self._sessions, self._door, **options) for dialect in dialects]
+        self._dialects = [dialect(router, self._sessions, self._endpoint, **options) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     @asynccontextmanager
@@ -229,9 +242,9 @@ class OpenAISessionMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):
-            self._door.speak(scope, within(scope["path"]))
+            self._endpoint.speak(scope, within(scope["path"]))
             session, inner = addressed(self.store, scope)
-            await self._door.request(session, inner, receive, send)
+            await self._endpoint.request(session, inner, receive, send)
         else:
             for dialect in self._dialects:
                 if await dialect.answer(scope, receive, send):

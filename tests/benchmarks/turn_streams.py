@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.events import Event, write_event
@@ -78,8 +78,9 @@ def generate_events(pieces: list[str], *, incremental: bool) -> Iterator[bytes]:
 
 def by_chat(events: list[bytes]) -> None:
     """As a session relays a stream of chat."""
-    turn = PendingTurn(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, (ParentMatch(None, (), b""),), 0.0)
-    stream = TurnStream(turn, ChatEndpoint(), ReplyWriter(), lambda: "1")
+    places = (ParentMatch(None, (), b""),)
+    request = AgentRequest(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, places, 0.0)
+    stream = TurnStream(request, FIELDS, ChatEndpoint(), ReplyWriter(), lambda: "1")
     for raw in events:
         stream.feed(Event.read(raw))
     stream.choices()

@@ -15,7 +15,7 @@ import middleware_hub.openai_session_middleware as middleware
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.face import ReplyWriter
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.engines.events import Event, write_event
 from miles_router.errors import BadRequest
 from tests.support.http import RawReply, request
@@ -61,7 +61,7 @@ class QuestionFace(ChatFace):
         messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(request["talk"])]
         return {"model": "m", "messages": messages, "max_tokens": 6, "stream": bool(request.get("live"))}
 
-    def writer(self, turn: PendingTurn) -> ReplyWriter:
+    def writer(self, turn: AgentRequest) -> ReplyWriter:
         return QuestionWriter()
 
 

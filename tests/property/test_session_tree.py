@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.equality import MEANING
 from middleware_hub.openai_session.sessions.history import ParentMatch, SessionHistory
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.turn import Turn, line_ends
+from middleware_hub.openai_session.turns.plan import TurnPlan
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 from tests.support.tiers import examples
 
@@ -67,7 +67,7 @@ class Episode:
     scene: Scene = field(default_factory=Scene)
     sent: list[list[Message]] = field(default_factory=list)  # every request
     doors: dict[Turn, Door] = field(default_factory=dict)
-    under_way: list[PendingTurn] = field(default_factory=list)
+    under_way: list[TurnPlan] = field(default_factory=list)
 
     def step(self) -> None:
         """One request more, or an answer to one under way."""
@@ -113,18 +113,19 @@ class Episode:
             best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0]
         )
 
-    def ask(self, sent: list[Message], place: ParentMatch, fields: Mapping[str, Any]) -> PendingTurn:
+    def ask(self, sent: list[Message], place: ParentMatch, fields: Mapping[str, Any]) -> TurnPlan:
         ended = place.parent is not None and place.parent.ended_itself
         segment = self.draw(st.sampled_from([None] * 5 + ["not_text"])) if place.parent is not None else None
         dropped = int(ended and segment is None and self.draw(st.booleans()))
         given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
         asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.places, asked.prompt, asked.written = (ParentMatch(None, tuple(sent), place.context),), None, ()
+            root = (ParentMatch(None, tuple(sent), place.context),)
+            asked = replace(asked, request=replace(asked.request, places=root, prompt=None), written=())
         self.scene.time += 1
         return asked
 
-    def answer(self, asked: PendingTurn) -> None:
+    def answer(self, asked: TurnPlan) -> None:
         made = []
         for index in range(self.draw(st.sampled_from([1, 1, 1, 2, 3]))):
             sampled = self.draw(st.integers(0, 4))
@@ -137,9 +138,9 @@ class Episode:
         self.scene.time += 1
         for generated, turn in zip(made, self.scene.record(asked, *made), strict=True):
             given = list(generated.prompt or ())
-            if asked.prompt is not None:
+            if asked.request.prompt is not None:
                 given = orjson.loads(b"".join(asked.written))
-                assert given == asked.prompt.ids().tolist()
+                assert given == asked.request.prompt.ids().tolist()
             self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
 
 

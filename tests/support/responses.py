@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ import orjson
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.middlewares import Event
@@ -34,13 +36,17 @@ class Written:
         self.asked = asked(scene, **fields)
         own = self.asked
         self.envelope = Envelope(new_id(), 1, own.settings, own.own, own.seals)
-        pending = scene.ask(own.fields["messages"])
-        pending.remember = lambda turn: Responses.of(scene.session).keep(self.envelope, turn, stored=own.stored)
-        self._scene, self._pending, self._said, self._finish = scene, pending, said, finish
+        plan = scene.ask(own.fields["messages"])
+
+        def remember(turn: Turn) -> int:
+            return Responses.of(scene.session).keep(self.envelope, turn, stored=own.stored)
+
+        self._plan = replace(plan, request=replace(plan.request, remember=remember))
+        self._scene, self._said, self._finish = scene, said, finish
 
     def _record(self, said: Mapping[str, Any]) -> None:
         self._scene.time += 1
-        self._scene.record(self._pending, self._scene.generated(self._pending, dict(said), finish=self._finish))
+        self._scene.record(self._plan, self._scene.generated(self._plan, dict(said), finish=self._finish))
 
     def whole(self) -> dict[str, Any]:
         """The response of a whole answer."""

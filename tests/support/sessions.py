@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.turn import Classification, Turn
+from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from miles_router.engines.openai.choices import Choice
 from miles_router.engines.paths import CHAT
@@ -66,24 +67,22 @@ class Scene:
         dropped: int = 0,
         segment: str | None = None,
         side_call: bool = False,
+        turn_id: str | None = None,
         **fields: Any,
-    ) -> PendingTurn:
+    ) -> TurnPlan:
         """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
         parsed = {"messages": list(messages), **fields}
         place = self.session.history.find_parent(messages, [each.key for each in contexts_of(parsed)], self.equal)
         prompt = None
         if place.parent is not None:
-            prompt = TokenPrompt(place.parent, Piece.given(self.ids(given)), dropped)
-        turn = PendingTurn(
-            self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment, side_call=side_call
-        )
-        if prompt is not None:
-            turn.written = self.store.written_ids.prompt(self.session.id, prompt)
-        return turn
+            prompt = PromptIds(place.parent, Piece.given(self.ids(given)), dropped)
+        request = AgentRequest(self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment)
+        written = () if prompt is None else self.store.written_ids.prompt(self.session.id, prompt)
+        return TurnPlan(request, TurnGrant(parsed), written=written, turn_id=turn_id, side_call=side_call)
 
     def generated(
         self,
-        pending: PendingTurn,
+        plan: TurnPlan,
         reply: str | Message,
         *,
         sampled: int = 3,
@@ -104,30 +103,30 @@ class Scene:
             ids=ids,
             logprobs=[-1.0 / each for each in ids],
             versions=[VersionRun(*run) for run in ([("1", 0, sampled)] if versions is None else versions)],
-            prompt=None if pending.prompt is not None else [7, 8, 9],
+            prompt=None if plan.request.prompt is not None else [7, 8, 9],
             facts={"rid": f"rid-{index}", "cached_tokens": 0, "versions": "engine"},
         )
 
-    def record(self, pending: PendingTurn, *choices: Choice) -> list[Turn]:
+    def record(self, plan: TurnPlan, *choices: Choice) -> list[Turn]:
         """The turns that an answer adds."""
         before = len(self.session.turns)
-        self.recorder.record(pending, choices, {"worker": "http://w"})
+        self.recorder.record(plan, choices, {"worker": "http://w"})
         return [*self.session.turns[before:]]
 
     def turn(self, messages: Sequence[Message], reply: str | Message = "ok", **options: Any) -> Turn:
         """A request and its answer; `options` of `ask` and `generated`."""
         of_answer = ("sampled", "stop", "finish", "versions")
-        pending = self.ask(messages, **{name: value for name, value in options.items() if name not in of_answer})
-        choice = self.generated(pending, reply, **{name: options[name] for name in of_answer if name in options})
+        plan = self.ask(messages, **{name: value for name, value in options.items() if name not in of_answer})
+        choice = self.generated(plan, reply, **{name: options[name] for name in of_answer if name in options})
         self.time += 1
-        (turn,) = self.record(pending, choice)
+        (turn,) = self.record(plan, choice)
         return turn
 
     def choices(self, messages: Sequence[Message], *replies: str, **options: Any) -> list[Turn]:
         """A request with several choices."""
-        pending = self.ask(messages, n=len(replies), **options)
+        plan = self.ask(messages, n=len(replies), **options)
         self.time += 1
-        return self.record(pending, *(self.generated(pending, reply, index=i) for i, reply in enumerate(replies)))
+        return self.record(plan, *(self.generated(plan, reply, index=i) for i, reply in enumerate(replies)))
 
     def classify(self, turn: Turn) -> Classification:
         """What the turns before it say of a turn."""

@@ -15,10 +15,11 @@ from middleware_hub.openai_session.errors import MediaNotTraced, UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import STRICT
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from miles_router.errors import BadRequest
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, history, user
@@ -60,7 +61,7 @@ class Rendering:
         return Extension(1, np.array([7, 8], dtype=np.int32))
 
 
-def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
+def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> AgentRequest:
     face = ChatFace(cast(Continuation, rendering or Rendering()), STRICT)
     return at_once(face.turn(scene.session, {"messages": messages, **fields}, now=scene.time))
 
@@ -139,7 +140,7 @@ def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) ->
         chat_turn(Scene(), [*START, message])
 
 
-def behind(rendering: Rendering, first: Mapping[str, Any], second: Mapping[str, Any]) -> PendingTurn:
+def behind(rendering: Rendering, first: Mapping[str, Any], second: Mapping[str, Any]) -> AgentRequest:
     """A turn asked with some fields, behind one that was asked with others."""
     scene = Scene()
     return chat_turn(scene, [*history(scene.turn(START, **first)), user("more")], rendering, **second)
@@ -171,19 +172,19 @@ def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
 # Completions
 
 
-def completion(scene: Scene, request: object) -> PendingTurn:
+def completion(scene: Scene, request: object) -> AgentRequest:
     face = CompletionsFace(cast(Continuation, None), STRICT)
     return at_once(face.turn(scene.session, request, now=scene.time))
 
 
-def asked_for(scene: Scene, prompt: object, **fields: Any) -> PendingTurn:
+def asked_for(scene: Scene, prompt: object, **fields: Any) -> AgentRequest:
     return completion(scene, {"prompt": prompt, **fields})
 
 
 def turns(scene: Scene, prompt: object, *choices: dict[str, Any], **fields: Any) -> list[Turn]:
-    pending = asked_for(scene, prompt, **fields)
+    request = asked_for(scene, prompt, **fields)
     scene.time += 1
-    return scene.record(pending, *COMPLETIONS.choices(answer(*choices)))
+    return scene.record(TurnPlan(request, TurnGrant(request.fields)), *COMPLETIONS.choices(answer(*choices)))
 
 
 def ids_of(turn: Turn) -> list[int]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.faces import FACES
-from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.turns.idempotency import once, repeat_key
-from miles_router.asgi.exchange import Message, Send
+from middleware_hub.openai_session.turns.plan import repeat_key
+from middleware_hub.openai_session.turns.reply import ReplySender, first_of_repeated
+from miles_router.asgi.exchange import Message
 from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
 from tests.support.sessions import SYSTEM, Scene, user
@@ -34,8 +33,8 @@ async def _stays() -> Message:
     return await never
 
 
-def _events(last: bytes | tuple[bytes, ...]) -> tuple[bytes, ...]:
-    return last if isinstance(last, tuple) else (last,)
+async def _settled() -> None:
+    """Nothing is stored."""
 
 
 class Client:
@@ -52,46 +51,38 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages)
 
 
-class Episode:
-    """A session whose turns have ids. `script` is what one run does; `runs` counts them."""
+#: What one run of a turn does.
+Run = Callable[[ReplySender], Awaitable[None]]
 
-    def __init__(self, last_event: bytes = LAST_EVENT) -> None:
-        self.last_event = last_event
+
+class Episode:
+    """A session whose turns have ids; `runs` counts how often one ran."""
+
+    def __init__(self) -> None:
         self.scene = Scene()
         self.runs = 0
-        self.asked: list[PendingTurn] = []
         self.bytes: list[int] = []
 
-    def record(self, turn_id: str) -> None:
-        asked = self.scene.ask(MESSAGES)
-        asked.turn_id = turn_id
-        self.asked.append(asked)
+    def record(self, reply: ReplySender, turn_id: str) -> None:
+        asked = self.scene.ask(MESSAGES, turn_id=turn_id)
         self.scene.record(asked, self.scene.generated(asked, "ok"))
+        reply.recorded = reply.repeatable = True
 
-    async def ask(
-        self, run: Callable[[Send], Awaitable[None]], turn_id: str = "t", client: Client | None = None
-    ) -> Client:
+    async def ask(self, run: Run, turn_id: str = "t", client: Client | None = None) -> Client:
         client = client or Client()
-        begun = len(self.asked)
-
-        def recorded() -> bool:
-            return any(asked.recorded for asked in self.asked[begun:])
-
-        async def counted(send: Send) -> None:
-            self.runs += 1
-            await run(send)
-
-        key, last = repeat_key(turn_id, "/v1/chat/completions", b"{}"), self.last_event
-        account = self.bytes.append
-        await once(self.scene.session, key, _stays, client.send, counted, recorded, account, last_event=last)
+        reply, key = ReplySender(client.send, _settled), repeat_key(turn_id, "/v1/chat/completions", b"{}")
+        async with first_of_repeated(self.scene.session, key, _stays, reply, self.bytes.append) as is_first:
+            if is_first:
+                self.runs += 1
+                await run(reply)
         return client
 
-    def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:
-        async def run(send: Send) -> None:
+    def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Run:
+        async def run(reply: ReplySender) -> None:
             if held:
-                self.record(turn_id)
+                self.record(reply, turn_id)
             for message in messages:
-                await send(message)
+                await reply.send(message)
 
         return run
 
@@ -147,7 +138,7 @@ async def test_a_turn_that_failed_runs_again(messages: list[Message], held: bool
 async def test_a_turn_that_raised_runs_again() -> None:
     turns = Episode()
 
-    async def fail(send: Send) -> None:
+    async def fail(reply: ReplySender) -> None:
         raise RuntimeError("engine")
 
     with pytest.raises(RuntimeError, match="engine"):
@@ -164,20 +155,19 @@ async def test_an_earlier_turn_of_that_id_does_not_make_a_failure_an_answer() ->
     assert turns.runs == 3
 
 
-@pytest.mark.parametrize("last_event", sorted({event for face in FACES for event in _events(face.last_event)}))
-async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer(last_event: bytes) -> None:
-    turns = Episode(last_event)
+async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -> None:
+    turns = Episode()
 
-    async def run(send: Send) -> None:
-        await send(start())
-        turns.record("t")
-        await send(part(b"data: {}\n\n" + last_event, more=True))
-        await send(part(b"", more=True))
+    async def run(reply: ReplySender) -> None:
+        await reply.send(start())
+        turns.record(reply, "t")
+        await reply.give(b"data: {}\n\n")
+        await reply.finish(LAST_EVENT)
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         await turns.ask(run)
-    assert (await turns.ask(turns.answering())).body.endswith(last_event)
+    assert (await turns.ask(turns.answering())).body.endswith(LAST_EVENT)
     assert turns.runs == 1
 
 
@@ -188,10 +178,10 @@ class Held:
         self.began, self.go = asyncio.Event(), asyncio.Event()
         self._run = turns.answering(*messages, held=held)
 
-    async def run(self, send: Send) -> None:
+    async def run(self, reply: ReplySender) -> None:
         self.began.set()
         await self.go.wait()
-        await self._run(send)
+        await self._run(reply)
 
 
 async def settle() -> None:

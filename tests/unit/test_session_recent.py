@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.sessions import recent
+from middleware_hub.openai_session.sessions.agent_request import PromptIds
 from middleware_hub.openai_session.sessions.messages import message_bytes
-from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.client_json import read_json
@@ -28,8 +28,8 @@ from tests.support.tiers import examples
 START = [SYSTEM, user("Add.")]
 
 
-def prompt(parent: Turn, *given: int, dropped: int = 0) -> TokenPrompt:
-    return TokenPrompt(parent, Piece.given(given), dropped)
+def prompt(parent: Turn, *given: int, dropped: int = 0) -> PromptIds:
+    return PromptIds(parent, Piece.given(given), dropped)
 
 
 def line(turns: int) -> tuple[Scene, list[Turn]]:

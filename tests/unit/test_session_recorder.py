@@ -13,9 +13,10 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.messages import message_bytes
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from middleware_hub.openai_session.turns.recorder import MAX_UNTRACED, TURN_BYTES
 from tests.support.sessions import SPECIAL, STOP, SYSTEM, Scene, assistant, history, user
 
@@ -24,8 +25,7 @@ START = [SYSTEM, user("Add.")]
 
 def test_a_turn_has_what_was_asked_and_answered() -> None:
     scene = Scene()
-    asked = scene.ask(START, stream=True)
-    asked.turn_id = "t"
+    asked = scene.ask(START, stream=True, turn_id="t")
     scene.time += 2
     (turn,) = scene.record(asked, scene.generated(asked, assistant("ok", reasoning_content="hm")))
     assert (turn.appended, turn.answer) == (tuple(START), assistant("ok", reasoning_content="hm"))
@@ -82,8 +82,8 @@ def test_a_prompt_that_the_engine_tells_must_be_the_one_it_was_sent() -> None:
     scene = Scene()
     first = scene.turn(START)
     asked = scene.ask([*history(first), user("more")], dropped=1)
-    assert asked.prompt is not None
-    sent = asked.prompt.ids().tolist()
+    assert asked.request.prompt is not None
+    sent = asked.request.prompt.ids().tolist()
     for told in ([*sent, 1], sent[1:], [0, *sent[1:]]):
         with pytest.raises(UnusableAnswer, match="other ids than it was sent"):
             scene.record(asked, replace(scene.generated(asked, "ok"), prompt=told))
@@ -190,8 +190,9 @@ def long_session(scene: Scene, turns: int, *, rooted: bool) -> list[Turn]:
         sent.append(user(f"{number} " + "x" * 2000))
         asked = scene.ask(parsed_again(sent), segment="not_text" if rooted else None)
         if rooted:
-            asked.places = [replace(asked.places[0], parent=None, appended=tuple(asked.fields["messages"]))]
-            asked.prompt, asked.written = None, ()
+            request = asked.request
+            root = replace(request.places[0], parent=None, appended=tuple(request.fields["messages"]))
+            asked = replace(asked, request=replace(request, places=[root], prompt=None), written=())
         made += scene.record(asked, scene.generated(asked, f"answer {number}"))
         sent.append({**made[-1].answer, "refusal": None})
     return made
@@ -221,14 +222,14 @@ class Body(dict[str, Any]):
 
 def test_nothing_is_kept_of_a_request_but_its_messages() -> None:
     scene = Scene()
-    asked = scene.ask(START)
-    asked.fields = body = Body({"messages": START, "metadata": {"x": "y" * 1000}})
+    asked, body = scene.ask(START), Body({"messages": START, "metadata": {"x": "y" * 1000}})
+    asked = replace(asked, request=replace(asked.request, fields=body), grant=TurnGrant(body))
     gone: list[weakref.ref[Any]] = [weakref.ref(asked), weakref.ref(body)]
     (turn,) = scene.record(asked, scene.generated(asked, "ok"))
     del asked, body
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    assert not any(isinstance(each, PendingTurn) for each in gc.get_referents(turn))
+    assert not any(isinstance(each, (AgentRequest, TurnPlan)) for each in gc.get_referents(turn))
 
 
 # What is not recorded

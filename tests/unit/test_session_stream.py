@@ -83,8 +83,8 @@ class Reading:
     endpoint: OpenAIEndpoint = ChatEndpoint()
 
     def __init__(self, events: Iterable[bytes], version: Callable[[], str | None] = lambda: "1", **fields: Any) -> None:
-        turn = Scene().ask(MESSAGES, stream=True, **fields)
-        self.stream = TurnStream(turn, self.endpoint, ReplyWriter(), version)
+        plan = Scene().ask(MESSAGES, stream=True, **fields)
+        self.stream = TurnStream(plan.request, plan.grant.fields, self.endpoint, ReplyWriter(), version)
         self.live = [self.stream.feed(Event.read(each)) for each in events]
         self.at_the_end = self.stream.release()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from starlette.routing import BaseRoute
 
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from miles_router.middlewares import Receive, Router, Scope, Send
 
 
@@ -19,7 +19,7 @@ class Dialect(Protocol):
         self,
         router: Router,
         sessions: SessionRoutes,
-        door: TurnDoor,
+        endpoint: SessionEndpoint,
         *,
         one_weight_version: bool = False,
         context_window: int = 0,

@@ -30,7 +30,7 @@ from middleware_hub.openai_session.export.routes import SessionRoutes, as_respon
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import is_session_name
-from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first_header
@@ -59,7 +59,7 @@ class DressageDialect:
         self,
         router: Router,
         sessions: SessionRoutes,
-        door: TurnDoor,
+        endpoint: SessionEndpoint,
         *,
         one_weight_version: bool = False,
         context_window: int = 0,
@@ -69,7 +69,7 @@ class DressageDialect:
         window = {"budget": {"max_context": context_window}}
         self._contract = read_contract(window) if context_window else NO_CONTRACT
         self._sessions = sessions
-        self._door = door
+        self._endpoint = endpoint
         self._draining: set[str] = set()  # sessions that are read now, to be deleted then
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -92,11 +92,11 @@ class DressageDialect:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
         path, method = scope["path"], scope["method"]
         name = _session_id(scope)
-        if name is not None and self._door.is_turn(scope):
+        if name is not None and self._endpoint.is_turn(scope):
             await self._turn(name, scope, receive, send)
             return True
         held = name is not None and name in self._sessions.store
-        if held and await self._door.beside(self._sessions.store.get(name or ""), scope, receive, send):
+        if held and await self._endpoint.beside(self._sessions.store.get(name or ""), scope, receive, send):
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
@@ -112,7 +112,7 @@ class DressageDialect:
             session.metadata.setdefault("instance_id", instance)
         try:
             self._check_version(session, scope)
-            await self._door.turn(session, scope, receive, send)
+            await self._endpoint.turn(session, scope, receive, send)
         except ContextOverflow as error:
             raise self._in_words(error, session, scope) from None
         finally:

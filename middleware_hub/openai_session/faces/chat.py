@@ -6,18 +6,19 @@ An API that is translated to chat extends this face: it gives `fields` and a `wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
 from middleware_hub.openai_session.sessions.named_calls import named_calls
-from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
@@ -49,8 +50,8 @@ class ChatFace(Face):
         assert isinstance(request, Mapping)
         return given(request)
 
-    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
-        """ParentMatch a request behind the deepest turn whose messages it begins with.
+    async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
+        """Place a request behind the deepest turn whose messages it begins with.
 
         Raises:
             BadRequest: it is none.
@@ -66,8 +67,7 @@ class ChatFace(Face):
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
-        turn.facts = {**turn.facts, **media.facts, **unread.facts}
-        return turn
+        return replace(turn, facts={**turn.facts, **media.facts, **unread.facts})
 
     async def placed(
         self,
@@ -77,7 +77,7 @@ class ChatFace(Face):
         *,
         now: float,
         places: Sequence[int] | None = None,
-    ) -> PendingTurn:
+    ) -> AgentRequest:
         """A chat request in its place. It may be rendered with each of the `contexts`; a root is with the first.
         `places` are those of its messages in what the agent sent, where they are others.
 
@@ -97,18 +97,17 @@ class ChatFace(Face):
             self._check_written(fields, contexts[0], places)
             root = ParentMatch(None, tuple(messages), contexts[0].key)
             return self._root(session, fields, root, now, segment=str(reason))
-        return PendingTurn(session, self.path, fields, (place,), now, prompt)
+        return AgentRequest(session, self.path, fields, (place,), now, prompt)
 
     def _root(
         self, session: Session, fields: Mapping[str, Any], place: ParentMatch, now: float, *, segment: str | None = None
-    ) -> PendingTurn:
+    ) -> AgentRequest:
         """A turn that begins a segment: the engine renders its messages, in a form that it takes."""
         messages, wrapped = self._continuation.readable(fields["messages"])
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
-        turn = PendingTurn(session, self.path, fields, (place,), now, segment=segment)
-        turn.facts = {"wrapped_arguments": wrapped} if wrapped else {}
-        return turn
+        facts = {"wrapped_arguments": wrapped} if wrapped else {}
+        return AgentRequest(session, self.path, fields, (place,), now, segment=segment, facts=facts)
 
     def _check_written(self, fields: Mapping[str, Any], context: Context, places: Sequence[int] | None) -> None:
         """See that the template writes something of every message that the engine renders.
@@ -126,7 +125,7 @@ class ChatFace(Face):
                 f"messages[{sent}]: the chat template writes nothing of a message with the role {role!r} here"
             )
 
-    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+    async def prompt_tokens(self, turn: AgentRequest) -> int | None:
         """Of a root too, as the model's template and tokenizer have it."""
         known, fields = await super().prompt_tokens(turn), turn.fields
         own = fields.get("input_ids")
@@ -153,9 +152,7 @@ class ChatFace(Face):
         )
         return len(ids)
 
-    async def _prompt(
-        self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn
-    ) -> TokenPrompt:
+    async def _prompt(self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn) -> PromptIds:
         """The ids behind a held turn.
 
         Raises:
@@ -165,7 +162,7 @@ class ChatFace(Face):
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
         extension = await self._continuation.after(HeldEnd.of(parent), place.appended, context)
-        return TokenPrompt(parent, Piece(frozen(extension.ids)), extension.drop)
+        return PromptIds(parent, Piece(frozen(extension.ids)), extension.drop)
 
 
 def _look_for_functions(fields: Mapping[str, Any], unread: Unread) -> None:

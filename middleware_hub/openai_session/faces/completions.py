@@ -6,6 +6,7 @@ A prompt of ids that begins with all tokens of a held turn extends that turn; an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy as np
 import orjson
 
 from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.openai.completions import CompletionsEndpoint
@@ -38,8 +39,8 @@ class CompletionsFace(Face):
             return "with echo, text and logprobs are the prompt's as well"
         return None
 
-    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
-        """ParentMatch each prompt of a request.
+    async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
+        """Place each prompt of a request.
 
         Raises:
             BadRequest: it is none.
@@ -55,15 +56,13 @@ class CompletionsFace(Face):
         if isinstance(prompt, list) and (set(map(type, prompt)) & {str, list}):
             _check_prompts(prompt)
             places = [_root(each) for each in prompt]
-            return PendingTurn(session, self.path, request, places, now, segment="batch")
-        turn = PendingTurn(session, self.path, request, (_root(prompt),), now)
+            return AgentRequest(session, self.path, request, places, now, segment="batch")
+        turn = AgentRequest(session, self.path, request, (_root(prompt),), now)
         if isinstance(prompt, list):
-            _extend(turn, prompt, _checked_ids(prompt))
-        elif _continues(prompt, session):
-            turn.segment = "text_prompt"
-        return turn
+            return _extended(turn, prompt, _checked_ids(prompt))
+        return replace(turn, segment="text_prompt") if _continues(prompt, session) else turn
 
-    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+    async def prompt_tokens(self, turn: AgentRequest) -> int | None:
         """Of texts too, as the tokenizer has them."""
         prompts = turn.fields["prompt"]
         several = isinstance(prompts, list) and set(map(type, prompts)) & {str, list}
@@ -113,12 +112,13 @@ def _message(prompt: object) -> Message:
     return {"role": "prompt", "content": prompt}
 
 
-def _extend(turn: PendingTurn, prompt: list[int], ids: Tokens) -> None:
-    """ParentMatch a prompt of ids behind the deepest turn that it begins with."""
+def _extended(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
+    """Place a prompt of ids behind the deepest turn that it begins with."""
     parent = _deepest(ids, turn.session)
-    if parent is not None:
-        turn.places = (ParentMatch(parent, (_message(prompt[parent.tokens :]),), parent.context),)
-        turn.prompt = TokenPrompt(parent, Piece.given(ids[parent.tokens :]))
+    if parent is None:
+        return turn
+    place = ParentMatch(parent, (_message(prompt[parent.tokens :]),), parent.context)
+    return replace(turn, places=(place,), prompt=PromptIds(parent, Piece.given(ids[parent.tokens :])))
 
 
 def _continues(prompt: str, session: Session) -> bool:

@@ -21,10 +21,9 @@ from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.episodes.contract import base_model
 from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.policy import RunPolicy
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import Equality
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.session import Session
-from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
 from miles_router.middlewares import ASGIApp, Event, Receive, Scope, Send, write_event
@@ -37,7 +36,7 @@ class StreamForm(HeartbeatForm):
     #: Whether a heartbeat has begun the answer in the API's own form.
     began = False
 
-    def is_of(self, turn: PendingTurn) -> None:
+    def is_of(self, turn: AgentRequest) -> None:
         """Take note of the turn, once the request is read."""
 
 
@@ -106,8 +105,6 @@ class Face(ABC):
     list_name: ClassVar[str | None] = None
     #: Whether a whole answer shows a call that it ends within, as far as that goes; else it leaves the call out.
     shows_open_calls: ClassVar[bool] = True
-    #: What a stream ends with; any of several.
-    last_event: ClassVar[bytes | tuple[bytes, ...]] = LAST_EVENT
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
         self._continuation = continuation
@@ -119,7 +116,7 @@ class Face(ABC):
         return None
 
     @abstractmethod
-    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
         """Read a parsed request and place it in its session.
 
         Raises:
@@ -130,11 +127,11 @@ class Face(ABC):
         """Whether a harness says of a request that it is none of its main line."""
         return False
 
-    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+    async def prompt_tokens(self, turn: AgentRequest) -> int | None:
         """How many tokens the longest prompt of a turn has; None where only the engine can tell."""
         return turn.prompt.length if turn.prompt is not None else None
 
-    def writer(self, turn: PendingTurn) -> ReplyWriter:
+    def writer(self, turn: AgentRequest) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()
 

@@ -14,8 +14,8 @@ from weakref import ref
 
 import orjson
 
+from middleware_hub.openai_session.sessions.agent_request import PromptIds
 from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
-from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.client_json import is_too_deep, read_json
 from miles_router.middlewares import Field
@@ -63,7 +63,7 @@ class Recent(Generic[Value]):
 class WrittenIds(Recent[tuple["ref[Turn]", bytes]]):
     """The ids of each session's last turn as a request has them: a list in JSON, without its end."""
 
-    def prompt(self, session_id: str, prompt: TokenPrompt) -> tuple[bytes, ...]:
+    def prompt(self, session_id: str, prompt: PromptIds) -> tuple[bytes, ...]:
         """The ids of a prompt, as a list in JSON, in pieces: a long text is not copied more often than it must be."""
         turn, text = self.get(session_id) or (None, b"")
         if turn is None or turn() is not prompt.parent:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
@@ -18,10 +20,12 @@ from middleware_hub.openai_session.errors import (
     StaleWeights,
 )
 from middleware_hub.openai_session.faces.face import Face
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
+from middleware_hub.openai_session.sessions.replies import RepeatKey
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.turns.plan import TurnGrant
 from middleware_hub.openai_session.turns.running import RunningTurn
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_made
@@ -124,8 +128,8 @@ class EpisodeKeeper:
         if session.episode.given:
             raise OutsideContract(f"{why}, and the session has a contract")
 
-    async def bind(self, face: Face, turn: PendingTurn, running: RunningTurn) -> None:
-        """Give a turn what it may have and must carry.
+    async def grant(self, face: Face, request: AgentRequest, key: RepeatKey | None, running: RunningTurn) -> TurnGrant:
+        """Return what the session's contract allows of a request, with a name by which it can be ended at its engine.
 
         Raises:
             ContextOverflow: nothing is left for it.
@@ -133,60 +137,62 @@ class EpisodeKeeper:
             OutsideContract: its prompt's length is not known.
             BadRequest: nobody can tell how much it asks for.
         """
-        episode, session = turn.session.episode, turn.session
-        contract = episode.contract
-        turn.fields, turn.asked_for = contract.fixed(turn.fields)
-        self._check_freshness(session, turn.places[0].parent)
+        session, contract = request.session, request.session.episode.contract
+        fields, asked_for = contract.fixed(request.fields)
+        self._check_freshness(session, request.places[0].parent)
+        grant = TurnGrant(fields, asked_for)
         if contract.budget.measures or contract.budget.max_turns is not None:
-            await self._measure(face, turn, running)
-        self._name(turn, running)
+            grant = await self._measured(face, replace(request, fields=fields), grant, key, running)
+        return replace(grant, fields=self._named(request, grant.fields, running))
 
-    def _name(self, turn: PendingTurn, running: RunningTurn) -> None:
-        """Give a turn a name at its engine, so that it can be ended there. Where nothing but a deletion would do that,
-        the agent's own stays. Of several choices each has another, which nobody knows (SGLang,
+    def _named(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
+        """Give a turn a name at its engine, so that it can be ended there. Where only a deletion would end it, the
+        agent's own name stays. Of several choices each gets another name, which the router does not learn (SGLang,
         `TokenizerManager._handle_batch_request`)."""
-        episode, own = turn.session.episode, turn.fields.get(RID)
+        episode, own = request.session.episode, fields.get(RID)
         if isinstance(own, str) and is_made(own):  # it passes for one of ours, and other agents may send it too
-            turn.fields, own = {**turn.fields, RID: secrets.token_hex(16)}, None
-        ends = own is None or episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+            fields, own = {**fields, RID: secrets.token_hex(16)}, None
+        ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
         ends = ends or episode.contract.budget.counts
-        if turn.several or not ends:
-            return
+        if request.several or not ends:
+            return fields
         running.rid = secrets.token_hex(16)
-        turn.fields = {**turn.fields, RID: running.rid}
+        return {**fields, RID: running.rid}
 
-    async def _measure(self, face: Face, turn: PendingTurn, running: RunningTurn) -> None:
-        """Cut it to what is left. Where that is less than it asks for and other turns hold the rest, it waits for
-        them."""
-        episode, budget = turn.session.episode, turn.session.episode.contract.budget
-        ledger, prompt, window = episode.ledger, None, None
+    async def _measured(
+        self, face: Face, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
+    ) -> TurnGrant:
+        """Return the grant, cut to what is left. Where that is less than the request asks for and other turns hold the
+        rest, it waits for them. Raises as `grant`."""
+        session, budget = request.session, request.session.episode.contract.budget
+        ledger, prompt, window = session.episode.ledger, None, None
         lengths = face.endpoint.length_fields
-        choices = choices_of(turn.fields, len(turn.places))
-        asked = asked_tokens(turn.fields, lengths, face.endpoint.tokens_by_default)
+        choices = choices_of(grant.fields, len(request.places))
+        asked = asked_tokens(grant.fields, lengths, face.endpoint.tokens_by_default)
         if budget.measures:
-            prompt, window = await face.prompt_tokens(turn), await self._window()
+            prompt, window = await face.prompt_tokens(request), await self._window()
         if prompt is None and budget.max_context is not None:
             raise OutsideContract("the router cannot tell how long this prompt is, and the contract has a max_context")
         while True:
             left = allowance(budget, ledger, prompt=prompt, choices=choices, window=window)
             short = left.tokens is not None and (asked is None or left.tokens < asked)
             spent = short and left.end is SessionStatus.BUDGET_TOKENS
-            if not ledger.reserved or (ledger.has_turns(budget, turn.repeat_key) and not spent):
+            if not ledger.reserved or (ledger.has_turns(budget, key) and not spent):
                 break
-            await episode.freed()
-        if not ledger.has_turns(budget, turn.repeat_key):
-            self._store.end(turn.session, SessionStatus.TURNS)
-            raise stopped(turn.session, SessionStatus.TURNS)
+            await session.episode.freed()
+        if not ledger.has_turns(budget, key):
+            self._store.end(session, SessionStatus.TURNS)
+            raise stopped(session, SessionStatus.TURNS)
         if left.tokens is not None and left.tokens < 1:
-            self._store.end(turn.session, left.end)
+            self._store.end(session, left.end)
             raise _overflow(left, prompt, ledger.tokens)
         if short and left.tokens is not None:
-            turn.cut_by = left.end
+            grant = replace(grant, cut_by=left.end)
             # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
             if asked is not None or left.end is not SessionStatus.CONTEXT or left.limit != window:
-                turn.fields = cut(turn.fields, lengths, left.tokens)
+                grant = replace(grant, fields=cut(grant.fields, lengths, left.tokens))
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
-        turn.reservation = running
+        return replace(grant, reservation=running)
 
     async def _window(self) -> int | None:
         """Tokens that every engine's context window holds."""

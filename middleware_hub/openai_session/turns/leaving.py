@@ -7,63 +7,76 @@ turn, and what it has sampled until then is recorded as aborted; where it does n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from types import TracebackType
 
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
+from middleware_hub.openai_session.sessions.replies import RepeatKey
+from middleware_hub.openai_session.turns.plan import TurnGrant
+from middleware_hub.openai_session.turns.reply import ReplySender
 from middleware_hub.openai_session.turns.running import RunningTurn
 from miles_router.errors import ClientDisconnected, RouterError
-from miles_router.middlewares import Message, Receive, Send, spawn
+from miles_router.middlewares import Message, Receive, spawn
 
 LEFT = "the client left before its answer was complete"
 
 
 class SeenThrough:
-    """Runs one turn to its end, whether its client stays or leaves."""
+    """Runs one turn to its end, whether its client stays or leaves:
 
-    def __init__(self, turn: PendingTurn, running: RunningTurn, receive: Receive, send: Send) -> None:
-        self._turn = turn
+        async with SeenThrough(...) as receive:
+            ...  # with this `receive`, which tells nothing of the client
+
+    Raises:
+        ClientDisconnected: the client has left; the turn is recorded, or counted.
+    """
+
+    def __init__(
+        self,
+        request: AgentRequest,
+        grant: TurnGrant,
+        key: RepeatKey | None,
+        running: RunningTurn,
+        receive: Receive,
+        reply: ReplySender,
+    ) -> None:
+        self._request = request
+        self._grant = grant
+        self._key = key
         self._running = running
         self._receive = receive
-        self._send = send
+        self._reply = reply
 
-    async def run(self, turn: Callable[[Receive, Send], Awaitable[None]]) -> None:
-        """Run it.
+    async def __aenter__(self) -> Receive:
+        self._watch = spawn(self._until_gone(), name="watch client of a turn")
+        return _never
 
-        Raises:
-            ClientDisconnected: the client has left; the turn is recorded, or counted.
-        """
-        watch = spawn(self._until_gone(), name="watch client of a turn")
-        try:
-            await turn(_never, self._give)
-        except RouterError:
-            if not self._turn.left:
-                raise
-        finally:
-            watch.cancel()
-            if self._turn.left and not self._turn.recorded and self._running.flight.worker_url is not None:
-                self._count()
-        if self._turn.left:
-            raise ClientDisconnected(LEFT)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        if not self._reply.left:
+            return
+        if not self._reply.recorded and self._running.flight.worker_url is not None:
+            self._count()
+        if error is None or isinstance(error, RouterError):
+            raise ClientDisconnected(LEFT) from None
 
     def _count(self) -> None:
         """Count a turn that could not be recorded: what its stream has shown, or what a whole answer may have had."""
-        turn, episode = self._turn, self._turn.session.episode
-        tokens = turn.seen_tokens if turn.stream else episode.ledger.reserved_by(turn.reservation)
-        key = turn.repeat_key if episode.contract.budget.max_turns is not None else None
-        turn.session.settle(turn.reservation, tokens, key)
+        running, episode = self._running, self._request.session.episode
+        reserved = episode.ledger.reserved_by(self._grant.reservation)
+        tokens = reserved if running.streamed_tokens is None else running.streamed_tokens()
+        key = self._key if episode.contract.budget.max_turns is not None else None
+        self._request.session.settle(self._grant.reservation, tokens, key)
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._turn.left = True
+        self._reply.left = True
         self._running.stop(ClientDisconnected(LEFT), keep=True)
-
-    async def _give(self, message: Message) -> None:
-        if not self._turn.left:
-            await self._send(message)
 
 
 async def _never() -> Message:
     """Say nothing of the client: its leaving ends the turn at the engine, not the connection to that."""
     await asyncio.Event().wait()
-    raise AssertionError("nobody sets it")
+    raise AssertionError("the event is never set")

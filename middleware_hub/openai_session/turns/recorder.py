@@ -11,15 +11,16 @@ import numpy as np
 
 from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import message_bytes
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import tools_of
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.engines.answers import ABORT, UnreadableAnswer
+from middleware_hub.openai_session.turns.plan import TurnPlan
+from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.client_json import nests_too_deep
 from miles_router.engines.openai.choices import Choice
 from miles_router.middlewares.episodes import RunSeries
@@ -51,8 +52,13 @@ class TurnRecorder:
         self._now = now
         self._run = run or RunSeries(lambda: None)
 
-    def record(self, pending: PendingTurn, choices: Sequence[Choice], facts: Mapping[str, Any]) -> None:
-        """Hold all choices of an answer, or none.
+    def record(
+        self, plan: TurnPlan, choices: Sequence[Choice], facts: Mapping[str, Any], cache: int | None = None
+    ) -> bool:
+        """Record all choices of an answer, or none. Return False where the session was deleted meanwhile.
+
+        Args:
+            cache: the prefix cache that the turn was sampled with, where that is known.
 
         Raises:
             UnusableAnswer: it cannot be held exactly.
@@ -60,16 +66,17 @@ class TurnRecorder:
         """
         if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
-        prompts = _Prompts(pending)
+        request = plan.request
+        prompts = _Prompts(request)
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
-        places = _places(pending, choices)
-        session = pending.session
+        places = _places(request, choices)
+        session = request.session
         if session.ending.status is SessionStatus.DISCARDED:
             raise SessionNotFound(f"session {session.id!r} was deleted")
         if session.ending.status.is_forgotten:
-            return
-        pending.recorded, pending.aborted = True, any(choice.finish == ABORT for choice in choices)
-        if isinstance(model := pending.fields.get("model"), str):
+            return False
+        fields = plan.grant.fields
+        if isinstance(model := fields.get("model"), str):
             session.model = model[:MAX_MODEL]
         nbytes = prompts.nbytes
         held: dict[int, ParentMatch] = {}
@@ -77,31 +84,28 @@ class TurnRecorder:
             if id(place) not in held:
                 held[id(place)], new = session.history.intern(place)
                 nbytes += new
-        tools, new = session.history.intern_tools(
-            tools_of(pending.fields) if pending.places[0].parent is None else None
-        )
+        tools, new = session.history.intern_tools(tools_of(fields) if request.places[0].parent is None else None)
         nbytes += new
         requests: dict[int, int] = {}  # the number of the first turn that each prompt has, by its piece
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             number = len(session.turns)
-            request = requests.setdefault(id(given), number)
-            numbers = {"number": number, "request": request}
-            turn = self._turn(pending, held[id(place)], given, sampled, choice, facts, tools=tools, **numbers)
+            numbers = {"number": number, "request": requests.setdefault(id(given), number)}
+            turn = self._turn(plan, held[id(place)], given, sampled, choice, facts, tools=tools, cache=cache, **numbers)
             session.history.append(turn, held[id(place)].sent)
             self.statistics.turns += 1
             self.statistics.unrecorded_history += session.history.classify(turn).unrecorded
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += sum(piece.nbytes for piece in sampled) + message_bytes(turn.answer) + TURN_BYTES
-            if pending.remember is not None:
-                nbytes += pending.remember(turn)
-            if pending.written:
-                self.written_ids.recorded(session.id, turn, pending.written)
+            if request.remember is not None:
+                nbytes += request.remember(turn)
+            if plan.written:
+                self.written_ids.recorded(session.id, turn, plan.written)
         tokens = sum(len(piece) for _, _, sampled in parts for piece in sampled)
-        session.settle(pending.reservation, tokens, pending.repeat_key)
-        if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
-            self._store.end(session, pending.cut_by)
+        session.settle(plan.grant.reservation, tokens, plan.repeat_key)
+        if plan.grant.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
+            self._store.end(session, plan.grant.cut_by)
         self._store.account(session, nbytes)
-        new, reused = prompts.tokens, pending.prompt.held if pending.prompt is not None else 0
+        new, reused = prompts.tokens, request.prompt.held if request.prompt is not None else 0
         self.statistics.given_tokens += new
         self.statistics.reused_tokens += reused
         for turn in session.turns[len(session.turns) - len(choices) :]:
@@ -109,20 +113,21 @@ class TurnRecorder:
             reason = reason_name(session.history.classify(turn).reason)
             self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
             new = reused = 0  # once for all choices
+        return True
 
-    def check_prompts(self, pending: PendingTurn, choices: Sequence[Choice]) -> None:
+    def check_prompts(self, request: AgentRequest, choices: Sequence[Choice]) -> None:
         """Compare the ids that the engine tells of its prompts with those that it was sent.
 
         Raises:
             UnusableAnswer: it tells none, or others.
         """
-        prompts = _Prompts(pending)
+        prompts = _Prompts(request)
         for choice in choices:
             prompts.given(choice)
 
     def _turn(
         self,
-        pending: PendingTurn,
+        plan: TurnPlan,
         place: ParentMatch,
         given: Piece,
         sampled: tuple[Piece, ...],
@@ -130,13 +135,14 @@ class TurnRecorder:
         facts: Mapping[str, Any],
         *,
         tools: bytes,
+        cache: int | None,
         number: int,
         request: int,
     ) -> Turn:
-        prompt = pending.prompt
+        asked, prompt = plan.request, plan.request.prompt
         tokens = (0 if prompt is None else prompt.held) + len(given) + sum(map(len, sampled))
         return Turn(
-            path=pending.path,
+            path=asked.path,
             parent=place.parent,
             appended=place.appended,
             context=place.context,
@@ -147,24 +153,24 @@ class TurnRecorder:
             finish_reason=choice.finish,
             ended_itself=self._ended_itself(choice, sampled),
             choice=choice.index,
-            segment=pending.segment,
-            side_call=pending.side_call,
-            cache=pending.cache,
+            segment=asked.segment,
+            side_call=plan.side_call,
+            cache=cache,
             number=number,
             request=request,
             tools=tools,
-            rows=pending.handovers.take(choice.index, tokens, choice.facts.get("rid")),
+            rows=plan.handovers.take(choice.index, tokens, choice.facts.get("rid")),
             facts={
                 **facts,
                 **choice.facts,
                 **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
-                **pending.facts,
+                **asked.facts,
                 "matched": choice.matched,
-                "asked_at": pending.asked_at,
+                "asked_at": asked.asked_at,
                 "answered_at": self._now(),
-                "turn_id": pending.turn_id,
-                "streamed": pending.stream,
-                **({"asked_for": pending.asked_for} if pending.asked_for else {}),
+                "turn_id": plan.turn_id,
+                "streamed": asked.stream,
+                **({"asked_for": plan.grant.asked_for} if plan.grant.asked_for else {}),
             },
         )
 
@@ -218,13 +224,13 @@ def _pieces(choice: Choice) -> tuple[Piece, ...]:
         raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
 
 
-def _places(pending: PendingTurn, choices: Sequence[Choice]) -> list[ParentMatch]:
+def _places(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatch]:
     """Where each choice will hang. A batch of prompts is answered prompt by prompt, each with all of its choices.
 
     Raises:
         UnusableAnswer: it has not the same number of choices for each prompt.
     """
-    places = pending.places
+    places = request.places
     if len(places) == 1:
         return [places[0]] * len(choices)
     each, rest = divmod(len(choices), len(places))
@@ -236,8 +242,8 @@ def _places(pending: PendingTurn, choices: Sequence[Choice]) -> list[ParentMatch
 class _Prompts:
     """What the choices of one answer were given: one piece for all that share a prompt."""
 
-    def __init__(self, pending: PendingTurn) -> None:
-        self._prompt = pending.prompt
+    def __init__(self, request: AgentRequest) -> None:
+        self._prompt = request.prompt
         self._pieces: list[tuple[Sequence[int], Piece]] = []
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from middleware_hub.openai_session.sessions.session import Session
@@ -28,6 +29,8 @@ class RunningTurn:
         self.rid: str | None = None
         #: The error for which its session ended it; None while the session goes on.
         self.stopped_by: RouterError | None = None
+        #: Tells the tokens of its stream that have come; None where it is asked whole.
+        self.streamed_tokens: Callable[[], int] | None = None
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router

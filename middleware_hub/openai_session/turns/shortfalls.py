@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.middlewares import Router
@@ -30,7 +30,7 @@ class StreamFacts:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def fall_short(self, turn: PendingTurn, endpoint: OpenAIEndpoint) -> bool:
+    async def fall_short(self, turn: AgentRequest, endpoint: OpenAIEndpoint) -> bool:
         """Whether a stream would not tell all. Then the turn is generated whole, and given as a stream afterwards."""
         shortfalls = [_shortfall(facts, endpoint) for facts in await self._candidates(turn)]
         return any(reason is not None for reason in shortfalls)
@@ -39,7 +39,7 @@ class StreamFacts:
         """A stream of this worker's has fallen short, as others of the same process would."""
         (await self._router.fleet.facts(url)).learned(ProcessShortfalls).note(path, reason)
 
-    async def _candidates(self, turn: PendingTurn) -> Sequence[Facts]:
+    async def _candidates(self, turn: AgentRequest) -> Sequence[Facts]:
         """The facts of the worker that a session is tied to while that is routable; before, of all that may answer."""
         fleet, pool, turns = self._router.fleet, self._router.pool, turn.session.turns
         last = pool.find(turns[-1].facts["worker"] or "") if turns else None

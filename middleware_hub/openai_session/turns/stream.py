@@ -7,21 +7,21 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
-from miles_router.errors import RouterError, UpstreamBroken, UpstreamError
+from miles_router.errors import RouterError
 from miles_router.middlewares import Event, Kind, Message, Send, Tap, write_event
 from miles_router.middlewares.generation import ChatTurn, UnreadCounter
 
@@ -37,13 +37,15 @@ class TurnStream:
     """Reads a stream's events, gives what the agent is shown of them, and knows at the end what was sampled.
 
     Args:
+        fields: the request as the engine is asked.
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
         carried: what the layers inside tell of choices that they carry on.
     """
 
     def __init__(
         self,
-        turn: PendingTurn,
+        request: AgentRequest,
+        fields: Mapping[str, Any],
         endpoint: OpenAIEndpoint,
         writer: ReplyWriter,
         version: Callable[[], str | None],
@@ -54,8 +56,7 @@ class TurnStream:
         self.first_token_at: float | None = None
         #: Whether the engine itself says that it has the version that was noted throughout.
         self.by_engine = False
-        self._turn = turn
-        self._fields = turn.fields
+        self._fields = fields
         self._endpoint = endpoint
         self._chunk_events = endpoint.chunk_events
         self._writer = writer
@@ -64,7 +65,7 @@ class TurnStream:
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._told = False  # the engine says itself that there is no answer
-        self._expected = turn.choices
+        self._expected = request.choices
         self._calls: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
         self._held_back: list[Event | NamedChunk] = []
@@ -97,6 +98,11 @@ class TurnStream:
     def told_error(self) -> bool:
         """Whether the engine itself ended it with an error."""
         return self._told
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all choices that have come."""
+        return self._growing.tokens
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -205,7 +211,6 @@ class TurnStream:
         choices = chunk.get("choices") or ()
         if self._growing.add(chunk, self._version()):
             self.first_token_at = self.first_token_at or time.time()
-            self._turn.seen_tokens = self._growing.tokens
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
@@ -232,27 +237,23 @@ def _is_no_json(data: bytes) -> bool:
 
 
 class TurnTap(Tap):
-    """Relays the stream of a turn. `record` is called once, before the agent learns of the end."""
+    """Relays the stream of a turn up to what ends its answer; the caller ends it, once the turn is recorded."""
 
     layer = "openai_sessions"
 
-    def __init__(
-        self,
-        send: Send,
-        metrics: UnreadCounter,
-        stream: TurnStream,
-        writer: ReplyWriter,
-        record: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, send: Send, metrics: UnreadCounter, stream: TurnStream, writer: ReplyWriter) -> None:
         super().__init__(send, metrics)
         self._stream = stream
         self._writer = writer
-        self._record = record
-        self._recorded = False
+        #: Whether the engine refused, and the agent was told.
+        self.refused = False
+        #: Whether the worker has said that its stream ends, or the stream has ended.
+        self.complete = False
 
     def passes(self, start: Message) -> bool:
         """A refusal that is no JSON, which has no form of an API's."""
-        return start["status"] != 200 and self.kind is not Kind.JSON
+        self.refused = start["status"] != 200
+        return self.refused and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
         """An answer that cannot be read is not given either.
@@ -275,45 +276,22 @@ class TurnTap(Tap):
         return self._writer.refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
-        """What the agent is shown of it."""
+        """Return what the agent is shown of an event."""
+        if self.complete:
+            return b""
         self.keep(self._stream, len(event.raw), more=True)
-        shown = self._stream.feed(event)
-        if not event.is_last:
-            return shown
-        await self.give(shown)
-        return await self._end()
+        self.complete = event.is_last
+        return self._stream.feed(event)
 
     async def ended(self) -> None:
-        """Give what is left of the answer. Where the worker has not said that it ends, the agent is told so all the
-        same. Bytes behind the last whole event are the engine's own, and are not given.
-
-        Raises:
-            UpstreamBroken: the stream ended inside an event, or without what recording needs. Others as `_end`.
-        """
-        if not self._recorded:
+        """Read the end of a stream. Where the worker has not said that it ends, the agent is told so all the same.
+        Bytes behind the last whole event are the engine's own, and are not given."""
+        if not self.complete:
             if self.events.is_cut:
                 self._stream.broken = "the worker's stream ended inside an event"
             else:
                 self._stream.is_open = not self.events.rest.strip()
             if self._stream.cut is None and not self._stream.told_error:
                 self._stream.feed(Event.read(LAST_EVENT))
-        await self.finish(await self._end())
-
-    async def _end(self) -> bytes:
-        """Record the answer, then end it.
-
-        Raises:
-            UpstreamBroken: the stream has ended, and the answer has not.
-            UnusableAnswer: it contradicts itself.
-            PromptNotRead: the engine read another prompt than it was given.
-        """
-        if not self._recorded:
-            self._recorded = True
-            try:
-                if (cut := self._stream.cut) is not None:
-                    raise UpstreamBroken(cut)
-                await self._record()
-            except UpstreamError as error:
-                await self.give(self._stream.failed(error))
-                raise
-        return self._stream.release()
+        self.complete = True
+        await self.give_shown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -16,9 +17,9 @@ from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
-from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesForm, MessagesWriter
+from middleware_hub.openai_session.faces.messages.stream import MessagesForm, MessagesWriter
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import Equality, equality_on
-from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
@@ -37,13 +38,12 @@ class MessagesFace(ChatFace):
 
     path = paths.MESSAGES
     shows_open_calls = False
-    last_event = LAST
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
         super().__init__(continuation, equality_on(self.path, equal), settings)
         self._system_anywhere = "system" not in continuation.proof.refused
 
-    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
         """Place a request behind the deepest turn whose messages it begins with.
 
         Raises:
@@ -55,7 +55,7 @@ class MessagesFace(ChatFace):
         """Whether a sub-agent asks."""
         return first_header(scope["headers"], SUB_AGENT) is not None
 
-    def writer(self, turn: PendingTurn) -> ReplyWriter:
+    def writer(self, turn: AgentRequest) -> ReplyWriter:
         """Messages, or their events."""
         asked = turn.asked
         assert isinstance(asked, Mapping)
@@ -87,7 +87,7 @@ class MessagesFace(ChatFace):
             return False
         return True
 
-    async def _turn(self, session: Session, request: object, now: float, *, counts: bool) -> PendingTurn:
+    async def _turn(self, session: Session, request: object, now: float, *, counts: bool) -> AgentRequest:
         policy = self._settings.policy.of(session)
         asked = read(
             request,
@@ -99,10 +99,11 @@ class MessagesFace(ChatFace):
         )
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
-        turn.asked, turn.facts = request, {**turn.facts, **asked.facts}
         if turn.stream and turn.prompt is None:
-            turn.fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
-        return turn
+            fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
+        else:
+            fields = turn.fields
+        return replace(turn, fields=fields, asked=request, facts={**turn.facts, **asked.facts})
 
     async def _count(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """How many tokens the engine would be given, without asking it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,8 +17,8 @@ from middleware_hub.openai_session.faces.responses.envelope import Envelope, Res
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
 from middleware_hub.openai_session.faces.responses.heartbeat import ResponsesForm
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
-from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines import paths
@@ -40,9 +41,8 @@ class ResponsesFace(ChatFace):
     path = paths.RESPONSES
     list_name = "input"
     shows_open_calls = False
-    last_event = LAST
 
-    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
         """Place a request behind the deepest turn whose messages it begins with.
 
         Raises:
@@ -57,16 +57,15 @@ class ResponsesFace(ChatFace):
             return responses.keep(envelope, turn, stored=asked.stored)
 
         left_out = asked.settings.tools.left_out
-        turn.asked, turn.remember = envelope, remember
         facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
-        turn.facts = {**turn.facts, **asked.facts, **facts}
-        return turn
+        facts = {**turn.facts, **asked.facts, **facts}
+        return replace(turn, asked=envelope, remember=remember, facts=facts)
 
     def is_side_call(self, scope: Scope) -> bool:
         """Whether a sub-agent, a review or the like asks."""
         return first_header(scope["headers"], SUB_AGENT) not in (None, COMPACTION)
 
-    def writer(self, turn: PendingTurn) -> ReplyWriter:
+    def writer(self, turn: AgentRequest) -> ReplyWriter:
         """Responses, or their events."""
         assert isinstance(turn.asked, Envelope)
         return ResponsesWriter(turn.asked, streams=turn.stream)

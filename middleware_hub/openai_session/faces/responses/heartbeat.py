@@ -14,7 +14,7 @@ from typing import Any
 from middleware_hub.openai_session.faces.face import StreamForm
 from middleware_hub.openai_session.faces.responses.envelope import Envelope
 from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
-from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.middlewares import write_event
 
 #: The number of an event: see `Emitter.emit`, which writes it behind everything but the type.
@@ -36,7 +36,7 @@ class ResponsesForm(StreamForm):
         self._number = 0  # of the next event
         self._shifted = False  # whether the answer's events have other numbers now
 
-    def is_of(self, turn: PendingTurn) -> None:
+    def is_of(self, turn: AgentRequest) -> None:
         """Take note of the response."""
         assert isinstance(turn.asked, Envelope)
         self._envelope = turn.asked

@@ -1,0 +1,104 @@
+"""Where requests within a session come in: a turn is taken by the face of its path, what agents need besides passes.
+Nothing else does: whoever has a session's address has the clients' key, and runs what a model wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from middleware_hub.openai_session.archive.archive import SessionArchive
+from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.turns.reply import ReplySender
+from middleware_hub.openai_session.turns.run_turn import TurnRunner
+from middleware_hub.openai_session.turns.shown_models import shown_models
+from miles_router.engines import paths
+from miles_router.engines.known import ASIDE, COMPUTED
+from miles_router.errors import NotFound
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send
+
+#: Paths that generate, and that are not recorded where no face answers them.
+UNTRACED = frozenset({paths.GENERATE})
+
+
+class SessionEndpoint:
+    """Takes the requests of all sessions."""
+
+    def __init__(
+        self, app: ASGIApp, faces: Iterable[Face], store: SessionStore, archive: SessionArchive, runner: TurnRunner
+    ) -> None:
+        self._app = app
+        self._faces = {face.path: face for face in faces}
+        self._store = store
+        self._archive = archive
+        self._runner = runner
+
+    def is_turn(self, scope: Scope) -> bool:
+        """Whether a face takes a request as a turn."""
+        return scope["method"] == "POST" and scope["path"] in self._faces
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer what a face answers beside turns; False where none does."""
+        name, method, path = session.episode.contract.model.name, scope["method"], scope["path"]
+        send = self._until_durable(session, send) if method == "DELETE" else send
+        named = name is not None and method == "GET" and _is_of_models(path)
+        app = partial(shown_models, name, self._app) if name is not None and named else self._app
+        for face in self._faces.values():
+            if await face.beside(session, scope, receive, send, app):
+                return True
+        if named:
+            await app(scope, receive, send)
+        return named
+
+    def speak(self, scope: Scope, path: str) -> None:
+        """Have the errors of a request for this path within a session written in the words of its API."""
+        own = self._faces.get(path)
+        for face in (own,) if own is not None else self._faces.values():
+            if face.speaks(scope, path):
+                Exchange.of(scope).error_body = face.error_body
+
+    async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        """Any request within a session.
+
+        Raises:
+            NotFound: it is none that an agent makes.
+        """
+        method, path = scope["method"], scope["path"]
+        Exchange.of(scope).flight.private = True
+        if self.is_turn(scope):
+            await self.turn(session, scope, receive, send)
+            return
+        if await self.beside(session, scope, receive, send):
+            return
+        if method == "POST" and path in UNTRACED:
+            send = self._until_durable(session, send)
+            with self._store.in_use(session):
+                await self._runner.pass_untraced(session, "this endpoint is not traced", scope, receive, send)
+            return
+        if not _is_aside(method, path):
+            raise NotFound(f"within a session there is no {method} {path}")
+        with self._store.in_use(session):
+            if method == "POST" and path in COMPUTED:
+                await self._runner.pass_on(await Exchange.of(scope).read(receive), scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    def _until_durable(self, session: Session, send: Send) -> Send:
+        """Have the end of an answer wait until what became of the session is durable."""
+        return ReplySender(send, partial(self._archive.save, session)).send
+
+    async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one turn of a session. Raises as `TurnRunner.run_turn`."""
+        await self._runner.run_turn(self._faces[scope["path"]], session, scope, receive, send)
+
+
+def _is_aside(method: str, path: str) -> bool:
+    """Whether an agent may ask for this beside its turns."""
+    if method == "POST":
+        return path in ASIDE
+    return method in ("GET", "HEAD") and _is_of_models(path)
+
+
+def _is_of_models(path: str) -> bool:
+    return path == paths.MODELS or path.startswith(f"{paths.MODELS}/")

@@ -1,0 +1,327 @@
+"""How the engine samples the answer to one turn: as a stream, or whole."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
+from middleware_hub.openai_session.faces.face import Face, ReplyWriter
+from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
+from middleware_hub.openai_session.turns.recorder import TurnRecorder
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender, head
+from middleware_hub.openai_session.turns.shortfalls import StreamFacts
+from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
+from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
+from middleware_hub.tokenizing.naming import TokenNames
+from miles_router.engines import paths
+from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
+from miles_router.engines.events import LAST_EVENT
+from miles_router.engines.openai import raw
+from miles_router.engines.openai.choices import Choice, StreamShortfall
+from miles_router.engines.openai.held_deltas import OWN_ENDS
+from miles_router.engines.openai.legs import tools_of
+from miles_router.engines.openai.unshown import unshown_calls
+from miles_router.engines.parsers import Parsers
+from miles_router.errors import RouterError, UpstreamBroken
+from miles_router.middlewares import (
+    ASGIApp,
+    Collected,
+    Event,
+    Exchange,
+    Receive,
+    Router,
+    Scope,
+    replay,
+    with_body,
+)
+from miles_router.middlewares.generation import ChatTurn
+
+logger = logging.getLogger(__name__)
+
+#: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
+SHOWN_OTHERWISE = "shown_otherwise"
+#: Noted of a session whose stream the engine ended with an error: its parser may fail at what the model writes. What
+#: its agent asks next is generated whole, so that it can be asked for once more.
+WHOLE = "turns.whole"
+
+
+class TurnReply(Collected):
+    """A whole reply of the engine's to a turn."""
+
+    layer = "openai_sessions"
+
+
+@dataclass(frozen=True)
+class SamplingServices:
+    """What all turns have in common.
+
+    Attributes:
+        app: the app inside, which asks an engine.
+        parsers: make a message of an answer that came in parts.
+        names: give the ids of tokens whose stream has told none.
+    """
+
+    app: ASGIApp
+    router: Router
+    recorder: TurnRecorder
+    parsers: Parsers
+    names: TokenNames
+    stream_facts: StreamFacts
+
+
+class TurnSampling(ABC):
+    """The sampling of one turn."""
+
+    #: Tells how many tokens of a stream have come; None for a whole answer.
+    streamed_tokens: Callable[[], int] | None = None
+
+    def __init__(self, services: SamplingServices, plan: TurnPlan, asked: TurnRequest) -> None:
+        self.services = services
+        self.plan = plan
+        self.asked = asked
+        self.face: Face = asked.face
+        self.exchange: Exchange = asked.exchange
+        self.fields: Mapping[str, Any] = plan.grant.fields
+        self.writer: ReplyWriter = asked.face.writer(plan.request)
+
+    @abstractmethod
+    async def run(self, receive: Receive, reply: ReplySender) -> bool:
+        """Have the engine sample. Return False where it refused, and the agent was told so.
+
+        Raises:
+            UnusableAnswer: it answers something that is none of its API.
+        """
+
+    @abstractmethod
+    async def answer(self, receive: Receive) -> SampledAnswer:
+        """Read what was sampled.
+
+        Raises:
+            UnusableAnswer: it cannot be read, and the agent must not have it.
+            UpstreamBroken: it is not whole.
+        """
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Return what the agent gets once the turn is recorded: the end of a stream, or the whole reply."""
+
+    def failed(self, error: RouterError) -> bytes:
+        """Return what the agent is shown of an error that comes in place of the end; b"" where its status tells."""
+        return b""
+
+    def inner_scope(self, body: bytes) -> Scope:
+        """Return the scope of a request to the engine: an API that is translated asks another path than its agent."""
+        inner = with_body(self.asked.scope, body)
+        if self.face.path != self.face.endpoint.path:
+            path = self.face.endpoint.path
+            inner = {**inner, "path": path, "raw_path": path.encode("ascii"), "query_string": b""}
+        return inner
+
+    def body(self, *, stream: bool) -> bytes:
+        """Return the engine's request."""
+        return self.face.endpoint.request(self.fields, stream=stream, ids=self.plan.written or None)
+
+
+class StreamedTurn(TurnSampling):
+    """A turn whose answer is streamed: every chunk goes on as it comes, up to what ends the answer."""
+
+    def __init__(self, services: SamplingServices, plan: TurnPlan, asked: TurnRequest) -> None:
+        super().__init__(services, plan, asked)
+        self._chat_turn = ChatTurn(services.parsers, services.names.ids)
+        flight, pool = self.exchange.flight, services.router.pool
+        self.stream = TurnStream(
+            plan.request,
+            self.fields,
+            self.face.endpoint,
+            self.writer,
+            lambda: pool.version_of(flight.worker_url),
+            self._chat_turn,
+        )
+        self.streamed_tokens = lambda: self.stream.tokens
+
+    async def run(self, receive: Receive, reply: ReplySender) -> bool:
+        body = self.body(stream=True)
+        tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer)
+        with self._chat_turn.left_on(self.exchange):
+            try:
+                await tap.call(self.services.app, self.inner_scope(body), replay(body, receive))
+            except RouterError:
+                if not tap.complete:  # else only what comes behind the answer is lost
+                    raise
+        return not tap.refused
+
+    async def answer(self, receive: Receive) -> SampledAnswer:
+        stream = self.stream
+        if (cut := stream.cut) is not None:
+            raise UpstreamBroken(cut)
+        choices: Sequence[Choice] | None = None
+        if stream.began:
+            await self._learn_version()
+            try:
+                choices = stream.choices()
+                if self.face.endpoint.path == paths.CHAT:
+                    await self._show_all_calls(choices)
+            except UnusableAnswer as error:
+                self._pass_by(str(error))
+                raise
+            except UnreadableAnswer as error:
+                choices = None
+                await self._note_unreadable(error)
+        return SampledAnswer(choices, stream.prompt_tokens)
+
+    def end(self) -> bytes:
+        return self.stream.release()
+
+    def failed(self, error: RouterError) -> bytes:
+        return self.stream.failed(error)
+
+    async def _learn_version(self) -> None:
+        url = self.exchange.flight.worker_url
+        if len(self.stream.versions) == 1 and url is not None:
+            said = await self.services.router.fleet.weight_version(url)
+            self.stream.by_engine = self.stream.versions == {said}
+
+    async def _note_unreadable(self, error: UnreadableAnswer) -> None:
+        """Note a stream that cannot be recorded. Where only something is missing, the agent keeps what it has.
+
+        Raises:
+            UpstreamBroken: the stream may have lost its end.
+            UnusableAnswer: the stream contradicts itself.
+        """
+        url, request = self.exchange.flight.worker_url, self.plan.request
+        if isinstance(error, StreamShortfall) and self.stream.is_open:
+            raise UpstreamBroken(f"the worker's stream ended early: {error}") from None
+        if isinstance(error, StreamShortfall) and url is not None:
+            await self.services.stream_facts.learn(url, self.face.endpoint.path, str(error))
+        reason = f"the worker's stream cannot be recorded: {error}"
+        self._pass_by(reason)
+        if self.stream.told_error and tools_of(self.fields):
+            request.session.notes[WHOLE] = True
+        if error.reason != INCOMPLETE:
+            raise UnusableAnswer(reason) from None
+
+    def _pass_by(self, reason: str) -> None:
+        request = self.plan.request
+        self.services.recorder.pass_by(request.path, request.session, reason, self.exchange.request_id)
+
+    async def _show_all_calls(self, choices: Sequence[Choice]) -> None:
+        """Show the tool calls that were sampled and not shown; where that cannot be, the turn says why."""
+        url, services = self.exchange.flight.worker_url, self.services
+        if url is None or not tools_of(self.fields):
+            return
+        facts = await services.router.fleet.facts(url)
+        for choice in choices:
+            cut = choice.finish not in OWN_ENDS
+            try:
+                text = services.router.tokenizer.decode(services.recorder.said_ids(choice), skip_special_tokens=False)
+                deltas = unshown_calls(choice.message, text, self.fields, services.parsers, facts, cut=cut)
+            except UnreadableAnswer as error:
+                choice.facts[SHOWN_OTHERWISE] = str(error)
+                session, request_id = self.plan.request.session, self.exchange.request_id
+                fields = {"session_id": session.id, "reason": str(error), "request_id": request_id}
+                logger.warning("calls_shown_otherwise", extra={"fields": fields})
+            else:
+                if deltas:
+                    self.stream.complete(choice, deltas, cut=cut)
+
+
+class WholeTurn(TurnSampling):
+    """A turn whose answer comes in one piece; its agent may get it as a stream."""
+
+    async def run(self, receive: Receive, reply: ReplySender) -> bool:
+        body = self.body(stream=False)
+        self._collected = collected = TurnReply(self.services.router.metrics)
+        with ChatTurn(self.services.parsers).left_on(self.exchange):
+            await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
+        self._again = await self._read_here(receive) if collected.status == raw.STATUS else None
+        if collected.status == 200 or self._again is not None:
+            return True
+        await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
+        return False
+
+    async def answer(self, receive: Receive) -> SampledAnswer:
+        answer = self._again or _whole_answer(self._collected, self.plan.request.choices)
+        try:
+            if self.face.shows_open_calls:
+                answer = await self._with_unfinished(answer)
+            choices = self.face.endpoint.choices(answer)
+        except MALFORMED as error:
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
+        except UnreadableAnswer as error:
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
+        seen, read = self.face.endpoint.as_asked(answer, self.fields), token_count(answer.get("usage"))
+        try:
+            stream = self.plan.request.stream
+            self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.whole(seen))
+        except orjson.JSONEncodeError:  # before it is recorded: its agent would not get it
+            raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
+        except AnswerCut as error:
+            return SampledAnswer(choices, read, error=error)
+        headers = self._collected.start["headers"] if self._again is None else JSON
+        return SampledAnswer(choices, read, head(body, EVENT_STREAM if stream else headers))
+
+    def end(self) -> bytes:
+        return self._end
+
+    def _as_stream(self, answer: Mapping[str, Any]) -> bytes:
+        """Return a whole answer as the stream that the agent asked for."""
+        assert self.face.endpoint.chunks is not None
+        events = [self.writer.chunk(chunk, b"") for chunk in self.face.endpoint.chunks(answer, self.fields)]
+        return b"".join([*events, self.writer.other(Event.read(LAST_EVENT))])
+
+    async def _with_unfinished(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer with the tool calls that it ends within."""
+        url, services = self.exchange.flight.worker_url, self.services
+        if url is None or not ends_early(answer, self.fields):
+            return answer
+        facts = await services.router.fleet.facts(url)
+        return with_unfinished_calls(answer, self.fields, services.parsers, facts, services.router.tokenizer.decode)
+
+    async def _read_here(self, receive: Receive) -> dict[str, Any] | None:
+        """Ask for the answer once more, as raw text, where the engine's parser may have failed at what was sampled, and
+        read it here. None where that cannot be done, or fails as well."""
+        url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
+        if url is None or plan.request.several or plan.handovers or self.face.endpoint.path != paths.CHAT:
+            return None
+        facts = await services.router.fleet.facts(url)
+        if not raw.may_be_raw(self.fields, services.parsers, facts):
+            return None
+        try:
+            if plan.request.prompt is not None:
+                prompt: Sequence[int] = plan.request.prompt.ids().tolist()
+            else:
+                prompt = raw.prompt_of(await self._json(raw.prompt_request(self.fields), receive))
+            answer = await self._json(raw.raw_request(self.fields, prompt, facts), receive)
+            read = raw.read_raw(answer, self.fields, prompt, services.parsers, facts)
+        except UnreadableAnswer:
+            return None
+        fields = {"session_id": plan.request.session.id, "worker": url}
+        logger.warning("answer_parsed_locally", extra={"fields": fields})
+        return read
+
+    async def _json(self, body: bytes, receive: Receive) -> Any:
+        collected = TurnReply(self.services.router.metrics)
+        await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
+        return collected.parse() if collected.is_json else None
+
+
+def _whole_answer(collected: Collected, choices: int) -> dict[str, Any]:
+    """Return the engine's answer, which has so many choices.
+
+    Raises:
+        UnusableAnswer: it is none.
+    """
+    answer = collected.parse() if collected.is_json else None
+    if not isinstance(answer, dict):
+        raise UnusableAnswer("the worker's answer is no JSON that can be read")
+    if not isinstance(answer.get("choices"), list) or not answer["choices"]:
+        raise UnusableAnswer("the worker's answer has no choices")
+    if len(answer["choices"]) != choices:
+        raise UnusableAnswer(f"the worker's answer has {len(answer['choices'])} of {choices} choices")
+    return answer
