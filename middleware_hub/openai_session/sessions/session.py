@@ -46,7 +46,7 @@ class Session:
         self.roots: Sequence[Turn] = self.history.roots  # those of them that extend none
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
-        self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/idempotency.py)
+        self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/reply.py)
         self.repeats: dict[RepeatKey, RecordedReply] = {}  # of these, the replies that are whole
         self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
         self.finalized_with: Mapping[str, Any] | None = None  # label, reward, and how its samples are built

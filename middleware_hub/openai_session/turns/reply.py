@@ -70,7 +70,7 @@ class ReplySender:
             return
         else:
             if self._kept is not None:
-                self._kept.append(message["body"])
+                self._kept.append(message.get("body", b""))
             await self._begin()
         await self._send(message)
 
