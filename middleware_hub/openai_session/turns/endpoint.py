@@ -72,9 +72,9 @@ class SessionEndpoint:
         if await self.beside(session, scope, receive, send):
             return
         if method == "POST" and path in UNTRACED:
-            send = self._until_durable(session, send)
+            body, send = await Exchange.of(scope).read(receive), self._until_durable(session, send)
             with self._store.in_use(session):
-                await self._runner.pass_untraced(session, "this endpoint is not traced", scope, receive, send)
+                await self._runner.pass_untraced(session, "this endpoint is not traced", body, scope, receive, send)
             return
         if not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")

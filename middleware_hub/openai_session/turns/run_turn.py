@@ -24,7 +24,7 @@ from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRe
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated, head
 from middleware_hub.openai_session.turns.running import RunningTurn
-from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, WholeTurn
+from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from miles_router.engines import models, paths
 from miles_router.engines.answers import ABORT
@@ -111,7 +111,7 @@ class TurnRunner:
     async def _run_once(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
         face = asked.face
         if (reason := face.untraceable(asked.parsed)) is not None:
-            await self.pass_untraced(session, reason, asked.scope, asked.receive, reply.send)
+            await self.pass_untraced(session, reason, asked.body, asked.scope, asked.receive, reply.send)
             return
         account = partial(self._store.account, session)
         async with first_of_repeated(session, asked.repeat_key, asked.receive, reply, account) as is_first:
@@ -212,15 +212,17 @@ class TurnRunner:
         with nullcontext() if unclear else plan.handovers.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
-            if not await sampled.run(receive, reply):
-                return  # the engine refused, and the agent was told so
-            try:
-                answer = await sampled.answer(receive)
-                if answer.choices is not None:
-                    self._record(plan, answer.choices, answer.prompt_tokens, asked.exchange, reply)
-            except UpstreamError as error:
-                await reply.give(sampled.failed(error))
-                raise
+            await sampled.run(receive, reply, partial(self._end, plan, sampled, asked.exchange, reply))
+
+    async def _end(self, plan: TurnPlan, sampled: TurnSampling, exchange: Exchange, reply: ReplySender) -> None:
+        """Read what was sampled, record it, and end the reply once it is durable."""
+        try:
+            answer = await sampled.answer()
+            if answer.choices is not None:
+                self._record(plan, answer.choices, answer.prompt_tokens, exchange, reply)
+        except UpstreamError as error:
+            await reply.give(sampled.failed(error))
+            raise
         if answer.error is not None:
             raise answer.error
         await reply.finish(sampled.end(), answer.start)
@@ -293,16 +295,17 @@ class TurnRunner:
 
     # Requests that are no turns
 
-    async def pass_untraced(self, session: Session, why: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def pass_untraced(
+        self, session: Session, why: str, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Have a request that generates answered as it came, but for the adapter of the run; the session notes it.
 
         Raises:
             OutsideContract: the session has a contract.
         """
-        exchange = Exchange.of(scope)
         self._keeper.refuse_untraced(session, why)
-        self._recorder.pass_by(scope["path"], session, why, exchange.request_id)
-        await self.pass_on(await exchange.read(receive), scope, receive, send)
+        self._recorder.pass_by(scope["path"], session, why, Exchange.of(scope).request_id)
+        await self.pass_on(body, scope, receive, send)
 
     async def pass_on(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Have a request answered as it came, but for the adapter of the run."""

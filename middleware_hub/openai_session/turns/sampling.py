@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +91,16 @@ class TurnSampling(ABC):
         self.writer: ReplyWriter = asked.face.writer(plan.request)
 
     @abstractmethod
-    async def run(self, receive: Receive, reply: ReplySender) -> bool:
-        """Have the engine sample. Return False where it refused, and the agent was told so.
+    async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
+        """Have the engine sample, and await `end` once the answer is there. Where the engine refuses, the agent is told
+        so, and nothing ends.
 
         Raises:
-            UnusableAnswer: it answers something that is none of its API.
+            UnusableAnswer: it answers something that is none of its API. Others as `end`.
         """
 
     @abstractmethod
-    async def answer(self, receive: Receive) -> SampledAnswer:
+    async def answer(self) -> SampledAnswer:
         """Read what was sampled.
 
         Raises:
@@ -145,18 +146,13 @@ class StreamedTurn(TurnSampling):
         )
         self.streamed_tokens = lambda: self.stream.tokens
 
-    async def run(self, receive: Receive, reply: ReplySender) -> bool:
+    async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
         body = self.body(stream=True)
-        tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer)
+        tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer, end)
         with self._chat_turn.left_on(self.exchange):
-            try:
-                await tap.call(self.services.app, self.inner_scope(body), replay(body, receive))
-            except RouterError:
-                if not tap.complete:  # else only what comes behind the answer is lost
-                    raise
-        return not tap.refused
+            await tap.call(self.services.app, self.inner_scope(body), replay(body, receive))
 
-    async def answer(self, receive: Receive) -> SampledAnswer:
+    async def answer(self) -> SampledAnswer:
         stream = self.stream
         if (cut := stream.cut) is not None:
             raise UpstreamBroken(cut)
@@ -234,18 +230,18 @@ class StreamedTurn(TurnSampling):
 class WholeTurn(TurnSampling):
     """A turn whose answer comes in one piece; its agent may get it as a stream."""
 
-    async def run(self, receive: Receive, reply: ReplySender) -> bool:
+    async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
         body = self.body(stream=False)
         self._collected = collected = TurnReply(self.services.router.metrics)
         with ChatTurn(self.services.parsers).left_on(self.exchange):
             await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
         self._again = await self._read_here(receive) if collected.status == raw.STATUS else None
         if collected.status == 200 or self._again is not None:
-            return True
-        await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
-        return False
+            await end()
+        else:
+            await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
 
-    async def answer(self, receive: Receive) -> SampledAnswer:
+    async def answer(self) -> SampledAnswer:
         answer = self._again or _whole_answer(self._collected, self.plan.request.choices)
         try:
             if self.face.shows_open_calls:

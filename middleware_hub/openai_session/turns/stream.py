@@ -7,7 +7,7 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -237,23 +237,31 @@ def _is_no_json(data: bytes) -> bool:
 
 
 class TurnTap(Tap):
-    """Relays the stream of a turn up to what ends its answer; the caller ends it, once the turn is recorded."""
+    """Relays the stream of a turn up to what ends its answer.
+
+    Args:
+        end: awaited once, at the last event or the stream's end: records the turn, and ends the reply. A worker may
+            keep its connection busy for long behind the last event, and an agent may leave as soon as it has read it.
+    """
 
     layer = "openai_sessions"
 
-    def __init__(self, send: Send, metrics: UnreadCounter, stream: TurnStream, writer: ReplyWriter) -> None:
+    def __init__(
+        self,
+        send: Send,
+        metrics: UnreadCounter,
+        stream: TurnStream,
+        writer: ReplyWriter,
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
         super().__init__(send, metrics)
         self._stream = stream
         self._writer = writer
-        #: Whether the engine refused, and the agent was told.
-        self.refused = False
-        #: Whether the worker has said that its stream ends, or the stream has ended.
-        self.complete = False
+        self._end = end
 
     def passes(self, start: Message) -> bool:
         """A refusal that is no JSON, which has no form of an API's."""
-        self.refused = start["status"] != 200
-        return self.refused and self.kind is not Kind.JSON
+        return start["status"] != 200 and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
         """An answer that cannot be read is not given either.
@@ -277,21 +285,26 @@ class TurnTap(Tap):
 
     async def event(self, event: Event) -> bytes:
         """Return what the agent is shown of an event."""
-        if self.complete:
-            return b""
         self.keep(self._stream, len(event.raw), more=True)
-        self.complete = event.is_last
-        return self._stream.feed(event)
+        shown = self._stream.feed(event)
+        if not event.is_last:
+            return shown
+        await self.give(shown)
+        await self._finish_turn()
+        return b""
 
     async def ended(self) -> None:
         """Read the end of a stream. Where the worker has not said that it ends, the agent is told so all the same.
         Bytes behind the last whole event are the engine's own, and are not given."""
-        if not self.complete:
-            if self.events.is_cut:
-                self._stream.broken = "the worker's stream ended inside an event"
-            else:
-                self._stream.is_open = not self.events.rest.strip()
-            if self._stream.cut is None and not self._stream.told_error:
-                self._stream.feed(Event.read(LAST_EVENT))
-        self.complete = True
+        if self.events.is_cut:
+            self._stream.broken = "the worker's stream ended inside an event"
+        else:
+            self._stream.is_open = not self.events.rest.strip()
+        if self._stream.cut is None and not self._stream.told_error:
+            self._stream.feed(Event.read(LAST_EVENT))
+        await self._finish_turn()
+
+    async def _finish_turn(self) -> None:
         await self.give_shown()
+        self._finished = True  # what still comes is dropped
+        await self._end()
