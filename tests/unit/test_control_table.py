@@ -36,7 +36,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize("engine", [SGLANG, WITH_ADAPTERS], ids=["usual", "jax"])
-@pytest.mark.parametrize("action", TOLD, ids=repr)
+@pytest.mark.parametrize("action", TOLD, ids=lambda each: each.__class__.__name__)
 def test_an_engine_is_told_what_a_client_may_tell_it(engine: Engine, action: Action) -> None:
     order = engine.order(action)
     path = order.target.decode()
