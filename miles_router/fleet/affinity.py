@@ -9,8 +9,9 @@ from contextlib import suppress
 from miles_router.asgi.headers import TRACE_HEADERS, RawHeaders
 from miles_router.engines.paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from miles_router.engines.scan import Field, Incomplete, value_at
-from miles_router.fleet.gate import SESSION_PREFIX
 
+#: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
+SESSION_PREFIX = "/sessions/"
 #: Headers that name a conversation wherever it takes place.
 ROUTING_KEY, SESSION_ID = b"x-smg-routing-key", b"x-session-id"
 #: What coding agents call their conversation: Claude Code, and Codex in both spellings, in a header; Codex, pi and

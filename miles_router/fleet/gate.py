@@ -16,10 +16,9 @@ from typing import NamedTuple
 from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
 from miles_router.fleet.admission_queue import AdmissionQueue, Waiting
+from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.placement.admission import Admission
 
-#: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
-SESSION_PREFIX = "/sessions/"
 #: Pauses that are remembered when they are over.
 REMEMBERED = 256
 #: Why the gate was closed: by the router's pause or sleep, or as all workers were paused by somebody else.

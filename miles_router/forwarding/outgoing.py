@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.engines.engine import RankWish
-from miles_router.fleet.affinity import Affinity
-from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
+from miles_router.fleet.affinity import SESSION_PREFIX, Affinity
+from miles_router.fleet.gate import computes, generates
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream

@@ -8,7 +8,8 @@ from miles_router.engines import models
 from miles_router.engines.client_json import read_json
 from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest, UnknownModel
-from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
+from miles_router.fleet.affinity import SESSION_PREFIX
+from miles_router.fleet.gate import computes, endpoint
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
 
 MULTIPART, AUTHORIZATION = b"multipart/", b"authorization"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.openai_session.episodes.contract import SessionStatus
 from miles_router.admin.dashboard import HEADERS
 from miles_router.errors import BadRequest
 from tests.support import tiers
@@ -307,12 +308,12 @@ async def test_what_is_seen_behind_the_first_page_is_read_anew_whatever_came_and
                     store.create(f"new-{part}-{number}")
                 await count_is(page, f"{450 + 150 * (part + 1)} episodes")
             await scroll_to(page, 300, "old-449")
-            store.end(store.find("old-447"), "over")
+            store.end(store.find("old-447"), SessionStatus.ABORTED)
             await page.until(f"{state_of('old-447')} === 'ended'")
             store.delete(store.find("old-249"))  # with which the second page began
             store.delete(store.find("old-250"))
             await scroll_to(page, 520, "old-225")
-            store.end(store.find("old-225"), "over")
+            store.end(store.find("old-225"), SessionStatus.ABORTED)
             await page.until(f"{state_of('old-225')} === 'ended'")
             for number in range(600):  # more than a page, between two looks
                 store.create(f"newest-{number}")
@@ -333,7 +334,7 @@ async def test_what_a_search_has_found_is_live(browser: Browser, stage: Stage) -
         async with dashboard(browser, trial.router.url, "#/episodes?group=1") as page:
             await page.choose("#search", "many-3")
             await count_is(page, "56 of 225 episodes")
-            store.end(store.find("many-3"), "over")
+            store.end(store.find("many-3"), SessionStatus.ABORTED)
             await scroll_to(page, 60, "many-3")
             await page.until(f"{state_of('many-3')} === 'ended'")
             await page.choose("#search", "fresh")
@@ -357,7 +358,7 @@ async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks
             await scroll_to(page, 300, "old-149")
             before = await page.value(top)
             for number in (*range(440, 445), 149):  # the last is the first that is seen
-                store.end(store.find(f"old-{number}"), "over")
+                store.end(store.find(f"old-{number}"), SessionStatus.ABORTED)
             await count_is(page, "444 episodes")
             assert await page.value(top) == before
             await go(page, "#/episodes/old-145")
