@@ -64,8 +64,9 @@ class SeenThrough:
     def _count(self) -> None:
         """Count a turn that could not be recorded: what its stream has shown, or what a whole answer may have had."""
         running, episode = self._running, self._request.session.episode
-        reserved = episode.ledger.reserved_by(self._grant.reservation)
-        tokens = reserved if running.streamed_tokens is None else running.streamed_tokens()
+        tokens = running.streamed_tokens()
+        if tokens is None:
+            tokens = episode.ledger.reserved_by(self._grant.reservation)
         key = self._key if episode.contract.budget.max_turns is not None else None
         self._request.session.settle(self._grant.reservation, tokens, key)
 

@@ -145,6 +145,7 @@ async def first_of_repeated(
     try:
         yield True
     finally:
+        reply.when_whole = None  # which holds the session, and is held by the reply
         given = whole if reply.repeatable or session.ending.status.is_forgotten else None
         if given is None:
             session.replies.pop(key, None)

@@ -29,8 +29,8 @@ class RunningTurn:
         self.rid: str | None = None
         #: The error for which its session ended it; None while the session goes on.
         self.stopped_by: RouterError | None = None
-        #: Tells the tokens of its stream that have come; None where it is asked whole.
-        self.streamed_tokens: Callable[[], int] | None = None
+        #: Tells the tokens of its stream that have come; None for a whole answer.
+        self.streamed_tokens: Callable[[], int | None] = lambda: None
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router

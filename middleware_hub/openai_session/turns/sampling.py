@@ -78,9 +78,6 @@ class SamplingServices:
 class TurnSampling(ABC):
     """The sampling of one turn."""
 
-    #: Tells how many tokens of a stream have come; None for a whole answer.
-    streamed_tokens: Callable[[], int] | None = None
-
     def __init__(self, services: SamplingServices, plan: TurnPlan, asked: TurnRequest) -> None:
         self.services = services
         self.plan = plan
@@ -111,6 +108,10 @@ class TurnSampling(ABC):
     @abstractmethod
     def end(self) -> bytes:
         """Return what the agent gets once the turn is recorded: the end of a stream, or the whole reply."""
+
+    def streamed_tokens(self) -> int | None:
+        """Return how many tokens of a stream have come; None for a whole answer."""
+        return None
 
     def failed(self, error: RouterError) -> bytes:
         """Return what the agent is shown of an error that comes in place of the end; b"" where its status tells."""
@@ -144,7 +145,6 @@ class StreamedTurn(TurnSampling):
             lambda: pool.version_of(flight.worker_url),
             self._chat_turn,
         )
-        self.streamed_tokens = lambda: self.stream.tokens
 
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
         body = self.body(stream=True)
@@ -173,6 +173,9 @@ class StreamedTurn(TurnSampling):
 
     def end(self) -> bytes:
         return self.stream.release()
+
+    def streamed_tokens(self) -> int:
+        return self.stream.tokens
 
     def failed(self, error: RouterError) -> bytes:
         return self.stream.failed(error)
