@@ -273,3 +273,17 @@ async def test_only_the_answer_is_kept_of_a_turn() -> None:
     (kept,) = turns.scene.session.replies.values()
     recorded: Any = kept.result()
     assert vars(recorded) == {"headers": [HEADERS[0], HEADERS[2]], "body": b"answer"}
+
+
+async def test_a_refusal_in_a_deleted_session_is_not_given_again_as_an_answer() -> None:
+    turns = Episode()
+    first = Held(turns, start(500), part(b"error"), held=False)
+    running = spawn(turns.ask(first.run), name="t")
+    await first.began.wait()
+    waiting = spawn(turns.ask(turns.answering(start(404), part(b"gone"), held=False)), name="t")
+    await settle()
+    turns.scene.store.delete(turns.scene.session)
+    first.go.set()
+    assert (await running).messages[0]["status"] == 500
+    assert [message.get("status") for message in (await waiting).messages] == [404, None]
+    assert turns.runs == 2, "who waited asked for itself"

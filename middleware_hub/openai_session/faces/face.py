@@ -26,7 +26,7 @@ from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import ASGIApp, Event, Receive, Scope, Send, write_event
+from miles_router.middlewares import ASGIApp, Event, Message, Receive, Scope, Send, write_event
 from miles_router.middlewares.generation import HeartbeatForm
 
 
@@ -163,8 +163,14 @@ async def give_json(send: Send, content: object) -> None:
     await give_whole(send, orjson.dumps(content), [(b"content-type", b"application/json")])
 
 
+def head(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
+    """Return the head of a whole answer with this body, and its length among these headers."""
+    kept = [pair for pair in headers if pair[0] != b"content-length"]
+    length = (b"content-length", b"%d" % len(body))
+    return {"type": "http.response.start", "status": 200, "headers": [*kept, length]}
+
+
 async def give_whole(send: Send, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Send a whole answer, with its length."""
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
+    await send(head(body, headers))
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -7,7 +7,7 @@ another step of that turn: harnesses ask the model several times within one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
@@ -16,13 +16,6 @@ from miles_router.middlewares import Message, Receive, Send, Watch
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]
-
-
-def head(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
-    """Return the head of a whole answer with this body, and its length among these headers."""
-    kept = [pair for pair in headers if pair[0] != b"content-length"]
-    length = (b"content-length", b"%d" % len(body))
-    return {"type": "http.response.start", "status": 200, "headers": [*kept, length]}
 
 
 class ReplySender:
@@ -62,6 +55,8 @@ class ReplySender:
             return
         if message["type"] == "http.response.start":
             self.headers = message["headers"]
+            if message["status"] != 200:
+                self._kept = None  # a refusal is not given again
             if not _is_stream(message):
                 self._start = message
                 return

@@ -13,7 +13,7 @@ from typing import Any
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm
+from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, head
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -22,7 +22,7 @@ from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated, head
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
 from middleware_hub.openai_session.turns.running import RunningTurn
 from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
 from middleware_hub.tokenizing.agreement import TokenizerAgreement

@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, ReplyWriter
+from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
 from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender, head
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
