@@ -420,6 +420,27 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     assert [asked.path for asked in worker.requests if asked.path != "/abort_request"] == [CHAT], "not asked twice"
 
 
+async def test_a_worker_that_lingers_behind_the_end_is_not_told_to_abort(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_router.asgi.watch.PATIENCE", 0.0)
+    monkeypatch.setattr("miles_router.asgi.watch._patience", None)
+    gate = asyncio.Event()
+    worker.next(streamed(*HELLO, gate)).always(GOOD)
+    session, other = await trial.create(), await trial.create()
+    client = await stage.client(trial.router)
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, as_sent(stream=True)))
+    await client.read_head("POST")
+    seen = b""
+    while b"[DONE]" not in seen:
+        seen += await client.read_part()
+    assert (await trial.turn(other, HI)).status == 200, "time passes"
+    gate.set()
+    await stage.nothing_under_way()
+    assert [asked.path for asked in worker.requests] == [CHAT, CHAT]
+    assert worker.connections == 2, "both are kept"
+
+
 # Sessions that are deleted
 
 

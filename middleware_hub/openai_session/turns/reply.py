@@ -32,6 +32,7 @@ class ReplySender:
         self._settle = settle
         self._start: Message | None = None
         self._kept: list[bytes] | None = None
+        self._is_open = False
         #: The headers of the reply; None while it has not begun.
         self.headers: list[tuple[bytes, bytes]] | None = None
         #: Called with the whole reply before its end is sent.
@@ -74,11 +75,22 @@ class ReplySender:
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self, end: bytes, start: Message | None = None) -> None:
-        """Send the end of the body; with `start`, the head before it. Raises as `send`."""
+    async def finish(self, end: bytes, start: Message | None = None, *, stays_open: bool = False) -> None:
+        """Send the end of the body; with `start`, the head before it. Raises as `send`.
+
+        Args:
+            stays_open: the reply is closed by `close`. Once it is closed, `receive` says that the client has left.
+        """
         if start is not None:
             await self.send(start)
-        await self.send({"type": "http.response.body", "body": end, "more_body": False})
+        if not self.left:
+            self._is_open = stays_open
+            await self._end({"type": "http.response.body", "body": end, "more_body": stays_open})
+
+    async def close(self) -> None:
+        """Close a reply that `finish` has left open."""
+        if self._is_open and not self.left:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, message: Message) -> None:
         if self._kept is not None and self.when_whole is not None:

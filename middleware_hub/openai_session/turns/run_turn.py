@@ -225,7 +225,7 @@ class TurnRunner:
             raise
         if answer.error is not None:
             raise answer.error
-        await reply.finish(sampled.end(), answer.start)
+        await reply.finish(sampled.end(), answer.start, stays_open=plan.streams)
 
     def _record(
         self,

@@ -151,6 +151,7 @@ class StreamedTurn(TurnSampling):
         tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer, end)
         with self._chat_turn.left_on(self.exchange):
             await tap.call(self.services.app, self.inner_scope(body), replay(body, receive))
+        await reply.close()
 
     async def answer(self) -> SampledAnswer:
         stream = self.stream
