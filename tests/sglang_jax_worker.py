@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.sglang.environment import built, cache_root
@@ -47,7 +47,7 @@ class JaxWorker:
     what is told: ids and logprobs are those that were sampled. But nobody can score them again.
     """
 
-    def __init__(self, seed: int, *, running: int = 1) -> None:
+    def __init__(self, seed: int, *, running: int = 1, more: Sequence[str] = ()) -> None:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class JaxWorker:
         # Each its own seed: by default all sample the same.
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--random-seed", str(seed)]
         flags += ["--model-path", str(model()), "--enable-return-routed-experts"]
-        flags += ["--max-running-requests", str(running)]
+        flags += ["--max-running-requests", str(running), *more]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [python(), str(HERE / "launch_worker.py"), *flags],
@@ -92,10 +92,12 @@ class JaxWorker:
 
 
 @contextlib.contextmanager
-def jax_workers(count: int, *, first_seed: int = 11, running: int = 1) -> Iterator[list[JaxWorker]]:
-    """`count` workers, started side by side and all ready."""
+def jax_workers(
+    count: int, *, first_seed: int = 11, running: int = 1, more: Sequence[str] = ()
+) -> Iterator[list[JaxWorker]]:
+    """`count` workers with these more flags, started side by side and all ready."""
     with contextlib.ExitStack() as stack:
-        workers = [JaxWorker(first_seed + number, running=running) for number in range(count)]
+        workers = [JaxWorker(first_seed + number, running=running, more=more) for number in range(count)]
         for worker in workers:
             stack.callback(worker.kill)
         for worker in workers:

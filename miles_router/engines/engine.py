@@ -132,6 +132,10 @@ class Engine(ABC):
     sleeps: ClassVar[bool] = True
     #: Whether a generation that is aborted by its name is answered with all that it has sampled.
     returns_aborted: ClassVar[bool] = True
+    #: Whether its chat samples behind ids that it is given, and tells those that it has sampled. Where not, sessions
+    #: render prompts and read answers themselves, and ask for raw chat by ids, which `translate` makes a request of
+    #: `/generate` (`openai/by_ids.py`).
+    chats_by_ids: ClassVar[bool] = False
     #: Whether `translate` may change requests and answers; otherwise they pass byte for byte.
     translates: ClassVar[bool] = False
 

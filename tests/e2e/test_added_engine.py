@@ -17,12 +17,15 @@ from tests.docs.pages import ROOT, blocks
 from tests.support.http import RawReply, ask
 from tests.support.running_router import command, router_process
 from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.alone("it starts routers of its own")
+LAYER = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
+SESSIONS = ("--middleware-paths", LAYER, "--hf-checkpoint", tokenizer_directory("qwen3"))
 JSON = [("Content-Type", "application/json")]
-SAID = {"name": "r", "text": "xy", "tokens": [7, 8], "end": "length"}
+SAID = {"name": "r", "text": "xy", "tokens": [7, 8], "logs": [-0.5, -0.25], "end": "length"}
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +78,12 @@ def told(worker: ScriptedWorker) -> list[tuple[str, Any]]:
 
 
 @asynccontextmanager
-async def behind_a_router(package: Path, *workers: ScriptedWorker) -> AsyncIterator[str]:
-    urls = [worker.url for worker in workers]
+async def behind_a_router(package: Path, *workers: ScriptedWorker | str) -> AsyncIterator[str]:
+    """Workers, and more of the command line."""
+    urls = [worker.url for worker in workers if isinstance(worker, ScriptedWorker)]
+    more = [each for each in workers if isinstance(each, str)]
     start = command("env", f"PYTHONPATH={package}")
-    async with router_process("--worker-urls", *urls, start=start) as router:
+    async with router_process("--worker-urls", *urls, *more, start=start) as router:
         yield router.url
 
 
@@ -92,6 +97,21 @@ async def test_its_paths_are_asked_and_its_answers_are_those_of_generate(package
             refused = await post(url, path, text="Hi", messages=[], stream=True)
             assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
         assert len(told(worker)) == 1
+
+
+async def test_a_session_on_it_is_sampled_behind_ids(package: Path) -> None:
+    async with toy() as worker, behind_a_router(package, worker, *SESSIONS) as url:
+        session = (await post(url, "/sessions")).json()["session_id"]
+        history: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        for _ in range(2):
+            answer = await post(url, f"/sessions/{session}/v1/chat/completions", messages=history, max_tokens=2)
+            assert answer.status == 200, answer.body
+            history += [answer.json()["choices"][0]["message"], {"role": "user", "content": "And?"}]
+        first, second = (asked["prompt"] for _, asked in told(worker))
+        assert second[: len(first) + 2] == [*first, 7, 8]
+        (sample,) = (await post(url, f"/sessions/{session}/samples", format="json")).json()["samples"]
+        assert (sample["tokens"], sum(sample["loss_mask"])) == ([*second, 7, 8], 4)
+        assert sample["logprobs"][-2:] == [-0.5, -0.25]
 
 
 async def test_control_requests_in_any_spelling_reach_it_in_its_own(package: Path) -> None:

@@ -30,7 +30,6 @@ from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS
 from tests.support.running_router import RunningRouter
-from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
 from tests.support.waiting import PATIENCE, soon, until
 
@@ -368,19 +367,6 @@ async def test_what_it_cannot_do_is_refused_by_name_before_anything_is_generated
     assert engines.sampled() == 0
     assert (await client.generate(text="One", sampling_params=SHORT))["output_ids"], "they live"
     assert (await client.ask("POST", "/generate", {"text": 7})).status == 400
-
-
-async def test_a_session_is_refused_by_name_and_leaves_no_turn(stage: Stage, engines: Engines) -> None:
-    async with layered(stage, engines, SESSIONS) as client:
-        created = await client.ask("POST", "/sessions", {})
-        path = f"/sessions/{created.json['session_id']}"
-        for stream in (False, True):
-            message = await client.refused(
-                f"{path}/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], stream=stream
-            )
-            assert "sessions need" in message
-        assert (await client.get(path))["records"] == []
-    assert engines.sampled() == 0
 
 
 # What nobody but the router knows

@@ -134,9 +134,10 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
     generation.rid = meta["id"]
     generation.finish = meta["finish_reason"]
     generation.experts = meta.get("routed_experts") or ""
-    generation.told += [meta["weight_version"]] * (len(generation.sampled) - len(generation.told))
+    if "weight_version" in meta:  # else the engine tells none
+        generation.told += [meta["weight_version"]] * (len(generation.sampled) - len(generation.told))
     if generation.finish is not None:
-        generation.versions = spread(meta["weight_versions"])
+        generation.versions = spread(meta.get("weight_versions") or ())
         generation.answered = time.monotonic()
 
 

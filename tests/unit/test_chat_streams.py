@@ -10,10 +10,10 @@ import pytest
 
 from miles_router.asgi.replies import drop
 from miles_router.engines.events import Event
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.text_reader import FINENESS, LiveText
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.partial_rollouts.chat.generation import ChatGeneration
-from miles_router.partial_rollouts.chat.opening import OpeningChatStream, ShownChoice
-from miles_router.partial_rollouts.chat.stream import FINENESS, ResumableChatStream
+from miles_router.partial_rollouts.chat.opening import OpeningChatStream
 from miles_router.partial_rollouts.generation import CannotResume
 from miles_router.partial_rollouts.leg import Leg, ResumeContext
 
@@ -61,7 +61,7 @@ async def test_what_is_no_logprob_is_nothing_to_go_on_from() -> None:
         stream.leg_of_choice(0, 1)
 
 
-async def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
+def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
     reads: list[int] = []
 
     class Counting:
@@ -69,19 +69,10 @@ async def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
             reads.append(len(text))
             return {"role": "assistant", "content": text}, text
 
-    stream = ResumableChatStream.__new__(ResumableChatStream)
-    stream.opening = opened()
-    choice = stream.opening.choices[0] = ShownChoice()
-    stream.opening.give = ignored  # type: ignore[method-assign, assignment]
-    stream._growing, stream._read = {0: cast(GrowingText, Counting())}, {}
-    generation = cast(ChatGeneration, SimpleNamespace(index=0, answer=None, shown_ids=0))
+    live = LiveText(cast(GrowingText, Counting()), GrowingMessage())
     for length in range(1, 20_001):
-        await stream.more(generation, "a" * length, [])
+        live.certain("a" * length)
         if length < FINENESS:
-            assert len(choice.message.message()["content"]) == length
+            assert len(live.shown.message()["content"]) == length
     assert len(reads) < 256 * 8, "its square would be 20 000"
     assert length - reads[-1] <= length // FINENESS
-
-
-async def ignored(shown: bytes) -> None:
-    """Takes what a client is given."""

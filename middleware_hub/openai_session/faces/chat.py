@@ -25,7 +25,7 @@ from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
-from miles_router.trajectory.pieces import frozen
+from miles_router.trajectory.pieces import Tokens, frozen
 
 #: What OpenAI's API had before tools, and what chooses nothing of it.
 FUNCTIONS, ANY_FUNCTION = ("functions", "function_call"), ("auto", "none")
@@ -139,7 +139,19 @@ class ChatFace(Face):
             return None
 
     async def rendered_tokens(self, fields: Mapping[str, Any]) -> int:
-        """How many ids the engine makes of a chat request that continues nothing.
+        """How many ids the engine makes of a chat request that continues nothing. Raises as `_rendered`."""
+        return len(await self._rendered(fields))
+
+    async def rendered(self, fields: Mapping[str, Any]) -> Tokens:
+        if isinstance(own := fields.get("input_ids"), list):
+            return Piece.given(own).tokens
+        try:
+            return await self._rendered(fields)
+        except CannotRender as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}") from None
+
+    async def _rendered(self, fields: Mapping[str, Any]) -> Tokens:
+        """The ids that the engine makes of a chat request that continues nothing.
 
         Raises:
             CannotRender: the template refuses it.
@@ -147,10 +159,9 @@ class ChatFace(Face):
         """
         context, *_ = contexts_of(fields)
         goes_on = bool(fields.get(GOES_ON))
-        ids = await self._continuation.beginning(
+        return await self._continuation.beginning(
             fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
         )
-        return len(ids)
 
     async def _prompt(self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn) -> PromptIds:
         """The ids behind a held turn.

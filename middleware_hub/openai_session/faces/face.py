@@ -25,9 +25,10 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.openai.choices import OpenAIEndpoint
-from miles_router.errors import RouterError
+from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Event, Message, Receive, Scope, Send, write_event
 from miles_router.middlewares.generation import HeartbeatForm
+from miles_router.trajectory.pieces import Tokens
 
 
 class StreamForm(HeartbeatForm):
@@ -130,6 +131,14 @@ class Face(ABC):
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:
         """How many tokens the longest prompt of a turn has; None where only the engine can tell."""
         return turn.prompt.length if turn.prompt is not None else None
+
+    async def rendered(self, fields: Mapping[str, Any]) -> Tokens:
+        """Return the ids that the model's template and tokenizer make of the engine's request for a root.
+
+        Raises:
+            BadRequest: the template refuses it, or a text in it is too long.
+        """
+        raise BadRequest(f"{self.path}: its prompts are not rendered here")
 
     def writer(self, turn: AgentRequest) -> ReplyWriter:
         """What the reply is written with."""

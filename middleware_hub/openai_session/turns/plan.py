@@ -11,6 +11,7 @@ from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
+from middleware_hub.openai_session.turns.raw_turn import RawTurn
 from miles_router.engines.openai.choices import Choice
 from miles_router.errors import BadRequest
 from miles_router.middlewares import Exchange, Message, Receive, Scope, first_header
@@ -93,6 +94,7 @@ class TurnPlan:
         handovers: of the rows that are captured.
         written: the ids of the prompt as JSON, in pieces; empty where the engine is given none.
         side_call: whether the agent says that the turn is not of its main line.
+        raw: how the answer is read here; None where the engine reads it.
     """
 
     request: AgentRequest
@@ -103,6 +105,7 @@ class TurnPlan:
     turn_id: str | None = None
     repeat_key: RepeatKey | None = None
     side_call: bool = False
+    raw: RawTurn | None = None
 
 
 @dataclass(frozen=True)

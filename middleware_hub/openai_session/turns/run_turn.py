@@ -21,6 +21,7 @@ from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SA
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
+from middleware_hub.openai_session.turns.raw_turn import TAIL, RawTurn, begins_reasoning, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
 from middleware_hub.openai_session.turns.running import RunningTurn
@@ -28,12 +29,14 @@ from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from miles_router.engines import models, paths
 from miles_router.engines.answers import ABORT
+from miles_router.engines.facts import Facts
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
+from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import PromptNotRead, RouterError, StateError, UpstreamError
+from miles_router.errors import PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat, flag_worker
 from miles_router.middlewares.rows import Handovers
@@ -171,6 +174,10 @@ class TurnRunner:
         written: Sequence[bytes] = ()
         if request.prompt is not None and endpoint.takes_ids:
             written = self._recorder.written_ids.prompt(request.session.id, request.prompt)
+        candidates = await self._stream_facts.candidates(request)
+        raw = None
+        if endpoint.takes_ids and (facts := _without_ids(candidates)) is not None:
+            raw, written = await self._raw(asked.face, request, grant, facts, written)
         plan = TurnPlan(
             request,
             grant,
@@ -179,8 +186,30 @@ class TurnRunner:
             turn_id=asked.turn_id,
             repeat_key=asked.repeat_key,
             side_call=asked.face.is_side_call(asked.scope),
+            raw=raw,
         )
-        return replace(plan, streams=True) if await self._streams(plan, endpoint) else plan
+        return replace(plan, streams=True) if self._streams(plan, endpoint, candidates) else plan
+
+    async def _raw(
+        self, face: Face, request: AgentRequest, grant: TurnGrant, facts: Facts, written: Sequence[bytes]
+    ) -> tuple[RawTurn, Sequence[bytes]]:
+        """Return how a turn is read here, and its prompt as JSON, which is rendered here if it is a root's.
+
+        Raises:
+            UnsupportedByEngine: it cannot be.
+            BadRequest: the template refuses it.
+        """
+        parsers, fields = self._sampling.parsers, grant.fields
+        if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
+            kind = facts.engine.kind if facts.engine is not None else "this engine"
+            raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
+        if request.prompt is None:
+            ids = await face.rendered(fields)
+            written = written_ids(ids)
+        else:
+            ids = request.prompt.given.tokens
+        spelled = self._router.tokenizer.decode(ids[-TAIL:].tolist(), skip_special_tokens=False)
+        return RawTurn(fields, parsers, facts, begins_reasoning(spelled, facts)), written
 
     def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
         """What the run or a contract puts into a turn counts more than the adapter that its agent has named."""
@@ -188,7 +217,7 @@ class TurnRunner:
         if exchange.adapter is not None and (adapter := adapter_in(grant.fields, (*served, DEFAULT))) is not None:
             exchange.adapter = adapter or None
 
-    async def _streams(self, plan: TurnPlan, endpoint: OpenAIEndpoint) -> bool:
+    def _streams(self, plan: TurnPlan, endpoint: OpenAIEndpoint, candidates: Sequence[Facts]) -> bool:
         """Return whether the engine is asked for a stream; an agent's stream may be generated whole."""
         request = plan.request
         if not request.stream or endpoint.chunks is None:
@@ -199,7 +228,7 @@ class TurnRunner:
         untold = any(request.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.handovers)
         if self._whole_answers or untold or WHOLE in request.session.notes:
             return False
-        return not await self._stream_facts.fall_short(request, endpoint)
+        return plan.raw is not None or not self._stream_facts.fall_short(candidates, endpoint)
 
     # Sampling and recording
 
@@ -314,6 +343,14 @@ class TurnRunner:
             body = models.only_with_adapter(body, adapter)
             scope = with_body(scope, body)
         await self._app(scope, replay(body, receive), send)
+
+
+def _without_ids(candidates: Sequence[Facts]) -> Facts | None:
+    """Return the facts of an engine whose chat takes or tells no ids; None where there is none."""
+    for facts in candidates:
+        if facts.engine is not None and not facts.engine.chats_by_ids:
+            return facts
+    return None
 
 
 def _prompt_tokens(request: AgentRequest, choices: Sequence[Choice]) -> int:

@@ -13,16 +13,18 @@ import orjson
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
 from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
+from middleware_hub.openai_session.turns.raw_turn import RawStream
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
-from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
+from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai import raw
+from miles_router.engines.openai.chat import PROMPT_OF_STREAM, PROMPT_OF_WHOLE
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.legs import tools_of
@@ -44,8 +46,6 @@ from miles_router.middlewares.generation import ChatTurn
 
 logger = logging.getLogger(__name__)
 
-#: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
-SHOWN_OTHERWISE = "shown_otherwise"
 #: Noted of a session whose stream the engine ended with an error: its parser may fail at what the model writes. What
 #: its agent asks next is generated whole, so that it can be asked for once more.
 WHOLE = "turns.whole"
@@ -127,7 +127,11 @@ class TurnSampling(ABC):
 
     def body(self, *, stream: bool) -> bytes:
         """Return the engine's request."""
-        return self.face.endpoint.request(self.fields, stream=stream, ids=self.plan.written or None)
+        fields, raw = self.fields, self.plan.raw
+        if raw is not None:
+            told = {PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE: self.plan.request.prompt is None}
+            fields = {**raw.asked, **told}
+        return self.face.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
 
 
 class StreamedTurn(TurnSampling):
@@ -144,6 +148,7 @@ class StreamedTurn(TurnSampling):
             self.writer,
             lambda: pool.version_of(flight.worker_url),
             self._chat_turn,
+            None if plan.raw is None else RawStream(plan.raw),
         )
 
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
@@ -162,7 +167,7 @@ class StreamedTurn(TurnSampling):
             await self._learn_version()
             try:
                 choices = stream.choices()
-                if self.face.endpoint.path == paths.CHAT:
+                if self.face.endpoint.path == paths.CHAT and self.plan.raw is None:
                     await self._show_all_calls(choices)
             except UnusableAnswer as error:
                 self._pass_by(str(error))
@@ -247,10 +252,15 @@ class WholeTurn(TurnSampling):
 
     async def answer(self) -> SampledAnswer:
         answer = self._again or _whole_answer(self._collected, self.plan.request.choices)
+        unread: dict[int, str] = {}
         try:
-            if self.face.shows_open_calls:
+            if self.plan.raw is not None:
+                answer, unread = self.plan.raw.whole(answer, shows_open_calls=self.face.shows_open_calls)
+            elif self.face.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.face.endpoint.choices(answer)
+            for choice in choices:
+                choice.facts |= {SHOWN_OTHERWISE: unread[choice.index]} if choice.index in unread else {}
         except MALFORMED as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
         except UnreadableAnswer as error:
@@ -288,6 +298,8 @@ class WholeTurn(TurnSampling):
         read it here. None where that cannot be done, or fails as well."""
         url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
         if url is None or plan.request.several or plan.handovers or self.face.endpoint.path != paths.CHAT:
+            return None
+        if plan.raw is not None:
             return None
         facts = await services.router.fleet.facts(url)
         if not raw.may_be_raw(self.fields, services.parsers, facts):

@@ -30,16 +30,17 @@ class StreamFacts:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def fall_short(self, turn: AgentRequest, endpoint: OpenAIEndpoint) -> bool:
-        """Whether a stream would not tell all. Then the turn is generated whole, and given as a stream afterwards."""
-        shortfalls = [_shortfall(facts, endpoint) for facts in await self._candidates(turn)]
+    def fall_short(self, candidates: Sequence[Facts], endpoint: OpenAIEndpoint) -> bool:
+        """Whether a stream of one of these engines would not tell all. Then the turn is generated whole, and given as a
+        stream afterwards."""
+        shortfalls = [_shortfall(facts, endpoint) for facts in candidates]
         return any(reason is not None for reason in shortfalls)
 
     async def learn(self, url: str, path: str, reason: str) -> None:
         """A stream of this worker's has fallen short, as others of the same process would."""
         (await self._router.fleet.facts(url)).learned(ProcessShortfalls).note(path, reason)
 
-    async def _candidates(self, turn: AgentRequest) -> Sequence[Facts]:
+    async def candidates(self, turn: AgentRequest) -> Sequence[Facts]:
         """The facts of the worker that a session is tied to while that is routable; before, of all that may answer."""
         fleet, pool, turns = self._router.fleet, self._router.pool, turn.session.turns
         last = pool.find(turns[-1].facts["worker"] or "") if turns else None

@@ -15,6 +15,7 @@ import orjson
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
+from middleware_hub.openai_session.turns.raw_turn import RawStream
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.events import LAST_EVENT
@@ -24,6 +25,9 @@ from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError
 from miles_router.middlewares import Event, Kind, Message, Send, Tap, write_event
 from miles_router.middlewares.generation import ChatTurn, UnreadCounter
+
+#: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
+SHOWN_OTHERWISE = "shown_otherwise"
 
 
 class NamedChunk(NamedTuple):
@@ -40,6 +44,7 @@ class TurnStream:
         fields: the request as the engine is asked.
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
         carried: what the layers inside tell of choices that they carry on.
+        raw: reads the stream's texts, where the engine does not.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class TurnStream:
         writer: ReplyWriter,
         version: Callable[[], str | None],
         carried: ChatTurn | None = None,
+        raw: RawStream | None = None,
     ) -> None:
         #: Whether something was generated.
         self.began = False
@@ -62,6 +68,7 @@ class TurnStream:
         self._writer = writer
         self._version = version
         self._carried = carried or ChatTurn()
+        self._raw = raw
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._told = False  # the engine says itself that there is no answer
@@ -170,6 +177,8 @@ class TurnStream:
                 choice.versions = known.runs
             source = "engine" if (self.by_engine if known is None else known.by_engine) else "router"
             choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
+            if self._raw is not None and choice.index in self._raw.unread:
+                choice.facts[SHOWN_OTHERWISE] = self._raw.unread[choice.index]
         return choices
 
     def _chunk(self, event: Event) -> bytes:
@@ -193,6 +202,9 @@ class TurnStream:
 
     def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """A chunk, and what waited for it: of a tool call, the last delta waits."""
+        if self._raw is not None:
+            yield from self._raw.chunks(chunk)
+            return
         if not self._calls and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
             yield chunk
             return

@@ -8,7 +8,6 @@ of it that no JSON can hold, and answers 500 with all that was sampled lost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -16,18 +15,9 @@ import orjson
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat import PROMPT_OF_WHOLE
-from miles_router.engines.openai.legs import (
-    as_generation,
-    call_id,
-    constraint_of,
-    looks_for_calls,
-    rest_request,
-    separates_reasoning,
-    tools_of,
-)
-from miles_router.engines.parsers import UNREAD, Parsers, reasoning_marks
-from miles_router.engines.parsers.local import tools_by_name
-from miles_router.engines.parsers.reading import tool_calls
+from miles_router.engines.openai.legs import as_generation, constraint_of, looks_for_calls, rest_request
+from miles_router.engines.openai.text_reader import TextReader
+from miles_router.engines.parsers import Parsers, reasoning_marks
 
 #: What an engine answers with then.
 STATUS = 500
@@ -35,9 +25,8 @@ STATUS = 500
 
 def may_be_raw(fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> bool:
     """Return whether an answer of one choice can be asked for raw, and read here."""
-    reads = parsers.calls(facts) is not None and looks_for_calls(fields, facts)
-    thinks = not separates_reasoning(fields, facts) or parsers.thinking(facts) is not None
-    return reads and thinks and constraint_of(fields, facts) is None
+    reads = looks_for_calls(fields, facts) and TextReader(fields, parsers, facts).missing is None
+    return reads and constraint_of(fields, facts) is None
 
 
 def prompt_request(fields: Mapping[str, Any]) -> bytes:
@@ -80,7 +69,9 @@ def read_raw(
     try:
         (choice,) = answer["choices"]
         began, finish = choice["message"], choice["finish_reason"]
-        message = _message(began["content"] or "", began, fields, parsers, facts)
+        text, (begin, end) = began["content"] or "", reasoning_marks(facts.reasoning_parser or "")
+        opened = end in text and begin not in text
+        message = TextReader(fields, parsers, facts).read(text, began, opened=opened).message
         meta = choice["meta_info"]
     except UnreadableAnswer:
         raise
@@ -90,23 +81,3 @@ def read_raw(
         finish, meta = "tool_calls", {**meta, "finish_reason": {**meta["finish_reason"], "matched": None}}
     read = {**choice, "message": message, "finish_reason": finish, "meta_info": meta}
     return {**answer, "choices": [{**read, "prompt_token_ids": list(prompt)}]}
-
-
-def _message(
-    text: str, began: Mapping[str, Any], fields: Mapping[str, Any], parsers: Parsers, facts: Facts
-) -> dict[str, Any]:
-    calls, thinking, reasoning = parsers.calls(facts), parsers.thinking(facts), ""
-    assert calls is not None
-    try:
-        if thinking is not None and separates_reasoning(fields, facts):
-            begin, end = reasoning_marks(facts.reasoning_parser or "")
-            split = thinking.whole(text, thinking=end in text and begin not in text)
-            reasoning, text = split.reasoning, split.rest or ""
-        content, found = calls.read(text, tools_by_name(tools_of(fields)))
-    except UNREAD as error:
-        raise UnreadableAnswer("incomplete", f"no local parser can read it: {error}") from error
-    message = {**began, "content": content, "reasoning_content": reasoning or None}
-    message.pop("tool_calls", None)
-    if not found:
-        return message
-    return {**message, "tool_calls": tool_calls(found, partial(call_id, fields=fields, facts=facts))}

@@ -44,6 +44,7 @@ class SGLang(Engine):
     adapter_by_field: ClassVar[frozenset[str]] = WITH_FIELD
     rank_wish = staticmethod(ranks.wish)
     control = REQUESTS
+    chats_by_ids: ClassVar[bool] = True
 
     @classmethod
     def recognized(cls, documents: Documents) -> SGLang | None:

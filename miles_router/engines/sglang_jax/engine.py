@@ -31,6 +31,7 @@ class SGLangJax(SGLang):
     pauses: ClassVar[Mapping[str, str]] = {"abort": "retract"}  # it waits for ever for what it aborts in its queue
     sleeps = False  # it ends over it
     returns_aborted = False  # one that was retracted forgets what it has sampled
+    chats_by_ids = False
     translates = True
 
     def __init__(self, *, adapters: bool) -> None:

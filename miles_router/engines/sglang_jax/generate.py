@@ -31,6 +31,7 @@ from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, GenerateRequest
 from miles_router.engines.models import own_adapters
+from miles_router.engines.openai.by_ids import chat_by_ids, gives_ids
 from miles_router.engines.rows import EXPERT_FIELDS, cut_rows
 from miles_router.engines.sglang.paths import INVOCATIONS
 
@@ -51,7 +52,6 @@ IGNORED = (
 IGNORED_PARAMS = ("logit_bias",)
 #: The same of chat and completions: without these nobody could tell what was generated.
 IGNORED_IN_CHAT = (
-    "input_ids",
     "return_meta_info",
     "return_token_ids",
     "return_prompt_token_ids",
@@ -68,6 +68,8 @@ def translate(path: str, body: bytes, parse: Parse) -> Translation | None:
     """How a request is asked. Raises as `Translate`."""
     if path == paths.GENERATE:
         return GenerateTranslation(GenerateRequest.read(parse(body)))
+    if path == paths.CHAT and gives_ids(body, parse):
+        return chat_by_ids(body, parse, lambda sent: translate(paths.GENERATE, sent, parse))
     if path in CHATS:
         _check_chat(parse(body), top=CHATS[path], completes=path == paths.COMPLETIONS)
     return None

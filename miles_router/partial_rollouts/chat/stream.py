@@ -12,9 +12,7 @@ from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import stop_strings
 from miles_router.engines.openai.legs import entries_of, finished, joined_usage
-from miles_router.engines.openai.rest import deltas_behind
-from miles_router.engines.parsers import UNREAD
-from miles_router.engines.parsers.growing import GrowingText
+from miles_router.engines.openai.text_reader import LiveText
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import KnownVersions
 from miles_router.partial_rollouts.chat.answer import ChatLegs
@@ -25,9 +23,6 @@ from miles_router.partial_rollouts.generation import CannotResume, ResumableGene
 from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import Leg
 from miles_router.partial_rollouts.seam import Seam
-
-#: A text is read anew, all of it, once it has grown by this part: read with every token, it would cost its square.
-FINENESS = 256
 
 
 class ResumableChatStream(ChatLegs):
@@ -40,8 +35,7 @@ class ResumableChatStream(ChatLegs):
             return
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
         self.turn.carried.update(cut)
-        self._growing: dict[int, GrowingText] = {}
-        self._read: dict[int, int] = {}
+        self._live: dict[int, LiveText] = {}
         self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
             generations = [await self._begun(index) for index in cut]
@@ -114,11 +108,11 @@ class ResumableChatStream(ChatLegs):
 
     def _watch(self, generation: ChatGeneration) -> None:
         """See whether what follows can be read as it comes: once something was shown of it."""
-        index = generation.index
-        growing = self.reader.growing(self.opening.choices[index].begun(), self.opening.leg.facts)
-        if growing is not None and index not in self._growing:
-            self._growing[index] = growing
-        generation.watched = index in self._growing
+        index, choice = generation.index, self.opening.choices[generation.index]
+        if index not in self._live or not self._live[index].is_live:
+            growing = self.reader.growing(choice.begun(), self.opening.leg.facts)
+            self._live[index] = LiveText(growing, choice.message)
+        generation.watched = self._live[index].is_live
 
     async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """One more part, as a stream where that can be read, else as a whole."""
@@ -152,16 +146,8 @@ class ResumableChatStream(ChatLegs):
     async def more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
         """Show what has come, as far as it is certain."""
         index, before = generation.index, generation.answer
-        choice, growing = self.opening.choices[index], self._growing.get(index)
-        deltas: list[Mapping[str, Any]] = []
-        whole = (before["text"] if before is not None else "") + text
-        if growing is not None and len(whole) - self._read.get(index, 0) > len(whole) // FINENESS:
-            self._read[index] = len(whole)
-            try:
-                message = growing.message(whole)
-                deltas = list(deltas_behind(choice.message.message(), *message))
-            except (UnreadableAnswer, *UNREAD):
-                del self._growing[index]  # the whole text will tell
+        choice = self.opening.choices[index]
+        deltas = self._live[index].certain((before["text"] if before is not None else "") + text)
         said = [*(entries_of(before) if before is not None else ()), *entries]
         await self.opening.give(self._shown(index, deltas, said))
         generation.shown_ids = len(choice.entries)
@@ -171,8 +157,6 @@ class ResumableChatStream(ChatLegs):
         choice = self.opening.choices[index]
         new = entries[len(choice.entries) :]
         choice.entries += new
-        for delta in deltas:
-            choice.message.add(delta)
         shown = deltas or ([{"reasoning_content": None}] if new else [])
         logprobs = [{"content": new} if new else None, *[None] * len(shown)]
         return b"".join(self._chunk(index, delta, logprobs=told) for delta, told in zip(shown, logprobs, strict=False))
@@ -190,7 +174,7 @@ class ResumableChatStream(ChatLegs):
         try:
             facts = self.opening.leg.facts
             read = await self.reader.read(answer, choice.begun(), facts, self.questions(), stream=True)
-            finish, deltas = finished(answer, read.message), list(deltas_behind(choice.message.message(), *read))
+            finish, deltas = finished(answer, read.message), LiveText(None, choice.message).behind(*read)
         except (CannotResume, UnreadableAnswer, RouterError) as error:
             self.give_up(error)
             finish = {"type": "abort"}

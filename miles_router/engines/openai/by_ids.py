@@ -1,0 +1,243 @@
+"""Raw chat behind given ids as a request of `/generate`, for engines whose own chat takes no ids or tells none. Pure.
+
+Sessions ask for such chat where they render prompts and read answers themselves. What comes back has the form of
+SGLang's chat (0.5.23, `serving_chat.py`), the sampled text as its content.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from miles_router.engines import paths
+from miles_router.engines.answers import LOGPROBS, MALFORMED, UnreadableAnswer, in_words
+from miles_router.engines.engine import CannotServe, Parse, Translation
+from miles_router.engines.events import LAST_EVENT, Event, write_event
+from miles_router.engines.generate import IDS, PARAMS, stop_strings
+from miles_router.engines.growing import GrowingAnswer
+from miles_router.engines.openai.chat import PROMPT_OF_STREAM, PROMPT_OF_WHOLE, SGLEXT
+from miles_router.engines.openai.chat_stream import wants_usage
+from miles_router.engines.openai.held_deltas import LONGEST_BEGINNING
+from miles_router.engines.rows import ROW_FIELDS
+
+#: The names that sampling parameters of chat have in `/generate`.
+SAMPLING: Mapping[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids", "stop_regex", "logit_bias"),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "regex", "ebnf", "custom_params"),
+            *("ignore_eos", "no_stop_trim", "skip_special_tokens"),
+        )
+    },
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+#: Fields that say how a prompt is rendered or an answer is read and told, which is not done by the engine.
+OF_CHAT = frozenset(
+    (
+        *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "input_ids"),
+        *("separate_reasoning", "stream_reasoning", "logprobs", "top_logprobs", "stream_options", "response_format"),
+        *("max_tokens", "max_completion_tokens", "continue_final_message", "return_meta_info", "return_token_ids"),
+        *(PROMPT_OF_WHOLE, *SGLEXT.values()),
+    )
+)
+JSON_OBJECT = '{"type": "object"}'
+
+
+def gives_ids(body: bytes, parse: Parse) -> bool:
+    """Return whether a chat request gives its prompt as ids. Raises what `parse` raises."""
+    fields = parse(body) if b'"%b"' % IDS.encode() in body else None
+    return isinstance(fields, Mapping) and fields.get(IDS) is not None
+
+
+def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translation | None]) -> ChatByIds:
+    """Return how a chat request is asked as one of `/generate`; `generate` is how that is asked.
+
+    Raises:
+        CannotServe: its prompt is not given as ids, or its answer is to be read by the engine.
+        What `parse` and `generate` raise.
+    """
+    fields = parse(body)
+    if not isinstance(fields, Mapping) or not isinstance(fields.get(IDS), list):
+        raise CannotServe("it takes chat by ids alone")
+    if fields.get("separate_reasoning", True):
+        raise CannotServe("it does not separate_reasoning in chat by ids")
+    if fields.get("tools") and fields.get("tool_choice") != "none":
+        raise CannotServe("it reads no tool calls in chat by ids")
+    sent = orjson.dumps(as_generate(fields))
+    return ChatByIds(fields, sent, generate(sent))
+
+
+def as_generate(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat request by ids as one of `/generate`.
+
+    Raises:
+        CannotServe: it wants a form of answer that `/generate` has no word for.
+    """
+    params = {own: fields[name] for name, own in SAMPLING.items() if fields.get(name) is not None}
+    params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    params |= _json_schema(fields.get("response_format") or {})
+    kept = {name: value for name, value in fields.items() if name not in OF_CHAT and name not in SAMPLING}
+    kept |= {"return_logprob": True, "return_text_in_logprobs": True}
+    return {**kept, "top_logprobs_num": fields.get("top_logprobs") or 0, IDS: fields["input_ids"], PARAMS: params}
+
+
+def _json_schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    match wanted.get("type", "text"):
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_schema": JSON_OBJECT}
+        case "json_schema":
+            return {"json_schema": orjson.dumps((wanted.get("json_schema") or {}).get("schema")).decode()}
+        case other:
+            raise CannotServe(f"it has no response_format of the type {str(other)[:64]!r}")
+
+
+class ChatByIds:
+    """One such request. `inner`: how the request of `/generate` is asked; None: as it is."""
+
+    def __init__(self, fields: Mapping[str, Any], sent: bytes, inner: Translation | None) -> None:
+        self.target: bytes | None = (inner.target if inner is not None else None) or paths.GENERATE.encode()
+        self.body = sent if inner is None else inner.body
+        self.rids: Mapping[str, str] = {} if inner is None else inner.rids
+        self.heeds_cache_key = inner is None or inner.heeds_cache_key
+        self._fields = fields
+        self._inner = inner
+        self._created = int(time.time())
+        self._stops = stop_strings(fields.get("stop"))
+        self._streamed: dict[int, StreamedChoice] = {}
+        n = fields.get("n")
+        self._choices = n if type(n) is int and n > 0 else 1
+
+    def whole(self, answer: bytes, version: str | None) -> bytes:
+        told = orjson.loads(answer if self._inner is None else self._inner.whole(answer, version))
+        answers = told if isinstance(told, list) else [told]
+        try:
+            return orjson.dumps(self._whole(answers))
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
+
+    def _whole(self, answers: list[Any]) -> dict[str, Any]:
+        metas = [answer["meta_info"] for answer in answers]
+        choices = [self._choice(place, answer) for place, answer in enumerate(answers)]
+        return {**self._head(metas[0]["id"]), "object": "chat.completion", "choices": choices, "usage": self._usage(metas)}
+
+    def _choice(self, index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+        meta, finish = answer["meta_info"], answer["meta_info"]["finish_reason"]
+        told = {"prompt_token_ids": self._fields["input_ids"]} if self._fields.get(PROMPT_OF_WHOLE) else {}
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer["text"], "reasoning_content": None, "tool_calls": None},
+            "logprobs": {"content": [*_entries(meta)]},
+            "finish_reason": finish["type"],
+            "matched_stop": finish.get("matched"),
+            "meta_info": meta,
+            **told,
+        }
+
+    def event(self, event: Event, version: str | None) -> bytes:
+        if event.is_last:
+            return b"".join([*map(write_event, self._end()), LAST_EVENT])
+        raw = event.raw if self._inner is None else self._inner.event(event, version)
+        told = Event.read(raw).parse()
+        if not isinstance(told, Mapping) or "error" in told or not event.data:
+            return raw
+        try:
+            index = told.get("index", 0)
+            choice = self._streamed.setdefault(index, StreamedChoice(self._stops))
+            parts = [*choice.parts(told)]
+            head = {**self._head(told["meta_info"]["id"]), "object": "chat.completion.chunk"}
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
+        return b"".join(write_event({**head, "choices": [{"index": index, **part}]}) for part in parts)
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        """What a stream says of all choices at its end: ids and rows, and what was used."""
+        answers = [self._streamed[index].answer for index in sorted(self._streamed)]
+        if len(answers) != self._choices or any(answer is None for answer in answers):
+            return
+        ended = [answer for answer in answers if answer is not None]
+        metas = [answer["meta_info"] for answer in ended]
+        head = {**self._head(metas[0].get("id")), "object": "chat.completion.chunk", "choices": []}
+        said: dict[str, Any] = {}
+        if self._fields.get(SGLEXT["output_ids"]):
+            said["output_ids"] = [answer["output_ids"] for answer in ended]
+        if self._fields.get(PROMPT_OF_STREAM):
+            said["input_ids"] = self._fields["input_ids"]
+        rows = [fields.rows.name for fields in ROW_FIELDS.values()]
+        said |= {name: metas[0][name] for name in rows if metas[0].get(name)}
+        if said:
+            yield {**head, "usage": None, "sglext": said}
+        if wants_usage(self._fields):
+            yield {**head, "usage": self._usage(metas)}
+
+    def _usage(self, metas: list[Any]) -> dict[str, Any]:
+        """Return what was used; an engine that does not tell how many tokens its prompt had was given so many."""
+        prompt = next((meta["prompt_tokens"] for meta in metas if "prompt_tokens" in meta), len(self._fields[IDS]))
+        completion = sum(meta["completion_tokens"] for meta in metas)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _head(self, name: object) -> dict[str, Any]:
+        return {"id": name, "created": self._created, "model": self._fields.get("model")}
+
+
+class StreamedChoice:
+    """What a stream has told of one choice. A text that a stop string may begin in, or that ends within a character,
+    waits for what follows."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._growing = GrowingAnswer()
+        self._text = ""
+        self._tokens = 0
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        """All that has come."""
+        return self._growing.answer
+
+    def parts(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the parts of chunks that an event makes: what is new, and the end.
+
+        Raises:
+            UnreadableAnswer: it contradicts what came before. Others as `GrowingAnswer.add`.
+        """
+        answer = self._growing.add(told)
+        meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
+        text = answer["text"] if finish is not None else self._certain(answer["text"])
+        if not text.startswith(self._text) and not self._text.startswith(text):
+            raise UnreadableAnswer("tokens_taken_back", "another text was told")
+        new, entries = text[len(self._text) :], [*_entries(meta)][self._tokens :]
+        self._text, self._tokens = max(text, self._text, key=len), len(answer["output_ids"])
+        open_ = {"finish_reason": None, "matched_stop": None}
+        if new or entries:
+            delta = {"role": None, "content": new, "reasoning_content": None}
+            yield {"delta": delta, "logprobs": {"content": entries} if entries else None, **open_}
+        if finish is not None:
+            end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+            yield {"delta": {"role": None, "content": None}, "logprobs": None, **end}
+
+    def _certain(self, text: str) -> str:
+        kept = len(text.rstrip("�"))
+        for stop in self._stops:
+            longest = min(len(stop) - 1, kept, LONGEST_BEGINNING)
+            kept -= next((size for size in range(longest, 0, -1) if text.endswith(stop[:size], 0, kept)), 0)
+        return text[:kept]
+
+
+def _entries(meta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield chat's entry for each token. Raises one of `MALFORMED`."""
+    tops = meta.get("output_top_logprobs") or ()
+    for place, triple in enumerate(meta[LOGPROBS]):
+        top = tops[place] if place < len(tops) and tops[place] else ()
+        yield {**_entry(triple), "top_logprobs": [_entry(each) for each in top]}
+
+
+def _entry(triple: Any) -> dict[str, Any]:
+    text = triple[2] or ""
+    return {"token": text, "bytes": list(text.encode("utf-8", "surrogatepass")), "logprob": triple[0]}

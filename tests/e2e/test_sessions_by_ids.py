@@ -1,0 +1,358 @@
+"""Sessions on an engine whose chat takes no ids and tells none: the router renders prompts, has the engine sample
+behind ids, and reads the answers. Samples are what went through the door of the engine, at every position."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.settings import JAX
+from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers
+from tests.support.agent_apis import APIS
+from tests.support.agents import CALL, TOOLS
+from tests.support.door import Door
+from tests.support.events import events_of
+from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
+from tests.support.session_apis import Api
+from tests.support.session_trial import (
+    ADD,
+    ASK_ADD,
+    CHAT,
+    SESSIONS,
+    SessionTrial,
+    message_of,
+    qwen3,
+    session_trial,
+    text_of,
+    tool_result,
+    user,
+)
+from tests.support.stage import Stage, staged
+from tests.support.tokenizers import tokenizer_directory
+
+GENERATE = "/generate"
+PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
+KINDS = [
+    "simulated",
+    pytest.param(
+        "sglang-jax", marks=[pytest.mark.sglang, pytest.mark.skipif(SOURCE is None, reason="SGLANG_JAX_SRC is not set")]
+    ),
+]
+#: What each turn of an episode is asked for.
+KINDS_OF_TURNS: Sequence[Mapping[str, Any]] = (
+    {"extra_body": {"regex": CALL}},
+    {"extra_body": {"regex": r"<think>\n[a-z ]{3,8}\n</think>\n\n[a-z ]{3,8}"}},
+    {"extra_body": {"regex": rf"[a-z ]{{2,6}}\n{CALL}\n{CALL}"}},
+    {"max_tokens": 8, "extra_body": {"ignore_eos": True}},
+    {"extra_body": {"regex": "[a-zé ]{3,20}"}},
+)
+
+
+@dataclass(frozen=True)
+class Went:
+    """One generation as it went through the door of an engine."""
+
+    prompt: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+
+
+def went(door: Door) -> list[Went]:
+    """Every generation that was answered, by the last thing that was said of each."""
+    found = []
+    for exchange in door.exchanges:
+        if exchange.path == GENERATE and exchange.status == 200:
+            asked, reply = orjson.loads(exchange.body), exchange.reply
+            said = events_of(reply)[-1] if asked.get("stream") else orjson.loads(reply)
+            for answer in said if isinstance(said, list) else [said]:
+                entries = answer["meta_info"]["output_token_logprobs"]
+                found.append(Went(asked["input_ids"], [each[1] for each in entries], [each[0] for each in entries]))
+    return found
+
+
+def is_exactly(sample: Any, turns: Sequence[Went]) -> None:
+    """A sample is these generations, one behind the other."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for turn in turns:
+        assert turn.prompt[: len(tokens)] == tokens, "what was held is given again as it was"
+        new = turn.prompt[len(tokens) :]
+        tokens += [*new, *turn.sampled]
+        mask += [0] * len(new) + [1] * len(turn.sampled)
+        logprobs += [0.0] * len(new) + turn.logprobs
+    assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)
+    assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[list[JaxWorker]]:
+    with jax_workers(1, more=PARSERS) as workers:
+        yield workers
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[SimulatedWorker]:
+    made = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3", **settings}
+    async with SimulatedWorker(profile=JAX, tokenizer=qwen3(), mortal=True, **made) as worker:
+        yield worker
+
+
+@pytest.fixture(params=KINDS)
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "simulated":
+            url = (await stack.enter_async_context(simulated())).url
+        else:
+            url = request.getfixturevalue("real")[0].url
+        yield await stack.enter_async_context(Door(url))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", sorted(APIS))
+async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
+    stage: Stage, door: Door, api: str, stream: bool
+) -> None:
+    router = await stage.router(
+        door.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=tokenizer_directory("qwen3")
+    )
+    trial = SessionTrial(router, ())
+    agent = APIS[api](f"{router.url}/sessions/{await trial.create('s')}")
+    history: list[Any] = [{"role": "system", "content": "You go."}, user("Go 3 steps.")]
+    try:
+        for place, kind in enumerate(KINDS_OF_TURNS):
+            asked = {"model": "m", "messages": history, "max_tokens": 200, "tools": TOOLS, "extra_headers": {}, **kind}
+            (answer,) = await agent.answers(asked, stream=stream)
+            calls = answer.get("tool_calls") or []
+            assert len(calls) == {0: 1, 2: 2}.get(place, 0), answer
+            results = [tool_result(call, f"done {place}") for call in calls]
+            history += [answer, *(results or [user(f"And {place}?")])]
+    finally:
+        await agent.close()
+    records = await trial.records("s")
+    assert [record["reason"] for record in records] == [None] * 5
+    assert [record["finish_reason"] for record in records] == ["tool_calls", "stop", "tool_calls", "length", "stop"]
+    assert not (await trial.read("s"))["metadata"]["untraced"]
+    (sample,) = await trial.samples("s")
+    is_exactly(sample, went(door))
+    assert {exchange.path for exchange in door.exchanges if b"messages" in exchange.body} == set()
+
+
+async def chat(stage: Stage, worker: SimulatedWorker, **settings: Any) -> tuple[SessionTrial, str]:
+    trial = await session_trial(stage, worker, **settings)
+    return trial, await trial.create()
+
+
+async def test_a_stream_shows_reasoning_text_and_calls_as_they_are_sampled(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        worker.say(f"<think>\nLet me add these.\n</think>\n\nOne moment.\n{ASK_ADD}\n{ASK_ADD}")
+        chunks = await trial.stream(session, [user("17 + 25?")], tools=[ADD], max_tokens=200)
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        reasoning = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
+        assert ("".join(reasoning).strip(), text_of(chunks).strip()) == ("Let me add these.", "One moment.")
+        assert len(reasoning) > 3, "it comes by tokens"
+        named = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls") or () if call["id"]]
+        assert named == ["add", "add"]
+        assert [each["finish_reason"] for chunk in chunks for each in chunk["choices"]][-1] == "tool_calls"
+        assert not any("sglext" in chunk or any(each["logprobs"] for each in chunk["choices"]) for chunk in chunks)
+
+
+async def test_what_its_agent_asks_for_of_logprobs_and_choices_it_gets(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        answer = await trial.chat(session, [user("Hi")], n=2, logprobs=True, top_logprobs=2, max_tokens=4)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        for choice, record in zip(answer["choices"], worker.door.at(GENERATE)[-1].generations, strict=True):
+            entries = choice["logprobs"]["content"]
+            assert [each["logprob"] for each in entries] == pytest.approx(record.logprobs)
+            assert "".join(each["token"] for each in entries).startswith(choice["message"]["content"])
+            assert {len(each["top_logprobs"]) for each in entries} == {2}
+            assert "meta_info" not in choice
+            assert "prompt_token_ids" not in choice
+        usage = answer["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+async def test_a_stop_string_and_half_a_character_are_never_shown(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        worker.say("Smile 🚀 and ST then STOP and more")
+        chunks = await trial.stream(session, [user("Hi")], stop=["STOP"], max_tokens=64)
+        texts = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(texts) == "Smile 🚀 and ST then "
+        assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)
+        assert chunks[-1]["choices"][0]["matched_stop"] == "STOP"
+
+
+async def test_the_rows_of_every_position_come_with_samples(stage: Stage) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), profile=JAX, mortal=True, weight_version=None) as trial:
+        session = await trial.create()
+        await episode(trial, session, 4)
+        (sample,) = await trial.exact(session)
+        ends = [len(tokens_of(each)) - 1 for each in trial.generations(GENERATE)]
+        assert len(sample["tokens"]) - 1 == ends[-1]
+        assert trial.held["bytes"] == ends[-1] * WIDTH
+
+
+REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "tool_choice": {"tools": [ADD], "tool_choice": "required"},
+    "strict": {"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stage, what: str, stream: bool) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        answer = await trial.turn(session, [user("Hi")], stream=stream, **REFUSED[what])
+        assert (answer.status, answer.error_type) == (501, "unsupported_by_engine")
+        assert what in answer.body.decode()
+        assert "sglang-jax" in answer.body.decode()
+        assert not worker.door.generations
+        assert await trial.records(session) == []
+
+
+async def test_a_parser_that_nothing_here_stands_in_for_is_refused_by_name(stage: Stage) -> None:
+    async with simulated(tool_call_parser="pythonic") as worker:
+        trial, session = await chat(stage, worker)
+        answer = await trial.turn(session, [user("Hi")], tools=[ADD])
+        assert (answer.status, "pythonic" in answer.body.decode()) == (501, True)
+        assert (await trial.turn(session, [user("Hi")])).status == 200, "without tools nothing needs it"
+
+
+async def test_completions_of_a_session_are_refused_by_name(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        answer = await Api("/v1/completions").ask(trial, session, 4)
+        assert (answer.status, answer.error_type) == (501, "unsupported_by_engine")
+
+
+async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -> None:
+    async with (
+        simulated() as one,
+        SimulatedWorker(tokenizer=qwen3(), reasoning_parser="qwen3", weight_version="1") as other,
+    ):
+        trial = await session_trial(stage, one, other)
+        for number in range(6):
+            session, messages = await trial.create(f"s{number}"), [user(f"Hi {number}")]
+            for turn in range(3):
+                message = message_of(await trial.chat(session, messages, max_tokens=6))
+                messages += [message, user(f"And {turn}?")]
+            (sample,) = await trial.samples(session)
+            every = [each for worker in (one, other) for each in worker.door.generations]
+            tokens = sample["tokens"]
+            turns = [each for each in every if tokens[: len(each.input_ids)] == each.input_ids]
+            assert len(turns) == 3
+            for each in turns:
+                begin, end = len(each.input_ids), len(each.input_ids) + len(each.output_ids)
+                assert tokens[begin:end] == each.output_ids
+                assert sample["loss_mask"][begin:end] == [1] * len(each.output_ids)
+        assert one.door.generations
+        assert other.door.generations
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_turn_outlives_a_pause_and_names_its_versions(stage: Stage, mode: str) -> None:
+    async with simulated(token_latency_s=0.01) as worker:
+        trial, session = await chat(stage, worker, partial_rollout="resume")
+        async with aiohttp.ClientSession(trial.router.url) as http:
+            for path, body in (("/router/weight_version", {"weight_version": "1"}),):
+                async with http.post(path, json=body) as reply:
+                    assert reply.status == 200
+            async with http.post(
+                f"/sessions/{session}{CHAT}",
+                json={"messages": [user("Hi")], "model": "m", "stream": True, "max_tokens": 60, "ignore_eos": True},
+            ) as stream:
+                await stream.content.readuntil(b"\n\n")
+                await stream.content.readuntil(b"\n\n")
+                for path, body in (
+                    ("/pause_generation", {"mode": mode}),
+                    ("/router/weight_version", {"weight_version": "2"}),
+                    ("/continue_generation", {}),
+                ):
+                    async with http.post(path, json=body) as reply:
+                        assert reply.status == 200, await reply.text()
+                assert b"[DONE]" in await stream.read()
+        (record,) = await trial.records(session)
+        assert record["finish_reason"] == "length"
+        (sample,) = await trial.samples(session)
+        assert sum(sample["loss_mask"]) == 60
+        assert [span["version"] for span in sample["weight_versions"]] == ["1", "2"]
+
+
+TEXTS: Mapping[str, str] = {
+    "words": "It is 42.",
+    "a thought and words": "<think>\nHm.\n</think>\n\nIt is 42.",
+    "a thought without an end": "<think>\nHm, and so on",
+    "a thought and a call": f"<think>\nHm.\n</think>\n\n{ASK_ADD}",
+    "a call within a thought": f"<think>\nHm.\n{ASK_ADD}",
+    "words and two calls": f"First this.\n{ASK_ADD}\n{ASK_ADD}",
+    "words behind a call": f"{ASK_ADD}\nThere.",
+    "a call that is no JSON": '<tool_call>\n{"name": "add", "arguments": {"a": 17,}\n</tool_call>',
+    "a call of an unknown function": '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>',
+    "a call without arguments": '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
+    "the beginning of a mark": "a <tool and <thi",
+    "spaces around": "  \n It is 42. \n\n",
+    "other characters": "naïve 混合 🚀",
+}
+
+
+@pytest.fixture(scope="module")
+async def both() -> AsyncIterator[tuple[SessionTrial, SessionTrial]]:
+    parsers: Any = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    async with (
+        staged() as stage,
+        simulated() as one,
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1", **parsers) as other,
+    ):
+        yield await session_trial(stage, one), await session_trial(stage, other)
+
+
+@pytest.mark.parametrize("most", [200, 9], ids=["whole", "cut by length"])
+@pytest.mark.parametrize("stream", [False, True], ids=["at once", "streamed"])
+@pytest.mark.parametrize("what", TEXTS)
+async def test_a_text_is_read_as_sglang_reads_it(
+    both: tuple[SessionTrial, SessionTrial], what: str, stream: bool, most: int
+) -> None:
+    """Streamed or whole, it is what SGLang makes of the whole text. Of a text without a mark SGLang believes that it is
+    all reasoning, unless it is told that the model does not think."""
+    text, answers = TEXTS[what], []
+    thinks = {"chat_template_kwargs": {"enable_thinking": text.startswith("<think>")}}
+    for trial, streamed in zip(both, (stream, False), strict=True):
+        session = await trial.create()
+        trial.worker.say(text)
+        asked: dict[str, Any] = {"tools": [ADD], "max_tokens": most, **thinks}
+        if streamed:
+            chunks, message = await trial.stream(session, [user("17 + 25?")], **asked), GrowingMessage()
+            for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                message.add(choice["delta"])
+            end = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1]
+            answers.append((without_ids(message.message()), end))
+        else:
+            (choice,) = (await trial.chat(session, [user("17 + 25?")], **asked))["choices"]
+            answers.append((without_ids(choice["message"]), choice["finish_reason"]))
+        (record,) = await trial.records(session)
+        assert without_ids(record["response"]) == answers[-1][0]
+    assert answers[0] == answers[1]
+
+
+def without_ids(message: Mapping[str, Any]) -> Any:
+    """A message as two engines may say it: names of calls are made, and what is empty may be left out."""
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"].replace(" ", ""))
+        for call in message.get("tool_calls") or ()
+    ]
+    return (message.get("content") or "").strip(), (message.get("reasoning_content") or "").strip(), calls
