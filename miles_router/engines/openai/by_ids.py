@@ -63,11 +63,11 @@ def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translati
     """
     fields = parse(body)
     if not isinstance(fields, Mapping) or not isinstance(fields.get(IDS), list):
-        raise CannotServe("it takes chat by ids alone")
+        raise CannotServe("it takes chat by input_ids alone")
     if fields.get("separate_reasoning", True):
-        raise CannotServe("it does not separate_reasoning in chat by ids")
+        raise CannotServe("its chat by input_ids is raw: it cannot separate_reasoning, which is to be false")
     if fields.get("tools") and fields.get("tool_choice") != "none":
-        raise CannotServe("it reads no tool calls in chat by ids")
+        raise CannotServe("its chat by input_ids is raw: it reads no calls, and tool_choice is to be none")
     sent = orjson.dumps(as_generate(fields))
     return ChatByIds(fields, sent, generate(sent))
 
@@ -125,7 +125,8 @@ class ChatByIds:
     def _whole(self, answers: list[Any]) -> dict[str, Any]:
         metas = [answer["meta_info"] for answer in answers]
         choices = [self._choice(place, answer) for place, answer in enumerate(answers)]
-        return {**self._head(metas[0]["id"]), "object": "chat.completion", "choices": choices, "usage": self._usage(metas)}
+        head = {**self._head(metas[0]["id"]), "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": self._usage(metas)}
 
     def _choice(self, index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         meta, finish = answer["meta_info"], answer["meta_info"]["finish_reason"]
