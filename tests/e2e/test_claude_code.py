@@ -11,7 +11,7 @@ from tests.clients.table import CLAUDE_CODE
 from tests.support.agent_process import work_file
 from tests.support.claude_code import COUNTING, claude_code, edits
 from tests.support.cuts import check_cut, continue_, pause, pause_within, update_within
-from tests.support.session_trial import exactly, simulated_sessions
+from tests.support.session_trial import by_ids, exactly, say, simulated_sessions
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -49,6 +49,22 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_
         exactly(samples[True], generations[beside])
         assert await trial.samples(session, side_calls=False) == [samples[False]] * CLAUDE_CODE.segments
         assert (await trial.read(session))["metadata"]["untraced"] == []
+
+
+async def test_it_edits_a_file_on_an_engine_whose_chat_has_no_ids(stage: Stage, tmp_path: Path) -> None:
+    file = work_file(tmp_path, "hello\n")
+    steps = edits(file)
+    del steps[COUNTING]
+    async with simulated_sessions(stage, **by_ids(CONTEXT)) as trial:
+        say(trial, steps)
+        session = await trial.create()
+        run = await claude_code(f"{trial.router.url}/sessions/{session}", "Replace hello by goodbye", file.parent)
+        assert (run.code, run.said.strip()) == (0, "Replaced it."), run
+        assert file.read_text(encoding="utf-8") == "goodbye\n"
+        assert await trial.reasons(session) == [None] * len(steps)
+        assert (await trial.read(session))["metadata"]["untraced"] == []
+        (sample,) = await trial.samples(session)
+        exactly(sample, *trial.worker.door.generations)
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.clients.table import CODEX
 from tests.support.agent_process import work_file
 from tests.support.codex import KNOWN_MODEL, UNKNOWN_MODEL, codex, edits
 from tests.support.cuts import check_cut, pause_within, update_within
-from tests.support.session_trial import exactly, simulated_sessions
+from tests.support.session_trial import by_ids, exactly, say, simulated_sessions
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 
@@ -38,6 +38,21 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment(stage: Stage, tmp_pa
         assert (found["metadata"]["segments"], found["metadata"]["untraced"]) == (CODEX.segments, [])
         (sample,) = await trial.samples(session)
         exactly(sample, *(exchange.generation for exchange in trial.door))
+
+
+async def test_it_edits_a_file_on_an_engine_whose_chat_has_no_ids(stage: Stage, tmp_path: Path) -> None:
+    file, steps = work_file(tmp_path, 'hello "you"\n'), edits(KNOWN_MODEL)
+    async with simulated_sessions(stage, **by_ids(CONTEXT)) as trial:
+        say(trial, steps)
+        session = await trial.create()
+        url = f"{trial.router.url}/sessions/{session}/v1"
+        run = await codex(url, "Replace hello by goodbye", file.parent, model=KNOWN_MODEL)
+        assert (run.code, run.said.strip()) == (0, "Replaced it."), run
+        assert file.read_text(encoding="utf-8") == 'goodbye "you"\n', run
+        assert await trial.reasons(session) == [None] * len(steps)
+        assert (await trial.read(session))["metadata"]["untraced"] == []
+        (sample,) = await trial.samples(session)
+        exactly(sample, *trial.worker.door.generations)
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:

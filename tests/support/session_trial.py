@@ -15,6 +15,8 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.script import Step
+from miles_router.testing.worker.settings import JAX
 from tests.support.cache_trial import checkpoint
 from tests.support.events import events_of
 from tests.support.generations import Generation
@@ -169,6 +171,18 @@ async def simulated_sessions(
     """The same with one simulated worker of its own."""
     async with SimulatedWorker(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
         yield await session_trial(stage, started, options=options, more=more, **(settings or {}))
+
+
+def by_ids(context_len: int) -> dict[str, Any]:
+    """Settings of a simulated worker whose chat has no ids, and whose parsers are known."""
+    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    return {"profile": JAX, "weight_version": None, "context_len": context_len, **parsers}
+
+
+def say(trial: SessionTrial, steps: Iterable[object]) -> None:
+    """Have the only worker answer these steps of a script, one after the other, whatever it is asked."""
+    for step in steps:
+        trial.worker.say(Step.read(step).written(thinks=True))
 
 
 def chunks_of(body: bytes) -> list[Any]:
