@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from miles_router.engines.actions import Action, Order, Pause
 from miles_router.engines.control import Arguments, ControlRequest
 from miles_router.engines.events import Event
+from miles_router.engines.questions import EngineQuestion
+from miles_router.engines.refusals import Overflow
 
 if TYPE_CHECKING:
     from miles_router.engines.facts import Facts
@@ -132,6 +134,9 @@ class Engine(ABC):
     sleeps: ClassVar[bool] = True
     #: Whether a generation that is aborted by its name is answered with all that it has sampled.
     returns_aborted: ClassVar[bool] = True
+    #: Sampling parameters, and fields of `/generate`, that depend on what was output before: a generation with one of
+    #: them is not carried on behind a cut.
+    stateful: ClassVar[frozenset[str]] = frozenset()
     #: Whether its chat samples behind ids that it is given, and tells those that it has sampled. Where not, sessions
     #: render prompts and read answers themselves, and ask for raw chat by ids, which `translate` makes a request of
     #: `/generate` (`openai/by_ids.py`).
@@ -169,12 +174,39 @@ class Engine(ABC):
         """Return the adapters in an answer of `models`; none in what cannot be read."""
         return frozenset()
 
+    def ask_prompt_tokens(self, text: str) -> EngineQuestion[list[int]] | None:
+        """Return how it is asked for the tokens of a prompt of `/generate`; None where it cannot be. So with the next
+        four."""
+        return None
+
+    def ask_chat_tokens(self, chat: Mapping[str, Any]) -> EngineQuestion[list[int]] | None:
+        """Return how it is asked for the prompt that its template makes of a chat request."""
+        return None
+
+    def ask_texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> EngineQuestion[list[str]] | None:
+        """Return how it is asked for the text of each of these ids."""
+        return None
+
+    def ask_reasoning(self, text: str, parser: str) -> EngineQuestion[tuple[str, str]] | None:
+        """Return how it is asked for the reasoning that a parser finds in a whole answer, and the rest of that."""
+        return None
+
+    def ask_calls(self, text: str, tools: Sequence[Any], parser: str) -> EngineQuestion[tuple[str, list[Any]]] | None:
+        """Return how it is asked for a whole answer without the tool calls that a parser finds, and for those: `name`
+        and `parameters` of each."""
+        return None
+
     def tokenize_body(self, text: str) -> bytes:
         """Return what `tokenize` is asked for a text."""
         raise CannotServe("it makes no tokens of texts")
 
     def tokens(self, answer: bytes) -> list[int] | None:
         """Return the ids in an answer of `tokenize`; None where it has none."""
+        return None
+
+    @staticmethod
+    def overflow(message: str) -> Overflow | None:
+        """Return what an error of the engine's says of the context window; None where it is about something else."""
         return None
 
     @abstractmethod

@@ -11,6 +11,7 @@ from miles_router.engines.actions import Action, Order
 from miles_router.engines.control import Arguments, BadArguments, ControlRequest, other
 from miles_router.engines.engine import WITHHELD, Documents, Engine, Names, Parse
 from miles_router.engines.facts import Facts
+from miles_router.engines.refusals import Overflow, refusal_of
 from miles_router.engines.sglang.engine import SGLANG, SGLang
 from miles_router.engines.sglang_jax.engine import SGLangJax
 
@@ -51,6 +52,13 @@ def facts_of(documents: Documents) -> Facts:
     if facts.lora is None and has_said:
         facts = replace(facts, lora=False)
     return replace(facts, engine=engine)
+
+
+def overflow_of(parsed: object) -> Overflow | None:
+    """Return what a refusal says of the context window, as one of the engines says it; None where it is about something
+    else."""
+    message = refusal_of(parsed).message
+    return next((found for kind in KINDS if (found := kind.overflow(message)) is not None), None)
 
 
 def own_request(path: str) -> ControlRequest:

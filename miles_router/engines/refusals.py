@@ -1,10 +1,7 @@
-"""What an engine says in place of an answer: its errors, whole and in streams (SGLang 0.5.23, `serving_base.py`,
-`tokenizer_manager.py`). Pure.
-"""
+"""What an engine says in place of an answer: its errors, whole and in streams. Pure."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,11 +9,6 @@ import orjson
 
 #: The longest message that is given on.
 MAX_MESSAGE = 2000
-_TOO_LONG = re.compile(r"The input \((\d+) tokens\) is longer than the model's context length \((\d+) tokens\)")
-_TOO_MANY = re.compile(
-    r"maximum context length of (\d+) tokens\. You requested a total of \d+ tokens: "
-    r"(\d+) tokens from the input messages and (\d+) tokens for the completion"
-)
 
 
 class EngineRefusal(NamedTuple):
@@ -55,13 +47,3 @@ def refusal_of(parsed: object) -> EngineRefusal:
         status = code if isinstance(code, int) and 400 <= code < 600 else None
         return EngineRefusal(str(message)[:MAX_MESSAGE] if message else "no reason was given", status)
     return EngineRefusal(str(said)[:MAX_MESSAGE])
-
-
-def overflow_of(parsed: object) -> Overflow | None:
-    """What a refusal says of the context window; None where it is about something else."""
-    message = refusal_of(parsed).message
-    if (found := _TOO_LONG.search(message)) is not None:
-        return Overflow(int(found[1]), int(found[2]))
-    if (found := _TOO_MANY.search(message)) is not None:
-        return Overflow(int(found[2]), int(found[1]), int(found[3]))
-    return None

@@ -5,26 +5,12 @@ from __future__ import annotations
 import orjson
 
 from miles_router.engines.generate import RID
+from miles_router.engines.known import USUAL
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.questions import EngineQuestions
 
-#: Sampling that depends on the output so far, which an engine that is given it as prompt no longer counts as output.
-STATEFUL = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark")
+#: Sampling parameters that depend on the output so far but for one value.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "beam_width": 1}
-#: The same of fields beside the sampling parameters, and answers that are not joined.
-ALSO_STATEFUL = (
-    "custom_logit_processor",
-    "max_thinking_tokens",
-    "require_reasoning",
-    "watermark",
-    "session_params",
-    "input_embeds",
-    "positional_embed_overrides",
-    "return_hidden_states",
-    "return_sampling_mask",
-    "return_entropy",
-    "return_flat_raw_output_top_logprobs",
-)
 
 
 async def continuation(generation: ResumableGeneration, questions: EngineQuestions) -> bytes:
@@ -46,10 +32,9 @@ def check_stateless(generation: ResumableGeneration) -> None:
     Raises:
         CannotResume: it depends on which of them are output, too.
     """
-    params = generation.params
-    stateful = [name for name in STATEFUL if params.get(name)]
+    params, names = generation.params, sorted((generation.facts.engine or USUAL).stateful)
+    stateful = [name for name in names if params.get(name) or generation.request.get(name)]
     stateful += [name for name, neutral in PENALTIES.items() if params.get(name) not in (None, neutral)]
-    stateful += [name for name in ALSO_STATEFUL if generation.request.get(name)]
     if stateful:
         raise CannotResume(f"{stateful[0]} depends on the output so far")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,12 @@ from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.replies import OK
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
+from miles_router.engines.engine import Engine
 from miles_router.engines.facts import Facts
+from miles_router.engines.known import USUAL
 from miles_router.engines.models import ADAPTER
 from miles_router.engines.paths import GENERATE
+from miles_router.engines.questions import Answer, EngineQuestion
 from miles_router.engines.rows import RowFields, new_rows
 from miles_router.errors import ConfigError
 from miles_router.middlewares.router import Router
@@ -29,12 +32,7 @@ MAX_ID = 1 << 31
 GAP = 4096  # no tokenizer has this many tokens in a row that spell nothing
 PATIENCE = 60.0  # seconds for a question that is answered at once
 ATTEMPTS = 10  # at a generation of ours, which a pause may cut like any other
-TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
 CERTAIN = 10_000.0  # a `logit_bias` that leaves no other token a chance
-
-
-class NotAnswered(CannotResume):
-    """The engine has no such path."""
 
 
 @dataclass
@@ -82,21 +80,18 @@ class EngineQuestions:
         Raises:
             CannotResume: the engine refuses, or answers something else. So with all of these.
         """
-        try:
-            return await self._list(TOKENIZE, {"prompt": text}, "tokens", int)
-        except NotAnswered:
-            return list(self._own_tokenizer(TOKENIZE)(text)["input_ids"])
+        question = await self._put(lambda engine: engine.ask_prompt_tokens(text))
+        return list(self._own_tokenizer()(text)["input_ids"]) if question is None else await self._answer(question)
 
     async def render(self, chat: Mapping[str, Any]) -> list[int]:
         """The prompt that the engine's template makes of a chat request."""
-        fields = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
-        return await self._list(TOKENIZE, fields, "tokens", int)
+        return await self._must_answer(await self._put(lambda engine: engine.ask_chat_tokens(chat)), "render a chat")
 
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded
         vocabulary samples, it shows as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`);
         `/v1/detokenize` shows nothing of them. One that has neither shows nothing of them either."""
-        if await self._lacks(DETOKENIZE):
+        if await self._put(lambda engine: engine.ask_texts([], skip_special_tokens=True)) is None:
             return await self._texts(ids, skip_special_tokens=skip_special_tokens)
         bounds = await self._learn_bounds({token for each in ids for token in each})
         shown = [[token if token < bounds.size else 0 for token in each] for each in ids]
@@ -110,21 +105,13 @@ class EngineQuestions:
 
     async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
         """The reasoning in a whole answer, and the rest of it."""
-        answer = await self._ask("/separate_reasoning", {"text": text, "reasoning_parser": parser})
-        reasoning, rest = answer.get("reasoning_text"), answer.get("text")
-        if not isinstance(reasoning, (str, type(None))) or not isinstance(rest, (str, type(None))):
-            raise CannotResume("/separate_reasoning answered without a text")
-        return reasoning or "", rest or ""
+        question = await self._put(lambda engine: engine.ask_reasoning(text, parser))
+        return await self._must_answer(question, "separate reasoning")
 
     async def parse_calls(self, text: str, tools: Sequence[Any], parser: str) -> tuple[str, list[Any]]:
-        """A whole answer without its tool calls, and those: `name`, `parameters` and `tool_index` of each."""
-        answer = await self._ask(
-            "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        )
-        rest, calls = answer.get("normal_text"), answer.get("calls")
-        if not isinstance(rest, str) or not isinstance(calls, list) or not all(map(_is_call, calls)):
-            raise CannotResume("/parse_function_call answered without a text and calls")
-        return rest, calls
+        """A whole answer without its tool calls, and those: `name` and `parameters` of each."""
+        question = await self._put(lambda engine: engine.ask_calls(text, tools, parser))
+        return await self._must_answer(question, "read tool calls")
 
     async def _learn_bounds(self, ids: Iterable[int]) -> VocabularyBounds:
         """Know which of these are the tokenizer's: those that spell something, and those before them."""
@@ -145,23 +132,31 @@ class EngineQuestions:
         return max((token for token, text in zip(ids, texts, strict=True) if text), default=None)
 
     async def _texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
-        try:
-            texts = await self._list(DETOKENIZE, body, "text", str)
-        except NotAnswered:
-            decode = self._own_tokenizer(DETOKENIZE).decode
+        question = await self._put(lambda engine: engine.ask_texts(ids, skip_special_tokens=skip_special_tokens))
+        if question is None:
+            decode = self._own_tokenizer().decode
             return [decode(list(each), skip_special_tokens=skip_special_tokens) for each in ids]
-        if len(texts) != len(ids):
-            raise CannotResume(f"{DETOKENIZE} answered for another number of sequences")
-        return texts
+        return await self._answer(question)
 
-    async def _lacks(self, path: str) -> bool:
-        """Whether the engine that is asked says that it has no such path."""
+    async def _put(self, ask: Callable[[Engine], EngineQuestion[Answer] | None]) -> EngineQuestion[Answer] | None:
+        """A question to the engine that is asked; None where it says that it has no such path."""
         if self._facts.endpoints is None and self._url is not None:
             self._facts = await self._router.fleet.facts(self._url)
-        return self._facts.answers(path) is False
+        question = ask(self._facts.engine or USUAL)
+        return None if question is None or self._facts.answers(question.path) is False else question
 
-    def _own_tokenizer(self, path: str) -> Any:
+    async def _answer(self, question: EngineQuestion[Answer]) -> Answer:
+        answer = question.read(await self._ask(question.path, question.body))
+        if answer is None:
+            raise CannotResume(f"{question.path} answered something else than it was asked")
+        return answer
+
+    async def _must_answer(self, question: EngineQuestion[Answer] | None, what: str) -> Answer:
+        if question is None:
+            raise CannotResume(f"the worker cannot {what}")
+        return await self._answer(question)
+
+    def _own_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for an engine that has nothing to ask.
 
         Raises:
@@ -170,15 +165,7 @@ class EngineQuestions:
         try:
             return self._router.tokenizer
         except ConfigError as error:
-            raise CannotResume(f"the worker has no {path}, and there is no tokenizer of our own: {error}") from error
-
-    async def _list(self, path: str, body: Mapping[str, Any], field: str, kind: type) -> list[Any]:
-        if await self._lacks(path):
-            raise NotAnswered(path)
-        found = (await self._ask(path, body)).get(field)
-        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
-            raise CannotResume(f"{path} answered without {field}")
-        return found
+            raise CannotResume(f"the worker has no tokenizer, and there is none of our own: {error}") from error
 
     # The model
 
@@ -236,7 +223,7 @@ class EngineQuestions:
     async def incremental(self, facts: Facts) -> bool:
         """Whether an engine streams only what is new. Where it does not say, what others of the fleet say counts; by
         SGLang's default they do not."""
-        said = await self._said("incremental_streaming", facts)
+        said = await self._said(lambda each: each.incremental_streaming, facts)
         if said is None:
             logger.warning("incremental_streaming_unknown")
         return bool(said)
@@ -244,13 +231,13 @@ class EngineQuestions:
     async def defaults(self, facts: Facts) -> Mapping[str, Any]:
         """The sampling parameters that an engine assumes where a request names none; where it does not say, what others
         of the fleet say counts."""
-        return await self._said("preferred_sampling_params", facts) or {}
+        return await self._said(lambda each: each.preferred_sampling_params, facts) or {}
 
-    async def _said(self, name: str, facts: Facts) -> Any:
-        if getattr(facts, name) is None:
-            others = [getattr(each, name) for each in await self._router.fleet.all_facts()]
-            return next((each for each in others if each is not None), None)
-        return getattr(facts, name)
+    async def _said(self, of: Callable[[Facts], Answer | None], facts: Facts) -> Answer | None:
+        if (own := of(facts)) is not None:
+            return own
+        others = map(of, await self._router.fleet.all_facts())
+        return next((each for each in others if each is not None), None)
 
     # The wire
 
@@ -272,10 +259,6 @@ class EngineQuestions:
             if forwarded.worker.url != self._url:
                 self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)
-
-
-def _is_call(call: object) -> bool:
-    return isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), str)
 
 
 def _object(path: str, status: int, data: bytes) -> dict[str, Any]:

@@ -356,3 +356,12 @@ def without_ids(message: Mapping[str, Any]) -> Any:
         for call in message.get("tool_calls") or ()
     ]
     return (message.get("content") or "").strip(), (message.get("reasoning_content") or "").strip(), calls
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_prompt_that_is_too_long_is_told_as_each_api_tells_it(stage: Stage, path: str) -> None:
+    async with simulated(context_len=64) as worker:
+        trial, session = await chat(stage, worker)
+        answer = await Api(path).ask(trial, session, 8, "word " * 100)
+        assert answer.status == 400
+        assert any(word in answer.body for word in (b"prompt is too long", b"context_length_exceeded")), answer.body

@@ -10,8 +10,9 @@ import pytest
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.generate import GenerateRequest
+from miles_router.engines.sglang.questions import STATEFUL
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, continuation
+from miles_router.partial_rollouts.continuation import PENALTIES, continuation
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
 from miles_router.partial_rollouts.questions import EngineQuestions
 from miles_router.trajectory.rows import ROUTED_EXPERTS
@@ -76,7 +77,7 @@ async def test_rows_of_experts_are_asked_for_from_the_first_that_is_missing() ->
     assert (await asked(generation))["routed_experts_start_len"] == 2
 
 
-@pytest.mark.parametrize("field", [*STATEFUL, *PENALTIES])
+@pytest.mark.parametrize("field", [*sorted(STATEFUL), *PENALTIES])
 async def test_sampling_that_looks_back_is_not_carried_on_unless_it_has_only_queued(field: str) -> None:
     body = {"input_ids": [1, 2], "sampling_params": {field: 1.5 if field in PENALTIES else "x"}}
     with pytest.raises(CannotResume, match=field):
@@ -84,7 +85,7 @@ async def test_sampling_that_looks_back_is_not_carried_on_unless_it_has_only_que
     assert await asked(cut(body, [])) == body
 
 
-@pytest.mark.parametrize("field", ALSO_STATEFUL)
+@pytest.mark.parametrize("field", sorted(STATEFUL))
 async def test_nor_is_a_request_whose_answers_cannot_be_joined(field: str) -> None:
     with pytest.raises(CannotResume, match=field):
         await asked(cut({"input_ids": [1, 2], field: True}, [7]))

@@ -14,7 +14,7 @@ from miles_router.engines.engine import Documents, Engine, Headers, Names, Parse
 from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
-from miles_router.engines.sglang import pairs, paths, ranks
+from miles_router.engines.sglang import pairs, paths, questions, ranks, refusals
 from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, told_adapters, with_adapter
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
@@ -44,6 +44,13 @@ class SGLang(Engine):
     adapter_by_field: ClassVar[frozenset[str]] = WITH_FIELD
     rank_wish = staticmethod(ranks.wish)
     control = REQUESTS
+    overflow = staticmethod(refusals.overflow)
+    stateful = questions.STATEFUL
+    ask_prompt_tokens = staticmethod(questions.prompt_tokens)
+    ask_chat_tokens = staticmethod(questions.chat_tokens)
+    ask_texts = staticmethod(questions.texts)
+    ask_reasoning = staticmethod(questions.reasoning)
+    ask_calls = staticmethod(questions.calls)
     chats_by_ids: ClassVar[bool] = True
 
     @classmethod

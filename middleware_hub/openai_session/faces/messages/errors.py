@@ -11,7 +11,8 @@ import orjson
 
 from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.policy import UNKNOWN_HINT
-from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
+from miles_router.engines.known import overflow_of
+from miles_router.engines.refusals import Overflow, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, RouterError
 
 API_ERROR, OVERLOADED, INVALID = "api_error", "overloaded_error", "invalid_request_error"

@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.errors import ContextOverflow
-from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
+from miles_router.engines.known import overflow_of
+from miles_router.engines.refusals import Overflow, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, NotFound, RouterError
 
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"

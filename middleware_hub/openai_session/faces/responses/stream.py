@@ -16,8 +16,9 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import CUT, STATUS, Envelope
 from middleware_hub.openai_session.faces.responses.open_items import Emitter, OpenCall, OpenText
+from miles_router.engines.known import overflow_of
 from miles_router.engines.openai.chat_stream import cached_tokens
-from miles_router.engines.refusals import overflow_of, parsed_refusal
+from miles_router.engines.refusals import parsed_refusal
 from miles_router.middlewares import Event
 
 #: What a stream ends with: see `Emitter.emit`, which writes an event's type last.
