@@ -44,7 +44,7 @@ from miles_router.middlewares import (
     with_body,
 )
 from miles_router.middlewares.generation import Heartbeat, HeartbeatForm
-from miles_router.middlewares.rows import Handovers, RowSource
+from miles_router.middlewares.rows import RowDeliveries, RowSource
 from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory import InvalidTrajectory
 
@@ -133,7 +133,7 @@ class RadixTreeMiddleware:
         await self._agreement.require(scope)
         ids = [prompt.trajectory.tokens for prompt in prompts]
         changed = orjson.dumps(request.with_ids(ids, **{LOGPROBS: True}), option=orjson.OPT_SERIALIZE_NUMPY)
-        handovers = Handovers.captured(
+        deliveries = RowDeliveries.captured(
             self.router.rows, lambda kind: [prompt.held_rows(kind) for prompt in prompts], per_prompt=request.samples
         )
         async with AsyncExitStack() as until_answered:
@@ -143,12 +143,12 @@ class RadixTreeMiddleware:
                 before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
                 self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
                 self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
-            until_answered.enter_context(handovers.left_on(exchange))
+            until_answered.enter_context(deliveries.left_on(exchange))
             rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0
             heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))
             tap = AnswerTap(
-                heartbeat.send, self.router, self._recorder, exchange, request, prompts, handovers, rollouts
+                heartbeat.send, self.router, self._recorder, exchange, request, prompts, deliveries, rollouts
             )
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 

@@ -27,7 +27,7 @@ from miles_router.engines.recomputing import AskedSampling
 from miles_router.errors import PromptNotRead, UpstreamBroken
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Router, Send, Tap, write_event
 from miles_router.middlewares.generation import flag_worker
-from miles_router.middlewares.rows import Handovers
+from miles_router.middlewares.rows import RowDeliveries
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class AnswerTap(Tap):
         exchange: the request's record, for the log.
         request: as the client sent it.
         prompts: what the engine is given for each of its prompts.
-        handovers: where the answers' rows come from.
+        deliveries: where the answers' rows come from.
         rollouts: what the generations are part of.
     """
 
@@ -61,7 +61,7 @@ class AnswerTap(Tap):
         exchange: Exchange,
         request: GenerateRequest,
         prompts: Sequence[TokenizedText],
-        handovers: Handovers,
+        deliveries: RowDeliveries,
         rollouts: RunningRollouts,
     ) -> None:
         super().__init__(send, router.metrics)
@@ -70,7 +70,7 @@ class AnswerTap(Tap):
         self._exchange = exchange
         self._request = request
         self._prompts = prompts
-        self._handovers = handovers
+        self._deliveries = deliveries
         self._rollouts = rollouts
         self._generations = range(request.generations)
         #: For each of them, whether its client asked for logprobs itself.
@@ -208,7 +208,7 @@ class AnswerTap(Tap):
 
     async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)
-        take = partial(self._handovers.take, generation)
+        take = partial(self._deliveries.take, generation)
         try:
             read = GenerateAnswer.read(answer)
             params, flight = self._request.prompts[prompt].params, self._exchange.flight

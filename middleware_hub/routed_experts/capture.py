@@ -16,7 +16,7 @@ from miles_router.engines.generate import MAX_GENERATIONS
 from miles_router.engines.rows import RowFields
 from miles_router.errors import UpstreamInvalidResponse
 from miles_router.middlewares import Exchange
-from miles_router.middlewares.rows import Handover, RowPrefix
+from miles_router.middlewares.rows import RowDelivery, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
 
@@ -96,7 +96,7 @@ class Aligner:
 
 @dataclass(frozen=True)
 class _AnswerRows:
-    """The ids of one answer. It knows nothing of the handover that it lies in: nothing that nobody takes stays."""
+    """The ids of one answer. It knows nothing of the delivery that it lies in: nothing that nobody takes stays."""
 
     aligner: Aligner
     decoder: Decoder
@@ -120,21 +120,23 @@ class CaptureContext:
 
 
 class Capture:
-    """What comes with the answers of one request. Without a `handover` no other layer holds them: they are kept here,
+    """What comes with the answers of one request. Without a `delivery` no other layer holds them: they are kept here,
     under the ids of their generations."""
 
-    def __init__(self, context: CaptureContext, exchange: Exchange, handover: Handover | None, *, start: int) -> None:
+    def __init__(
+        self, context: CaptureContext, exchange: Exchange, delivery: RowDelivery | None, *, start: int
+    ) -> None:
         self.fields = context.fields
         self.exchange = exchange
         self._context = context
         self._store = context.store
-        self._aligner = Aligner(context.store, context.check, start=start, keep=handover is None)
-        self._handover = handover
+        self._aligner = Aligner(context.store, context.check, start=start, keep=delivery is None)
+        self._delivery = delivery
         self._room = exchange.max_answer_bytes
         self._strings = 0
         self._decoder: Decoder | None = None  # the last one
-        if handover is not None:
-            handover.unchecked.clear()  # of a first try, which a pause cut
+        if delivery is not None:
+            delivery.unchecked.clear()  # of a first try, which a pause cut
 
     async def begin(self) -> None:
         """The head of a reply has come, and its connection holds the process that gives it: what has been learned of
@@ -163,9 +165,9 @@ class Capture:
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
         """An answer's ids: handed to the layer that holds its trajectory, or kept."""
         self._unname(meta)
-        if self._handover is not None:
-            prefix = self._handover.prefix_for(answer)
-            self._handover.unchecked[answer] = _AnswerRows(self._aligner, decoder, prefix)
+        if self._delivery is not None:
+            prefix = self._delivery.prefix_for(answer)
+            self._delivery.unchecked[answer] = _AnswerRows(self._aligner, decoder, prefix)
             return
         try:
             tokens = meta["prompt_tokens"] + meta["completion_tokens"]
@@ -202,8 +204,8 @@ class Capture:
 
     def _lack(self, reason: str, message: str) -> None:
         self._store.statistics.missing[reason] += 1
-        if self._handover is not None:
-            self._handover.missing = message
+        if self._delivery is not None:
+            self._delivery.missing = message
 
     def _unname(self, meta: Mapping[str, Any]) -> None:
         if isinstance(rid := meta.get("id"), str):

@@ -21,7 +21,7 @@ from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import ChatRows, GenerateRows, RowFields, RowRequest
 from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, Exchange, HasRoutes, Receive, Router, Scope, Send, replay, with_body
-from miles_router.middlewares.rows import Handover
+from miles_router.middlewares.rows import RowDelivery
 from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory.rows import RowShape
 
@@ -79,15 +79,15 @@ class RowKeeper:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
-        handover, native = Handover.of(exchange, self.fields.kind), scope["path"] == GENERATE
-        if handover is None and not native:
+        delivery, native = RowDelivery.of(exchange, self.fields.kind), scope["path"] == GENERATE
+        if delivery is None and not native:
             await self.app(scope, receive, send)
             return
         body = await exchange.read(receive)
-        prefixes = handover.prefixes if handover is not None else ()
+        prefixes = delivery.prefixes if delivery is not None else ()
         start = min((0 if each is None else each.count for each in prefixes), default=0)
         request = RowRequest.write(body, self.fields, start, parse=exchange.loads, client_may=native)
-        capture = Capture(self._context, exchange, handover, start=request.start)
+        capture = Capture(self._context, exchange, delivery, start=request.start)
         reader = GenerateRows() if native else ChatRows()
         reply = (VerbatimReply if request.by_client else StrippedReply)(capture, reader, send, self._metrics)
         with self.store.pinned(each.rows for each in prefixes if each is not None):

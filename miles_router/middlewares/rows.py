@@ -4,9 +4,9 @@ mixture-of-experts engine. For layers that hold trajectories or capture rows.
 One layer captures a kind of rows: it asks the engine for them and takes them out of answers. Layers around it hold
 trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
 
-    outer layer    Handovers.captured(router.rows, ...).left_on(exchange)
+    outer layer    RowDeliveries.captured(router.rows, ...).left_on(exchange)
                                                     ──►  the engine is asked for the rows that are not held yet
-    outer layer    handovers.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
+    outer layer    deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
     outer layer    router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that layer
 
 `written_rows` and `read_rows` make bytes of rows and rows of bytes, for trajectories that outlive the process
@@ -32,9 +32,9 @@ from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind, RowShap
 __all__ = [
     "NOT_WRITTEN",
     "NO_ROWS",
-    "Handover",
-    "Handovers",
     "RowChannel",
+    "RowDeliveries",
+    "RowDelivery",
     "RowMatch",
     "RowPrefix",
     "RowSource",
@@ -101,7 +101,7 @@ NO_ROWS: RowsByKind = MappingProxyType({})
 
 
 @dataclass
-class Handover:
+class RowDelivery:
     """One request's, between the layer that holds its trajectory and the layer that captures a kind of rows."""
 
     kind: RowKind
@@ -111,7 +111,7 @@ class Handover:
     missing: str | None = None  # why an answer that is not in `unchecked` has no rows
 
     @contextmanager
-    def left_on(self, exchange: Exchange) -> Iterator[Handover]:
+    def left_on(self, exchange: Exchange) -> Iterator[RowDelivery]:
         """While the inner app is called, and its answers are taken. Nothing of it stays on the exchange afterwards."""
         note = _note(self.kind)
         exchange.notes[note] = self
@@ -123,10 +123,10 @@ class Handover:
             self.unchecked.clear()
 
     @classmethod
-    def of(cls, exchange: Exchange, kind: RowKind) -> Handover | None:
+    def of(cls, exchange: Exchange, kind: RowKind) -> RowDelivery | None:
         """The one that a layer has left for this kind, if one has."""
-        handover: Handover | None = exchange.notes.get(_note(kind))
-        return handover
+        delivery: RowDelivery | None = exchange.notes.get(_note(kind))
+        return delivery
 
     def prefix_for(self, answer: int) -> RowPrefix | None:
         """What is held of the prompt of an answer."""
@@ -148,7 +148,7 @@ class Handover:
             return TrajectoryRows(None, str(error))
 
 
-class Handovers(dict[RowKind, Handover]):
+class RowDeliveries(dict[RowKind, RowDelivery]):
     """One request's, of every kind that is captured."""
 
     @classmethod
@@ -159,7 +159,7 @@ class Handovers(dict[RowKind, Handover]):
         *,
         per_prompt: int = 1,
         missing: str | None = None,
-    ) -> Handovers:
+    ) -> RowDeliveries:
         """Those of the kinds that some layer captures.
 
         Args:
@@ -167,21 +167,21 @@ class Handovers(dict[RowKind, Handover]):
             missing: why an answer has no rows that come with it.
         """
         kinds = [kind for kind, channel in channels.items() if channel.captures]
-        return cls({kind: Handover(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
+        return cls({kind: RowDelivery(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[None]:
-        """As `Handover.left_on`."""
+        """As `RowDelivery.left_on`."""
         with ExitStack() as stack:
-            for handover in self.values():
-                stack.enter_context(handover.left_on(exchange))
+            for delivery in self.values():
+                stack.enter_context(delivery.left_on(exchange))
             yield
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> RowsByKind:
-        """As `Handover.take`."""
+        """As `RowDelivery.take`."""
         if not self:
             return NO_ROWS
-        return {kind: handover.take(answer, tokens, rid) for kind, handover in self.items()}
+        return {kind: delivery.take(answer, tokens, rid) for kind, delivery in self.items()}
 
 
 def _note(kind: RowKind) -> str:

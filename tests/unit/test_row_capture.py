@@ -25,7 +25,7 @@ from miles_router import Exchange
 from miles_router.engines.facts import Facts
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.errors import ConfigError
-from miles_router.middlewares.rows import Handover, RowPrefix
+from miles_router.middlewares.rows import RowDelivery, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, AlignedRows, Blocks, RowArray, RowShape
 
@@ -268,7 +268,7 @@ class Scene:
 
     def __init__(
         self,
-        handover: Handover | None = None,
+        delivery: RowDelivery | None = None,
         *,
         start: int = 0,
         required: bool = True,
@@ -282,12 +282,12 @@ class Scene:
 
         check = ShapeCheck(ROUTED_EXPERTS, shape)
         self.context = CaptureContext(EXPERT_FIELDS, self.store, check, facts, required)
-        self.request(handover, start=start)
+        self.request(delivery, start=start)
 
-    def request(self, handover: Handover | None = None, *, start: int = 0) -> None:
+    def request(self, delivery: RowDelivery | None = None, *, start: int = 0) -> None:
         """Another request."""
         self.exchange = Exchange("r")
-        self.capture = Capture(self.context, self.exchange, handover, start=start)
+        self.capture = Capture(self.context, self.exchange, delivery, start=start)
 
     def take(self, answer: int, *ids: int, width: int = WIDTH, rid: str | None = None) -> None:
         """An answer of as many rows comes, of a prompt of all its tokens but one."""
@@ -332,21 +332,21 @@ def test_answers_to_one_prompt_hold_its_rows_once() -> None:
 
 
 def test_rows_that_go_on_alike_from_different_ones_are_not_shared() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover, start=2)
-    handover.prefixes = [made.hold(1, 2), made.hold(5, 6)]
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery, start=2)
+    delivery.prefixes = [made.hold(1, 2), made.hold(5, 6)]
     for answer in (0, 1):
         made.take(answer, 3, 4)
-    taken = [handover.take(answer, 5).rows for answer in (0, 1)]
+    taken = [delivery.take(answer, 5).rows for answer in (0, 1)]
     assert [first_ids(node) for node in taken if node is not None] == [[1, 2, 3, 4], [5, 6, 3, 4]]
 
 
 def test_what_is_held_already_is_not_held_again_when_the_client_asked_for_it() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover, start=1)
-    handover.prefixes = [made.hold(1, 2, 3)]
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery, start=1)
+    delivery.prefixes = [made.hold(1, 2, 3)]
     made.take(0, 2, 3, 4)
-    node, reason = handover.take(0, 5)
+    node, reason = delivery.take(0, 5)
     assert (node is not None, reason) == (True, None)
     assert node is not None
     assert first_ids(node) == [1, 2, 3, 4]
@@ -354,21 +354,21 @@ def test_what_is_held_already_is_not_held_again_when_the_client_asked_for_it() -
 
 
 def test_a_prompt_that_is_held_to_its_end_and_goes_no_further_has_a_row_less_than_is_held() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover, start=3)
-    handover.prefixes = [made.hold(1, 2, 3)]
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery, start=3)
+    delivery.prefixes = [made.hold(1, 2, 3)]
     made.take(0)
-    node = handover.take(0, 3).rows
+    node = delivery.take(0, 3).rows
     assert node is not None
     assert first_ids(node) == [1, 2]
 
 
 def test_rows_that_leave_a_gap_behind_what_is_held_are_refused_by_name() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover, start=3)
-    handover.prefixes = [made.hold(1, 2)]
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery, start=3)
+    delivery.prefixes = [made.hold(1, 2)]
     made.take(0, 4)
-    assert handover.take(0, 5) == (
+    assert delivery.take(0, 5) == (
         None,
         "experts_without_gap: rows 2 to 2: the client asked for those from 3 on",
     )
@@ -376,11 +376,11 @@ def test_rows_that_leave_a_gap_behind_what_is_held_are_refused_by_name() -> None
 
 
 def test_rows_are_held_from_when_somebody_takes_them_until_nobody_has_them() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover)
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery)
     made.take(0, 1, 2)
     assert made.store.nbytes == 0
-    taken = handover.take(0, 3)
+    taken = delivery.take(0, 3)
     del made.capture  # the request has ended
     assert made.store.nbytes == 2 * WIDTH
     del taken
@@ -388,19 +388,19 @@ def test_rows_are_held_from_when_somebody_takes_them_until_nobody_has_them() -> 
 
 
 def test_ids_that_nobody_takes_go_with_the_request() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover)
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery)
     made.take(0, 1, 2)
-    left = ref(handover.unchecked[0])
-    del made, handover
+    left = ref(delivery.unchecked[0])
+    del made, delivery
     assert left() is None, "at once, and not when the garbage collector comes by"
 
 
 @pytest.mark.parametrize(("aborted", "required"), [(False, False), (True, True)])
 def test_missing_rows_are_tolerated_where_they_may_be(aborted: bool, required: bool) -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    Scene(handover, required=required).capture.missing({}, aborted=aborted)
-    node, reason = handover.take(0, 3)
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    Scene(delivery, required=required).capture.missing({}, aborted=aborted)
+    node, reason = delivery.take(0, 3)
     assert node is None
     assert reason is not None
     assert ("aborted" if aborted else "--enable-return-routed-experts") in reason
@@ -427,12 +427,12 @@ def test_rows_of_an_earlier_generation_of_the_same_id_are_not_taken_for_a_later_
 
 
 def test_what_came_with_a_first_try_is_not_taken_for_the_second_one_s() -> None:
-    handover = Handover(ROUTED_EXPERTS)
-    made = Scene(handover, required=False)
+    delivery = RowDelivery(ROUTED_EXPERTS)
+    made = Scene(delivery, required=False)
     made.take(0, 1, 2)
-    made.request(handover)
+    made.request(delivery)
     made.capture.missing({}, aborted=False)
-    node, reason = handover.take(0, 3)
+    node, reason = delivery.take(0, 3)
     assert node is None
     assert reason is not None
     assert "--enable-return-routed-experts" in reason
@@ -470,17 +470,17 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_what_the_one_bef
 
 
 async def test_rows_of_another_length_continue_none_whoever_tells_them() -> None:
-    handover = Handover(ROUTED_EXPERTS)
+    delivery = RowDelivery(ROUTED_EXPERTS)
     made = Scene()
     assert await made.answer(A, "first", 1, 2, 3, width=2)
-    made.request(handover, start=3)
+    made.request(delivery, start=3)
     held = made.store.by_rid("first")
     assert held is not None
-    handover.prefixes = [RowPrefix(held, 3)]
+    delivery.prefixes = [RowPrefix(held, 3)]
     made.exchange.flight.worker_url = B
     await made.capture.begin()
     made.take(0, 4, 5, width=3)
-    assert handover.take(0, 6) == (None, "experts_of_the_model: rows of 3 ids behind rows of 2")
+    assert delivery.take(0, 6) == (None, "experts_of_the_model: rows of 3 ids behind rows of 2")
 
 
 async def test_what_an_engine_has_shown_does_not_count_where_the_shape_is_known() -> None:

@@ -15,7 +15,7 @@ from middleware_hub.openai_session.turns.raw_turn import RawTurn
 from miles_router.engines.openai.choices import Choice
 from miles_router.errors import BadRequest
 from miles_router.middlewares import Exchange, Message, Receive, Scope, first_header
-from miles_router.middlewares.rows import Handovers
+from miles_router.middlewares.rows import RowDeliveries
 
 MAX_TURN_ID = 256
 
@@ -91,7 +91,7 @@ class TurnPlan:
 
     Attributes:
         streams: whether the engine is asked for a stream; an agent's stream may be written from a whole answer.
-        handovers: of the rows that are captured.
+        deliveries: of the rows that are captured.
         written: the ids of the prompt as JSON, in pieces; empty where the engine is given none.
         side_call: whether the agent says that the turn is not of its main line.
         raw: how the answer is read here; None where the engine reads it.
@@ -100,7 +100,7 @@ class TurnPlan:
     request: AgentRequest
     grant: TurnGrant
     streams: bool = False
-    handovers: Handovers = field(default_factory=Handovers)
+    deliveries: RowDeliveries = field(default_factory=RowDeliveries)
     written: Sequence[bytes] = ()
     turn_id: str | None = None
     repeat_key: RepeatKey | None = None

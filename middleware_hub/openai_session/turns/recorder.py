@@ -159,7 +159,7 @@ class TurnRecorder:
             number=number,
             request=request,
             tools=tools,
-            rows=plan.handovers.take(choice.index, tokens, choice.facts.get("rid")),
+            rows=plan.deliveries.take(choice.index, tokens, choice.facts.get("rid")),
             facts={
                 **facts,
                 **choice.facts,

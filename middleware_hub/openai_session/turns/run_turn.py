@@ -39,7 +39,7 @@ from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat, flag_worker
-from miles_router.middlewares.rows import Handovers
+from miles_router.middlewares.rows import RowDeliveries
 
 
 class TurnRunner:
@@ -168,7 +168,7 @@ class TurnRunner:
         if request.prompt is not None and parent is not None:
             asked.exchange.flight.goes_on = parent.cache
         missing = endpoint.rows_missing if request.several else None
-        handovers = Handovers.captured(
+        deliveries = RowDeliveries.captured(
             self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
         )
         written: Sequence[bytes] = ()
@@ -181,7 +181,7 @@ class TurnRunner:
         plan = TurnPlan(
             request,
             grant,
-            handovers=handovers,
+            deliveries=deliveries,
             written=written,
             turn_id=asked.turn_id,
             repeat_key=asked.repeat_key,
@@ -225,7 +225,7 @@ class TurnRunner:
         # A stream of several choices tells the rows of one alone, those of some kinds it does not tell, and that of a
         # pair does not say whether they are right.
         paired = bool(self._router.pool.snapshot.prefill)
-        untold = any(request.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.handovers)
+        untold = any(request.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.deliveries)
         if self._whole_answers or untold or WHOLE in request.session.notes:
             return False
         return plan.raw is not None or not self._stream_facts.fall_short(candidates, endpoint)
@@ -238,7 +238,7 @@ class TurnRunner:
         request = plan.request
         # Where the answer does not say whose rows are whose, none are asked for.
         unclear = request.stream and request.several and asked.face.endpoint.rows_missing is not None
-        with nullcontext() if unclear else plan.handovers.left_on(asked.exchange):
+        with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
             await sampled.run(receive, reply, partial(self._end, plan, sampled, asked.exchange, reply))

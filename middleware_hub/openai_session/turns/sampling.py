@@ -297,7 +297,7 @@ class WholeTurn(TurnSampling):
         """Ask for the answer once more, as raw text, where the engine's parser may have failed at what was sampled, and
         read it here. None where that cannot be done, or fails as well."""
         url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
-        if url is None or plan.request.several or plan.handovers or self.face.endpoint.path != paths.CHAT:
+        if url is None or plan.request.several or plan.deliveries or self.face.endpoint.path != paths.CHAT:
             return None
         if plan.raw is not None:
             return None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from miles_router.asgi.exchange import Exchange
-from miles_router.middlewares.rows import Handover, RowChannel, RowPrefix, TrajectoryRows
+from miles_router.middlewares.rows import RowChannel, RowDelivery, RowPrefix, TrajectoryRows
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, RowShape
 
@@ -52,74 +52,74 @@ def test_rows_with_a_hole_are_held_up_to_it_only() -> None:
     assert RowPrefix.of(rows(3, start=2), 4) is None, "the first two were never asked for"
 
 
-def handed(*counts: int | None, per_prompt: int = 1) -> Handover:
+def handed(*counts: int | None, per_prompt: int = 1) -> RowDelivery:
     prefixes = [None if count is None else RowPrefix(rows(count), count) for count in counts]
-    return Handover(ROUTED_EXPERTS, prefixes, per_prompt)
+    return RowDelivery(ROUTED_EXPERTS, prefixes, per_prompt)
 
 
 def test_answers_are_prompt_major() -> None:
-    handover = handed(3, None, 5, per_prompt=2)
-    assert [handover.prompt_of(answer) for answer in range(6)] == [0, 0, 1, 1, 2, 2]
-    found = [handover.prefix_for(answer) for answer in range(6)]
+    delivery = handed(3, None, 5, per_prompt=2)
+    assert [delivery.prompt_of(answer) for answer in range(6)] == [0, 0, 1, 1, 2, 2]
+    found = [delivery.prefix_for(answer) for answer in range(6)]
     assert [each and each.count for each in found] == [3, 3, None, None, 5, 5]
-    assert found[0] is found[1] is handover.prefixes[0]
+    assert found[0] is found[1] is delivery.prefixes[0]
 
 
 def test_nothing_is_prefix_for_an_answer_that_nobody_asked_for() -> None:
     assert handed(3).prefix_for(1) is None
-    assert Handover(ROUTED_EXPERTS).prefix_for(0) is None
+    assert RowDelivery(ROUTED_EXPERTS).prefix_for(0) is None
 
 
 def test_a_handover_is_found_while_it_is_left_and_leaves_nothing_behind() -> None:
     exchange = Exchange("it")
-    assert Handover.of(exchange, ROUTED_EXPERTS) is None
-    handover = handed(3)
-    with handover.left_on(exchange) as left:
-        assert left is handover
-        assert Handover.of(exchange, ROUTED_EXPERTS) is handover
-        handover.unchecked[0] = Came()
-    assert Handover.of(exchange, ROUTED_EXPERTS) is None
+    assert RowDelivery.of(exchange, ROUTED_EXPERTS) is None
+    delivery = handed(3)
+    with delivery.left_on(exchange) as left:
+        assert left is delivery
+        assert RowDelivery.of(exchange, ROUTED_EXPERTS) is delivery
+        delivery.unchecked[0] = Came()
+    assert RowDelivery.of(exchange, ROUTED_EXPERTS) is None
     assert exchange.notes == {}
-    assert (handover.prefixes, handover.unchecked) == ((), {})
+    assert (delivery.prefixes, delivery.unchecked) == ((), {})
 
 
 def test_so_it_is_when_the_request_fails() -> None:
-    exchange, handover = Exchange("it"), handed(3)
-    with pytest.raises(ConnectionError), handover.left_on(exchange):
+    exchange, delivery = Exchange("it"), handed(3)
+    with pytest.raises(ConnectionError), delivery.left_on(exchange):
         raise ConnectionError
     assert exchange.notes == {}
-    assert handover.prefixes == ()
+    assert delivery.prefixes == ()
 
 
 def test_an_answers_rows_are_taken_once_against_its_tokens() -> None:
-    handover, came = handed(None), Came()
-    handover.unchecked[0] = came
-    taken = handover.take(0, 8, "r1")
+    delivery, came = handed(None), Came()
+    delivery.unchecked[0] = came
+    taken = delivery.take(0, 8, "r1")
     assert taken.rows is not None
     assert (len(taken.rows), taken.reason, came.asked) == (7, None, [(8, "r1")])
-    again = handover.take(0, 8, "r1")
+    again = delivery.take(0, 8, "r1")
     assert again.rows is None
     assert came.asked == [(8, "r1")]
 
 
 def test_each_answer_has_its_own_rows() -> None:
-    handover, first, second = handed(None, per_prompt=2), Came(), Came()
-    handover.unchecked |= {0: first, 1: second}
-    handover.take(1, 5)
+    delivery, first, second = handed(None, per_prompt=2), Came(), Came()
+    delivery.unchecked |= {0: first, 1: second}
+    delivery.take(1, 5)
     assert (first.asked, second.asked) == ([], [(5, None)])
 
 
 def test_an_answer_without_rows_says_why() -> None:
-    handover = handed(None)
-    assert handover.take(0, 5) == TrajectoryRows(None, "the worker sent none with this answer")
-    handover.missing = "the generation was aborted"
-    assert handover.take(0, 5) == TrajectoryRows(None, "the generation was aborted")
+    delivery = handed(None)
+    assert delivery.take(0, 5) == TrajectoryRows(None, "the worker sent none with this answer")
+    delivery.missing = "the generation was aborted"
+    assert delivery.take(0, 5) == TrajectoryRows(None, "the generation was aborted")
 
 
 def test_rows_that_do_not_fit_are_none_and_the_reason_names_the_invariant() -> None:
-    handover = handed(None)
-    handover.unchecked[0] = Came(InvalidTrajectory("experts_without_gap", "rows 3 to 4 are missing"))
-    assert handover.take(0, 5) == TrajectoryRows(None, "experts_without_gap: rows 3 to 4 are missing")
+    delivery = handed(None)
+    delivery.unchecked[0] = Came(InvalidTrajectory("experts_without_gap", "rows 3 to 4 are missing"))
+    assert delivery.take(0, 5) == TrajectoryRows(None, "experts_without_gap: rows 3 to 4 are missing")
 
 
 def test_an_array_has_the_shape_of_the_model() -> None:
