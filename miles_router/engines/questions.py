@@ -1,4 +1,4 @@
-"""What an engine can be asked beside generations: tokens of texts, texts of tokens, what its parsers read. Pure."""
+"""Requests to an engine beside generations: tokenize, detokenize, render, parse. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class EngineQuestion(Generic[Answer]):
-    """One request, and how its answer is read.
+    """One such request.
 
     Attributes:
         path: where it is posted.
-        body: as JSON.
-        read: returns what the answer says; None where it does not say what was asked.
+        body: the JSON object that is sent.
+        read: parses the JSON of the answer; returns None if something is missing or of another type.
     """
 
     path: str

@@ -251,6 +251,20 @@ async def test_a_response_that_was_deleted_stays_so_though_its_commit_had_only_s
             assert (await after.ask("GET", f"{path}/{response_id}")).status == 404
 
 
+async def test_a_stream_that_was_generated_whole_is_refused_by_a_status_while_the_disk_is_full(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with restarts.started(options={"whole_answers": True}) as before:
+        session = await before.create()
+        with monkeypatch.context() as full:
+            full.setattr(before.router.app.router.store, "commit", _full)
+            answer = await before.turn(session, [user("Hi")], stream=True)
+        assert (answer.status, answer.error_type) == (507, "state_full")
+        chunks = await before.stream(session, [user("Hi again")])
+        assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+        assert len(await before.records(session)) == 2, "what was sampled stays, and is durable now"
+
+
 async def test_a_group_that_is_aborted_ends_as_a_whole_though_the_disk_is_full(
     restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
-"""Turns on engines whose chat takes or tells no ids: their prompts are rendered here and their answers are read here.
+"""Turns on engines whose chat takes no ids or returns none: the session renders the prompt and parses the answer.
 
-The engine is asked for raw chat by ids, which its folder makes a request of `/generate`.
+The engine is sent chat by `input_ids`, which its folder translates to `/generate`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from miles_router.trajectory.pieces import Tokens
 
 logger = logging.getLogger(__name__)
 
-#: Ids at the end of a prompt that may spell the beginning of reasoning.
+#: Tokens at the end of a prompt in which the start of reasoning is looked for.
 TAIL = 16
 NO_DELTA: Mapping[str, Any] = {"reasoning_content": None}
 
 
 def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReader) -> str | None:
-    """Return what of a request cannot be rendered or read here; None where all can."""
+    """Return why the session cannot render the request or parse its answer; None if it can."""
     if request.prompt is None and not only_text(fields["messages"]):
-        return "a message that is no text"
+        return "the template of the router renders text only, and a message has another part"
     if (parser := reader.missing) is not None:
-        return f"no parser of the router's reads what {parser} reads"
+        return f"the router has no parser in place of {parser}"
     tools = tools_of(fields)
     if tools and fields.get("tool_choice") not in (None, "auto"):
         return "tool_choice other than auto and none needs the engine's own grammar"
@@ -46,18 +46,18 @@ def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReade
 
 
 def written_ids(ids: Tokens) -> tuple[bytes, bytes]:
-    """Return ids as a list in JSON, in pieces of which the last ends it."""
+    """Return ids as a JSON list in two pieces, the second being the closing bracket."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[:-1], b"]"
 
 
 @dataclass(frozen=True)
 class RawTurn:
-    """How the answer to one request is asked raw, and read.
+    """One turn whose answer is parsed here.
 
     Attributes:
-        fields: the request as its agent made it.
-        facts: of the engines that may answer.
-        opened: whether the prompt begins the reasoning of the answer.
+        fields: the agent's request.
+        facts: of an engine that may answer; its parsers' names say how the text is parsed.
+        opened: whether the prompt ends with the start of reasoning.
     """
 
     fields: Mapping[str, Any]
@@ -67,17 +67,23 @@ class RawTurn:
 
     @property
     def reader(self) -> TextReader:
-        """Return what reads its texts."""
+        """Return the parser of this turn's texts."""
         return TextReader(self.fields, self.parsers, self.facts)
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """Return the request for the raw text."""
+        """Return the request with the engine's parsers turned off."""
         return {**self.fields, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
 
     def whole(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
-        """Return a raw answer as an engine would have given it that reads its own, and why calls stand in the content
-        of some choices still, by their indices. Raises one of `MALFORMED`."""
+        """Parse the text of every choice.
+
+        Returns:
+            The answer with parsed messages, and by the index of a choice why its tool calls could not be parsed.
+
+        Raises:
+            One of `MALFORMED`.
+        """
         choices: list[dict[str, Any]] = []
         unread: dict[int, str] = {}
         for choice in answer["choices"]:
@@ -88,14 +94,13 @@ class RawTurn:
         return {**answer, "choices": choices}, unread
 
     def read(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
-        """Read a whole text.
+        """Parse a whole text.
 
         Args:
-            finish: why it ended, where a call that it ends within is to be shown.
+            finish: the finish reason; None if an unfinished tool call is to be left out.
 
         Returns:
-            The message, the text that its content and calls stand in, and why calls stand in its content still, where
-            they could not be read: as of an engine whose parser fails.
+            The message, the text behind the reasoning, and why the text could not be parsed; it is the content then.
         """
         reader = self.reader
         try:
@@ -109,7 +114,7 @@ class RawTurn:
 
 
 def _end(choice: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a choice ended whose message is this."""
+    """Return the fields of a choice that a parsed tool call changes."""
     if choice["finish_reason"] != "stop" or not message.get("tool_calls"):
         return {}
     meta = choice["meta_info"]
@@ -118,22 +123,22 @@ def _end(choice: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any
 
 
 def begins_reasoning(spelled: str, facts: Facts) -> bool:
-    """Return whether a prompt that ends with this text has begun the reasoning of its answer."""
+    """Return whether a prompt with this end starts the reasoning of its answer."""
     begin, _ = reasoning_marks(facts.reasoning_parser or "")
     return bool(begin) and spelled.rstrip().endswith(begin)
 
 
 class RawStream:
-    """The raw chunks of a stream as an engine would have given them that reads its own."""
+    """A parser of the chunks of one stream."""
 
     def __init__(self, turn: RawTurn) -> None:
         self._turn = turn
         self._choices: dict[int, _RawChoice] = {}
-        #: Why calls stand in the content of a choice, by its index.
+        #: Why the text of a choice could not be parsed, by its index.
         self.unread: dict[int, str] = {}
 
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that a raw one makes. Raises one of `MALFORMED`."""
+        """Yield the parsed chunks that one chunk becomes. Raises one of `MALFORMED`."""
         if not chunk["choices"]:
             yield chunk
         for choice in chunk["choices"]:
@@ -169,7 +174,7 @@ class _RawChoice:
         self.live = LiveText(turn.reader.growing(opened=turn.opened), GrowingMessage())
 
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-        """Return the deltas that were not shown, and why calls could not be read."""
+        """Return the remaining deltas, and why the text could not be parsed."""
         message, rest, unread = self._turn.read(self.text, {}, finish)
         try:
             return self.live.behind(message, rest), unread

@@ -76,13 +76,13 @@ class ReplySender:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, end: bytes, start: Message | None = None, *, stays_open: bool = False) -> None:
-        """Send the end of the body; with `start`, the head before it. Raises as `send`.
+        """Send the end of the body; with `start`, the head before it, once the session is durable. Raises as `send`.
 
         Args:
             stays_open: the reply is closed by `close`. Once it is closed, `receive` says that the client has left.
         """
         if start is not None:
-            await self.send(start)
+            self.headers, self._start = start["headers"], start
         if not self.left:
             self._is_open = stays_open
             await self._end({"type": "http.response.body", "body": end, "more_body": stays_open})

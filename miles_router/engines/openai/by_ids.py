@@ -1,7 +1,7 @@
-"""Raw chat behind given ids as a request of `/generate`, for engines whose own chat takes no ids or tells none. Pure.
+"""Chat by `input_ids`, translated to `/generate` for engines whose own chat takes no ids or returns none. Pure.
 
-Sessions ask for such chat where they render prompts and read answers themselves. What comes back has the form of
-SGLang's chat (0.5.23, `serving_chat.py`), the sampled text as its content.
+A session sends such requests when it renders the prompt and parses the answer itself. Answers have the form of SGLang's
+chat (0.5.23, `serving_chat.py`) with the unparsed text as content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miles_router.engines.openai.chat_stream import wants_usage
 from miles_router.engines.openai.held_deltas import LONGEST_BEGINNING
 from miles_router.engines.rows import ROW_FIELDS
 
-#: The names that sampling parameters of chat have in `/generate`.
+#: Sampling parameters: the name in chat, and in `/generate`.
 SAMPLING: Mapping[str, str] = {
     **{
         name: name
@@ -36,7 +36,7 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-#: Fields that say how a prompt is rendered or an answer is read and told, which is not done by the engine.
+#: Fields about rendering, parsing and the form of the answer. The engine does none of these here.
 OF_CHAT = frozenset(
     (
         *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "input_ids"),
@@ -49,16 +49,19 @@ JSON_OBJECT = '{"type": "object"}'
 
 
 def gives_ids(body: bytes, parse: Parse) -> bool:
-    """Return whether a chat request gives its prompt as ids. Raises what `parse` raises."""
+    """Return whether a chat request has `input_ids`. Raises what `parse` raises."""
     fields = parse(body) if b'"%b"' % IDS.encode() in body else None
     return isinstance(fields, Mapping) and fields.get(IDS) is not None
 
 
 def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translation | None]) -> ChatByIds:
-    """Return how a chat request is asked as one of `/generate`; `generate` is how that is asked.
+    """Translate a chat request to `/generate`.
+
+    Args:
+        generate: translates the `/generate` request to the engine's own; returns None if the engine takes it as it is.
 
     Raises:
-        CannotServe: its prompt is not given as ids, or its answer is to be read by the engine.
+        CannotServe: the request has no `input_ids`, or wants the engine to parse reasoning or tool calls.
         What `parse` and `generate` raise.
     """
     fields = parse(body)
@@ -73,10 +76,10 @@ def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translati
 
 
 def as_generate(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat request by ids as one of `/generate`.
+    """Return the `/generate` request with the same prompt and sampling parameters.
 
     Raises:
-        CannotServe: it wants a form of answer that `/generate` has no word for.
+        CannotServe: the type of `response_format` is unknown.
     """
     params = {own: fields[name] for name, own in SAMPLING.items() if fields.get(name) is not None}
     params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
@@ -99,7 +102,12 @@ def _json_schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ChatByIds:
-    """One such request. `inner`: how the request of `/generate` is asked; None: as it is."""
+    """The translation of one chat request by ids.
+
+    Args:
+        sent: the `/generate` request.
+        inner: translates that to the engine's own request; None if the engine takes it as it is.
+    """
 
     def __init__(self, fields: Mapping[str, Any], sent: bytes, inner: Translation | None) -> None:
         self.target: bytes | None = (inner.target if inner is not None else None) or paths.GENERATE.encode()
@@ -158,7 +166,7 @@ class ChatByIds:
         return b"".join(write_event({**head, "choices": [{"index": index, **part}]}) for part in parts)
 
     def _end(self) -> Iterator[dict[str, Any]]:
-        """What a stream says of all choices at its end: ids and rows, and what was used."""
+        """Yield the last chunks of the stream: ids and rows of all choices, and the usage."""
         answers = [self._streamed[index].answer for index in sorted(self._streamed)]
         if len(answers) != self._choices or any(answer is None for answer in answers):
             return
@@ -178,7 +186,7 @@ class ChatByIds:
             yield {**head, "usage": self._usage(metas)}
 
     def _usage(self, metas: list[Any]) -> dict[str, Any]:
-        """Return what was used; an engine that does not tell how many tokens its prompt had was given so many."""
+        """Return the usage. The length of `input_ids` counts where the engine does not return `prompt_tokens`."""
         prompt = next((meta["prompt_tokens"] for meta in metas if "prompt_tokens" in meta), len(self._fields[IDS]))
         completion = sum(meta["completion_tokens"] for meta in metas)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -188,8 +196,7 @@ class ChatByIds:
 
 
 class StreamedChoice:
-    """What a stream has told of one choice. A text that a stop string may begin in, or that ends within a character,
-    waits for what follows."""
+    """One choice of a stream. Text that may be the start of a stop string, or ends inside a character, is held back."""
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
@@ -199,21 +206,22 @@ class StreamedChoice:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """All that has come."""
+        """Return the answer so far, in the form of `/generate`."""
         return self._growing.answer
 
     def parts(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parts of chunks that an event makes: what is new, and the end.
+        """Yield the fields of the choice in each chunk that one event becomes.
 
         Raises:
-            UnreadableAnswer: it contradicts what came before. Others as `GrowingAnswer.add`.
+            UnreadableAnswer: the event contradicts an earlier one.
+            What `GrowingAnswer.add` raises.
         """
         answer = self._growing.add(told)
         meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
         text = answer["text"] if finish is not None else self._certain(answer["text"])
         if not text.startswith(self._text) and not self._text.startswith(text):
-            raise UnreadableAnswer("tokens_taken_back", "another text was told")
-        new, entries = text[len(self._text) :], [*_entries(meta)][self._tokens :]
+            raise UnreadableAnswer("tokens_taken_back", "the text of an event differs from the text before")
+        new, entries = text[len(self._text) :], [*_entries(meta, self._tokens)]
         self._text, self._tokens = max(text, self._text, key=len), len(answer["output_ids"])
         open_ = {"finish_reason": None, "matched_stop": None}
         if new or entries:
@@ -231,10 +239,10 @@ class StreamedChoice:
         return text[:kept]
 
 
-def _entries(meta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield chat's entry for each token. Raises one of `MALFORMED`."""
+def _entries(meta: Mapping[str, Any], start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield chat's logprobs entry for each token from `start` on. Raises one of `MALFORMED`."""
     tops = meta.get("output_top_logprobs") or ()
-    for place, triple in enumerate(meta[LOGPROBS]):
+    for place, triple in enumerate(meta[LOGPROBS][start:], start):
         top = tops[place] if place < len(tops) and tops[place] else ()
         yield {**_entry(triple), "top_logprobs": [_entry(each) for each in top]}
 

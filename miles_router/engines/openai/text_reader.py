@@ -1,4 +1,4 @@
-"""The raw text of a chat answer, read here as the engine's own parsers would (SGLang 0.5.23). Pure."""
+"""Parsing the text of a chat answer as the engine's own parsers would (SGLang 0.5.23). Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import ReadCall, tool_calls
 
-#: A text is read anew, all of it, once it has grown by this part: read with every token, it would cost its square.
+#: A growing text is parsed again when it is longer by this fraction. With every token the cost would be quadratic.
 FINENESS = 256
 
 
 class ReadMessage(NamedTuple):
-    """A message, and the text that its content and its calls stand in."""
+    """A parsed message, and the text behind its reasoning."""
 
     message: dict[str, Any]
     text: str
 
 
 class TextReader:
-    """Reads texts of the answers to one request.
+    """A parser of the answers to one request.
 
     Args:
-        fields: the request.
-        facts: of the engine whose parsers would read them.
+        facts: of the engine; they name the parsers that it would use.
     """
 
     def __init__(self, fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> None:
@@ -44,20 +43,20 @@ class TextReader:
 
     @property
     def missing(self) -> str | None:
-        """Return the name of the engine's parser that nothing here can stand in for; None where there is none."""
+        """Return the name of a parser that is needed and that the router does not have; None if it has all."""
         if self._separates and self._thinking is None:
             return self._facts.reasoning_parser
         return self._facts.tool_call_parser if self._looks and self._calls is None else None
 
     def read(self, text: str, began: Mapping[str, Any], *, opened: bool) -> ReadMessage:
-        """Return the message in a whole text.
+        """Parse a whole text.
 
         Args:
-            began: fields of the message that are known.
-            opened: whether the prompt has begun the reasoning.
+            began: fields of the message that are kept.
+            opened: whether the prompt ends with the start of reasoning.
 
         Raises:
-            UnreadableAnswer: nothing here can read it.
+            UnreadableAnswer: the text cannot be parsed.
         """
         if (parser := self.missing) is not None:
             raise UnreadableAnswer("incomplete", f"no local parser for {parser}")
@@ -74,13 +73,13 @@ class TextReader:
     def message(
         self, began: Mapping[str, Any], reasoning: str, content: str, calls: Sequence[ReadCall]
     ) -> dict[str, Any]:
-        """Return the message that was read, its calls named."""
+        """Return the message with an id for each call."""
         message = {**began, "content": content, "reasoning_content": reasoning or None}
         message.pop("tool_calls", None)
         return {**message, "tool_calls": tool_calls(calls, self._name)} if calls else message
 
     def growing(self, *, opened: bool) -> GrowingText | None:
-        """Return what reads a text as it comes on; None where nothing here can."""
+        """Return the incremental parser; None if the router lacks one that is needed."""
         if self.missing is not None:
             return None
         names: dict[int, str] = {}
@@ -97,11 +96,11 @@ class TextReader:
 
 
 class LiveText:
-    """Shows a text as it grows: what is certain of its message.
+    """The deltas of a message whose text grows.
 
     Args:
-        growing: None where it cannot be read before it is whole.
-        shown: the message, as far as it was shown.
+        growing: the incremental parser; None if only the whole text can be parsed.
+        shown: the message that the deltas so far make.
     """
 
     def __init__(self, growing: GrowingText | None, shown: GrowingMessage) -> None:
@@ -111,26 +110,25 @@ class LiveText:
 
     @property
     def is_live(self) -> bool:
-        """Return whether it is read as it comes."""
+        """Return whether there is an incremental parser."""
         return self._growing is not None
 
     def certain(self, text: str) -> list[Mapping[str, Any]]:
-        """Return the deltas of what is certain now of all the text and was not shown before; some of it may wait for
-        more."""
+        """Return new deltas for all the text so far. More text cannot change them."""
         if self._growing is None or len(text) - self._read <= len(text) // FINENESS:
             return []
         self._read = len(text)
         try:
             return self.behind(*self._growing.message(text))
         except (UnreadableAnswer, *UNREAD):
-            self._growing = None  # the whole text will tell
+            self._growing = None  # only the whole text can be parsed
             return []
 
     def behind(self, message: Mapping[str, Any], text: str) -> list[Mapping[str, Any]]:
-        """Return the deltas that make a message of what was shown.
+        """Return the deltas that complete `shown` to this message.
 
         Raises:
-            UnreadableAnswer: something was shown that the message does not have.
+            UnreadableAnswer: `shown` has something that the message does not have.
         """
         deltas: list[Mapping[str, Any]] = [*deltas_behind(self.shown.message(), message, text)]
         for delta in deltas:
