@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +22,8 @@ from tests.support.waiting import PATIENCE
 
 HERE = Path(__file__).with_name("sglang_jax")
 SOURCE = os.environ.get("SGLANG_JAX_SRC")
+#: How Qwen3 marks calls and reasoning.
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
 def python() -> str:
@@ -39,6 +43,25 @@ def model() -> Path:
     return built(cache_root() / "sglang-jax-model-1", build)
 
 
+@functools.cache
+def model_of_words() -> Path:
+    """The same model, with a tokenizer that has no tokens of their own for `MARKS`: where a grammar wants one, the
+    engine samples that token, its grammar does not accept it, and the answer ends as aborted."""
+
+    def build(directory: Path) -> None:
+        shutil.copytree(model(), directory, dirs_exist_ok=True)
+        for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
+            file = directory / name
+            read = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(read[key], list):
+                read[key] = [each for each in read[key] if each["content"] not in MARKS]
+            else:
+                read[key] = {token: each for token, each in read[key].items() if each["content"] not in MARKS}
+            file.write_text(json.dumps(read), encoding="utf-8")
+
+    return built(cache_root() / "sglang-jax-model-of-words-1", build)
+
+
 class JaxWorker:
     """One server, which computes so many requests in a batch. It and all of its processes end with `kill`.
 
@@ -47,7 +70,9 @@ class JaxWorker:
     what is told: ids and logprobs are those that were sampled. But nobody can score them again.
     """
 
-    def __init__(self, seed: int, *, running: int = 1, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self, seed: int, *, running: int = 1, checkpoint: Path | None = None, more: Sequence[str] = ()
+    ) -> None:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -56,7 +81,7 @@ class JaxWorker:
         compiled = {"JAX_COMPILATION_CACHE_DIR": str(jit), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         # Each its own seed: by default all sample the same.
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--random-seed", str(seed)]
-        flags += ["--model-path", str(model()), "--enable-return-routed-experts"]
+        flags += ["--model-path", str(checkpoint or model()), "--enable-return-routed-experts"]
         flags += ["--max-running-requests", str(running), *more]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -93,11 +118,12 @@ class JaxWorker:
 
 @contextlib.contextmanager
 def jax_workers(
-    count: int, *, first_seed: int = 11, running: int = 1, more: Sequence[str] = ()
+    count: int, *, first_seed: int = 11, running: int = 1, checkpoint: Path | None = None, more: Sequence[str] = ()
 ) -> Iterator[list[JaxWorker]]:
-    """`count` workers with these more flags, started side by side and all ready."""
+    """`count` workers of a model with these more flags, started side by side and all ready."""
     with contextlib.ExitStack() as stack:
-        workers = [JaxWorker(first_seed + number, running=running, more=more) for number in range(count)]
+        seeds = range(first_seed, first_seed + count)
+        workers = [JaxWorker(seed, running=running, checkpoint=checkpoint, more=more) for seed in seeds]
         for worker in workers:
             stack.callback(worker.kill)
         for worker in workers:
