@@ -6,7 +6,7 @@ The engine is sent chat by `input_ids`, which its folder translates to `/generat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from miles_router.trajectory.pieces import Tokens
 
 logger = logging.getLogger(__name__)
 
+#: The field of a request whose last message is the start of the answer.
+GOES_ON = "continue_final_message"
 #: Tokens at the end of a prompt in which the start of reasoning is looked for.
 TAIL = 16
 NO_DELTA: Mapping[str, Any] = {"reasoning_content": None}
@@ -58,12 +60,14 @@ class RawTurn:
         fields: the agent's request.
         facts: of an engine that may answer; its parsers' names say how the text is parsed.
         opened: whether the prompt ends with the start of reasoning.
+        prompt: the ids of a root's prompt; None for a turn whose parent is recorded.
     """
 
     fields: Mapping[str, Any]
     parsers: Parsers
     facts: Facts
     opened: bool
+    prompt: Sequence[int] | None = None
 
     @property
     def reader(self) -> TextReader:
@@ -73,7 +77,8 @@ class RawTurn:
     @property
     def asked(self) -> Mapping[str, Any]:
         """Return the request with the engine's parsers turned off."""
-        return {**self.fields, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
+        rendered = {name: value for name, value in self.fields.items() if name != GOES_ON}
+        return {**rendered, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
 
     def whole(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
         """Parse the text of every choice.
@@ -90,7 +95,8 @@ class RawTurn:
             began, finish = choice["message"], choice["finish_reason"]
             message, _, reason = self.read(began["content"] or "", began, None if not shows_open_calls else finish)
             unread |= {} if reason is None else {choice["index"]: reason}
-            choices.append({**choice, "message": message, **_end(choice, message)})
+            ids = {} if self.prompt is None else {"prompt_token_ids": self.prompt}
+            choices.append({**choice, "message": message, **ids, **_end(choice, message)})
         return {**answer, "choices": choices}, unread
 
     def read(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
@@ -122,10 +128,10 @@ def _end(choice: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any
     return {"finish_reason": "tool_calls", "matched_stop": None, "meta_info": meta}
 
 
-def begins_reasoning(spelled: str, facts: Facts) -> bool:
-    """Return whether a prompt with this end starts the reasoning of its answer."""
+def begins_reasoning(ids: Tokens, facts: Facts, decode: Callable[..., str]) -> bool:
+    """Return whether a prompt with these last ids starts the reasoning of its answer."""
     begin, _ = reasoning_marks(facts.reasoning_parser or "")
-    return bool(begin) and spelled.rstrip().endswith(begin)
+    return bool(begin) and decode(ids[-TAIL:].tolist(), skip_special_tokens=False).rstrip().endswith(begin)
 
 
 class RawStream:
@@ -140,7 +146,8 @@ class RawStream:
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the parsed chunks that one chunk becomes. Raises one of `MALFORMED`."""
         if not chunk["choices"]:
-            yield chunk
+            ids = {"input_ids": self._turn.prompt} if chunk.get("sglext") and self._turn.prompt is not None else {}
+            yield {**chunk, "sglext": {**chunk["sglext"], **ids}} if ids else chunk
         for choice in chunk["choices"]:
             for part in self._parts(choice):
                 yield {**chunk, "choices": [{**choice, "finish_reason": None, "matched_stop": None, **part}]}

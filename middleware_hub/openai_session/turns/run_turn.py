@@ -21,7 +21,7 @@ from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SA
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
-from middleware_hub.openai_session.turns.raw_turn import TAIL, RawTurn, begins_reasoning, obstacle, written_ids
+from middleware_hub.openai_session.turns.raw_turn import RawTurn, begins_reasoning, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
 from middleware_hub.openai_session.turns.running import RunningTurn
@@ -203,13 +203,12 @@ class TurnRunner:
         if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
             kind = facts.engine.kind if facts.engine is not None else "this engine"
             raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
-        if request.prompt is None:
-            ids = await face.rendered(fields)
-            written = written_ids(ids)
-        else:
-            ids = request.prompt.given.tokens
-        spelled = self._router.tokenizer.decode(ids[-TAIL:].tolist(), skip_special_tokens=False)
-        return RawTurn(fields, parsers, facts, begins_reasoning(spelled, facts)), written
+        if request.prompt is not None:
+            opened = begins_reasoning(request.prompt.given.tokens, facts, self._router.tokenizer.decode)
+            return RawTurn(fields, parsers, facts, opened), written
+        ids = await face.rendered(fields)
+        opened = begins_reasoning(ids, facts, self._router.tokenizer.decode)
+        return RawTurn(fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
 
     def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
         """What the run or a contract puts into a turn counts more than the adapter that its agent has named."""

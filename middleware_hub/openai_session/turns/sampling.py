@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
 from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
-from middleware_hub.openai_session.turns.raw_turn import RawStream
+from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, begins_reasoning, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
@@ -23,11 +24,11 @@ from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
 from miles_router.engines.events import LAST_EVENT
-from miles_router.engines.openai import raw
-from miles_router.engines.openai.chat import PROMPT_OF_STREAM, PROMPT_OF_WHOLE
+from miles_router.engines.facts import Facts
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.legs import tools_of
+from miles_router.engines.openai.raw import PARSER_FAILED, may_be_raw, prompt_of, prompt_request
 from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import RouterError, UpstreamBroken
@@ -127,10 +128,7 @@ class TurnSampling(ABC):
 
     def body(self, *, stream: bool) -> bytes:
         """Return the engine's request."""
-        fields, raw = self.fields, self.plan.raw
-        if raw is not None:
-            told = {PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE: self.plan.request.prompt is None}
-            fields = {**raw.asked, **told}
+        fields = self.fields if self.plan.raw is None else self.plan.raw.asked
         return self.face.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
 
 
@@ -244,7 +242,7 @@ class WholeTurn(TurnSampling):
         self._collected = collected = TurnReply(self.services.router.metrics)
         with ChatTurn(self.services.parsers).left_on(self.exchange):
             await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
-        self._again = await self._read_here(receive) if collected.status == raw.STATUS else None
+        self._again = await self._read_here(receive) if collected.status == PARSER_FAILED else None
         if collected.status == 200 or self._again is not None:
             await end()
         else:
@@ -299,23 +297,34 @@ class WholeTurn(TurnSampling):
         url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
         if url is None or plan.request.several or plan.deliveries or self.face.endpoint.path != paths.CHAT:
             return None
-        if plan.raw is not None:
+        if plan.raw is not None:  # the engine parsed nothing
             return None
         facts = await services.router.fleet.facts(url)
-        if not raw.may_be_raw(self.fields, services.parsers, facts):
+        if not may_be_raw(self.fields, services.parsers, facts):
             return None
         try:
-            if plan.request.prompt is not None:
-                prompt: Sequence[int] = plan.request.prompt.ids().tolist()
-            else:
-                prompt = raw.prompt_of(await self._json(raw.prompt_request(self.fields), receive))
-            answer = await self._json(raw.raw_request(self.fields, prompt, facts), receive)
-            read = raw.read_raw(answer, self.fields, prompt, services.parsers, facts)
-        except UnreadableAnswer:
+            turn, written = await self._raw_turn(facts, receive)
+            body = self.face.endpoint.request(turn.asked, stream=False, ids=written)
+            answer = await self._json(body, receive)
+            (_,) = answer["choices"]
+            read, unread = turn.whole(answer, shows_open_calls=self.face.shows_open_calls)
+        except (UnreadableAnswer, ValueError, *MALFORMED):
+            return None
+        if unread:
             return None
         fields = {"session_id": plan.request.session.id, "worker": url}
         logger.warning("answer_parsed_locally", extra={"fields": fields})
         return read
+
+    async def _raw_turn(self, facts: Facts, receive: Receive) -> tuple[RawTurn, Sequence[bytes]]:
+        """Return the turn as it is parsed here, and its prompt in JSON; that of a root is told by the engine."""
+        request, decode, parsers = self.plan.request, self.services.router.tokenizer.decode, self.services.parsers
+        if request.prompt is not None:
+            opened = begins_reasoning(request.prompt.given.tokens, facts, decode)
+            return RawTurn(self.fields, parsers, facts, opened), self.plan.written
+        ids = np.asarray(prompt_of(await self._json(prompt_request(self.fields), receive)))
+        opened = begins_reasoning(ids, facts, decode)
+        return RawTurn(self.fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
 
     async def _json(self, body: bytes, receive: Receive) -> Any:
         collected = TurnReply(self.services.router.metrics)
