@@ -21,7 +21,7 @@ from miles_router.engines.models import ADAPTER
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.questions import Answer, EngineQuestion
 from miles_router.engines.rows import RowFields, new_rows
-from miles_router.errors import ConfigError
+from miles_router.errors import ConfigError, UnsupportedByEngine
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.generation import CannotResume
 
@@ -190,12 +190,16 @@ class EngineQuestions:
         return self._facts.learned(EndTokens).ends
 
     async def is_end(self, token: int) -> bool:
-        """Whether the model ends with this token: the engine is made to sample it, once and for all."""
+        """Whether the model ends with this token: the engine is made to sample it, once and for all. Where it cannot be
+        made to, the checkpoint tells."""
         known = self._facts.learned(EndTokens)
         if token not in known.ends and token not in known.others:
             sampling = {"max_new_tokens": 1, "ignore_eos": False, "logit_bias": {str(token): CERTAIN}}
             try:
                 answer = await self._generate({"input_ids": [token], "sampling_params": sampling})
+            except UnsupportedByEngine:
+                (known.ends if token in self._own_ends() else known.others).add(token)
+                return token in known.ends
             except CannotResume as error:
                 logger.warning("end_token_unknown", extra={"fields": {"token": token, "reason": str(error)}})
                 return False
@@ -204,6 +208,16 @@ class EngineQuestions:
                 stopped = answer["meta_info"]["finish_reason"]["type"] == "stop"
                 (known.ends if stopped else known.others).add(token)
         return token in known.ends
+
+    def _own_ends(self) -> set[int]:
+        """The tokens that the checkpoint ends with.
+
+        Raises:
+            CannotResume: there is no checkpoint.
+        """
+        named = self._router.generation_config.get("eos_token_id")
+        listed = named if isinstance(named, list) else [named]
+        return {each for each in [*listed, self._own_tokenizer().eos_token_id] if isinstance(each, int)}
 
     async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):

@@ -4,6 +4,7 @@ behind ids, and reads the answers. Samples are what went through the door of the
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,10 +19,12 @@ import pytest
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.model.generation import Generation
 from miles_router.testing.worker.settings import JAX
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_words
 from tests.support.agent_apis import APIS
 from tests.support.agents import TOOLS
+from tests.support.brake import Brake
 from tests.support.door import Door
 from tests.support.events import events_of
 from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
@@ -41,6 +44,8 @@ from tests.support.session_trial import (
 )
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.under_way import under_way
+from tests.support.waiting import until
 
 GENERATE = "/generate"
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
@@ -240,6 +245,77 @@ async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stag
         assert await trial.records(session) == []
 
 
+INVALID: Mapping[str, Mapping[str, Any]] = {
+    "tools that are a text": {"tools": "x"},
+    "a function that is a text": {"tools": [{"type": "function", "function": "x"}]},
+    "chat_template_kwargs": {"chat_template_kwargs": [1]},
+    "response_format": {"response_format": "text"},
+    "ids that are texts": {"input_ids": ["a"]},
+    "ids below zero": {"input_ids": [-1, 5]},
+    "ids that are too large": {"input_ids": [1 << 70]},
+    "ids that are truths": {"input_ids": [True]},
+    "ids that are a text": {"input_ids": "x"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("what", INVALID)
+async def test_fields_that_an_engine_would_refuse_are_refused(stage: Stage, what: str, stream: bool) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        answer = await trial.turn(session, [user("Hi")], stream=stream, **INVALID[what])
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), answer.body
+        assert not worker.door.generations
+        assert await trial.records(session) == []
+
+
+async def test_a_schema_that_is_none_is_refused_by_name(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        for wanted in ({"type": "json_schema", "json_schema": "x"}, {"type": "json_schema", "json_schema": {}}):
+            answer = await trial.turn(session, [user("Hi")], response_format=wanted)
+            assert (answer.status, b"response_format" in answer.body) == (501, True)
+        assert not worker.door.generations
+
+
+@pytest.mark.parametrize("model", ["default:ad", "other:ad"])
+async def test_an_adapter_in_a_model_s_name_is_never_answered_by_base_weights(stage: Stage, model: str) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        answer = await trial.turn(session, [user("Hi")], model=model)
+        assert answer.status >= 400, answer.body
+        assert not worker.door.generations
+
+
+async def test_what_chat_does_not_know_does_not_reach_generate(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        await trial.chat(session, [user("Hi")], image_data="x", text="y", logprob_start_len=0, input_embeds=[[1.0]])
+        (asked,) = worker.door.at(GENERATE)
+        assert not asked.json().keys() & {"image_data", "text", "logprob_start_len", "input_embeds", "messages"}
+
+
+async def test_an_answer_that_goes_on_within_a_thought_is_read_as_one(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        worker.say("hm\n</think>\n\nyes")
+        begun = {"role": "assistant", "content": "<think>\nI think"}
+        answer = await trial.chat(session, [user("Hi"), begun], continue_final_message=True, max_tokens=64)
+        message = message_of(answer)
+        assert (message["reasoning_content"].strip(), message["content"].strip()) == ("hm", "yes")
+
+
+async def test_a_stream_shows_all_of_a_text_that_is_read_otherwise_as_a_whole(stage: Stage) -> None:
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker)
+        words = "word " * 400
+        worker.say(f"\n<think>\nHm\n</think>\n\n{words}end\n{ASK_ADD}")
+        chunks = await trial.stream(session, [user("17 + 25?")], tools=[ADD], max_tokens=2000)
+        assert text_of(chunks).strip().endswith("end")
+        (record,) = await trial.records(session)
+        assert record["shown_otherwise"]
+
+
 async def test_a_parser_that_nothing_here_stands_in_for_is_refused_by_name(stage: Stage) -> None:
     async with simulated(tool_call_parser="pythonic") as worker:
         trial, session = await chat(stage, worker)
@@ -306,6 +382,33 @@ async def test_a_turn_outlives_a_pause_and_names_its_versions(stage: Stage, mode
         (sample,) = await trial.samples(session)
         assert sum(sample["loss_mask"]) == 60
         assert [span["version"] for span in sample["weight_versions"]] == ["1", "2"]
+
+
+@pytest.mark.alone("its worker comes back within a step of the test's loop")
+@pytest.mark.parametrize("tokens", [[0], [1], [4], [13, 3]])
+async def test_a_stream_whose_worker_was_lost_goes_on_behind_the_same_ids(stage: Stage, tokens: list[int]) -> None:
+    """Tokens that are parts of a character spell nothing: their ids are told."""
+    async with simulated() as worker:
+        trial, session = await chat(stage, worker, resume_on_worker_loss=True, max_retries=3)
+        brake, text = Brake(worker.engine), f"🚀🛰️🪐 naïve 混合, and\n{ASK_ADD}"
+        worker.say(text)
+        async with under_way(trial.stream(session, [user("Hi")], tools=[ADD], max_tokens=200)) as turn:
+            for count in tokens:
+                brake.when = functools.partial(has_sampled, count)
+                await until(lambda: brake.on, "it has sampled so many")
+                await worker.kill()
+                brake.on, brake.when = False, None
+                await worker.restart()
+            chunks = await turn
+        assert text_of(chunks).strip() == "🚀🛰️🪐 naïve 混合, and"
+        (sample,) = await trial.samples(session)
+        ids = qwen3().encode(text)
+        assert sample["tokens"][-len(ids) - 1 : -1] == ids
+        assert sum(sample["loss_mask"]) == len(ids) + 1
+
+
+def has_sampled(count: int, generation: Generation) -> bool:
+    return len(generation.output_ids) >= count
 
 
 TEXTS: Mapping[str, str] = {

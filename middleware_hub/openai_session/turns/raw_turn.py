@@ -22,15 +22,37 @@ from miles_router.engines.openai.legs import RAW, keeps_special, tools_of
 from miles_router.engines.openai.text_reader import LiveText, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import Parsers, reasoning_marks
+from miles_router.errors import BadRequest
 from miles_router.trajectory.pieces import Tokens
 
 logger = logging.getLogger(__name__)
 
+MAX_ID = 1 << 31
 #: The field of a request whose last message is the start of the answer.
 GOES_ON = "continue_final_message"
 #: Tokens at the end of a prompt in which the start of reasoning is looked for.
 TAIL = 16
 NO_DELTA: Mapping[str, Any] = {"reasoning_content": None}
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Check the fields that an engine checks where it renders and parses itself.
+
+    Raises:
+        BadRequest: one of them is invalid.
+    """
+    tools = fields.get("tools")
+    functions = [each.get("function") if isinstance(each, Mapping) else None for each in tools or ()]
+    if not isinstance(tools, list | None) or not all(isinstance(each, Mapping) for each in functions):
+        raise BadRequest("tools must be a list of objects with a function")
+    for name in ("chat_template_kwargs", "response_format"):
+        if not isinstance(fields.get(name), Mapping | None):
+            raise BadRequest(f"{name} must be an object")
+    ids = fields.get("input_ids")
+    if ids is not None and not (
+        isinstance(ids, list) and all(type(each) is int and 0 <= each < MAX_ID for each in ids)
+    ):
+        raise BadRequest("input_ids must be a list of token ids")
 
 
 def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReader) -> str | None:
@@ -128,10 +150,15 @@ def _end(choice: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any
     return {"finish_reason": "tool_calls", "matched_stop": None, "meta_info": meta}
 
 
-def begins_reasoning(ids: Tokens, facts: Facts, decode: Callable[..., str]) -> bool:
-    """Return whether a prompt with these last ids starts the reasoning of its answer."""
-    begin, _ = reasoning_marks(facts.reasoning_parser or "")
-    return bool(begin) and decode(ids[-TAIL:].tolist(), skip_special_tokens=False).rstrip().endswith(begin)
+def begins_reasoning(ids: Tokens, fields: Mapping[str, Any], facts: Facts, decode: Callable[..., str]) -> bool:
+    """Return whether a prompt with these last ids, or the message that the answer goes on from, starts reasoning."""
+    begin, end = reasoning_marks(facts.reasoning_parser or "")
+    if not begin:
+        return False
+    if fields.get(GOES_ON):
+        begun = str(fields["messages"][-1].get("content") or "")
+        return begun.rfind(begin) > begun.rfind(end)
+    return decode(ids[-TAIL:].tolist(), skip_special_tokens=False).rstrip().endswith(begin)
 
 
 class RawStream:
@@ -182,8 +209,11 @@ class _RawChoice:
 
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
         """Return the remaining deltas, and why the text could not be parsed."""
+        deltas = self.live.certain(self.text, at_once=True)  # shown even if the whole text is parsed otherwise
         message, rest, unread = self._turn.read(self.text, {}, finish)
+        if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
+            return deltas, unread or "a call was shown that the whole text does not have"
         try:
-            return self.live.behind(message, rest), unread
+            return [*deltas, *self.live.behind(message, rest)], unread
         except UnreadableAnswer as error:
-            return [], unread or str(error)
+            return deltas, unread or str(error)

@@ -21,7 +21,7 @@ from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SA
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
-from middleware_hub.openai_session.turns.raw_turn import RawTurn, begins_reasoning, obstacle, written_ids
+from middleware_hub.openai_session.turns.raw_turn import RawTurn, begins_reasoning, check_fields, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
 from middleware_hub.openai_session.turns.running import RunningTurn
@@ -197,17 +197,18 @@ class TurnRunner:
 
         Raises:
             UnsupportedByEngine: it cannot be.
-            BadRequest: the template refuses it.
+            BadRequest: a field is invalid, or the template refuses the messages.
         """
         parsers, fields = self._sampling.parsers, grant.fields
+        check_fields(fields)
         if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
             kind = facts.engine.kind if facts.engine is not None else "this engine"
             raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
         if request.prompt is not None:
-            opened = begins_reasoning(request.prompt.given.tokens, facts, self._router.tokenizer.decode)
+            opened = begins_reasoning(request.prompt.given.tokens, fields, facts, self._router.tokenizer.decode)
             return RawTurn(fields, parsers, facts, opened), written
         ids = await face.rendered(fields)
-        opened = begins_reasoning(ids, facts, self._router.tokenizer.decode)
+        opened = begins_reasoning(ids, fields, facts, self._router.tokenizer.decode)
         return RawTurn(fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
 
     def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:

@@ -320,10 +320,10 @@ class WholeTurn(TurnSampling):
         """Return the turn as it is parsed here, and its prompt in JSON; that of a root is told by the engine."""
         request, decode, parsers = self.plan.request, self.services.router.tokenizer.decode, self.services.parsers
         if request.prompt is not None:
-            opened = begins_reasoning(request.prompt.given.tokens, facts, decode)
+            opened = begins_reasoning(request.prompt.given.tokens, self.fields, facts, decode)
             return RawTurn(self.fields, parsers, facts, opened), self.plan.written
         ids = np.asarray(prompt_of(await self._json(prompt_request(self.fields), receive)))
-        opened = begins_reasoning(ids, facts, decode)
+        opened = begins_reasoning(ids, self.fields, facts, decode)
         return RawTurn(self.fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
 
     async def _json(self, body: bytes, receive: Receive) -> Any:

@@ -18,9 +18,10 @@ from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import IDS, PARAMS, stop_strings
 from miles_router.engines.growing import GrowingAnswer
+from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.openai.chat import PROMPT_OF_STREAM, PROMPT_OF_WHOLE, SGLEXT
 from miles_router.engines.openai.chat_stream import wants_usage
-from miles_router.engines.openai.held_deltas import LONGEST_BEGINNING
+from miles_router.engines.openai.held_deltas import LONGEST_BEGINNING, TOKEN_ID
 from miles_router.engines.rows import ROW_FIELDS
 
 #: Sampling parameters: the name in chat, and in `/generate`.
@@ -36,15 +37,17 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-#: Fields about rendering, parsing and the form of the answer. The engine does none of these here.
-OF_CHAT = frozenset(
+#: Other fields that `/generate` has too. The rest is about rendering, parsing and the form of the answer, or unknown,
+#: which SGLang's chat ignores.
+BESIDE = frozenset(
     (
-        *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "input_ids"),
-        *("separate_reasoning", "stream_reasoning", "logprobs", "top_logprobs", "stream_options", "response_format"),
-        *("max_tokens", "max_completion_tokens", "continue_final_message", "return_meta_info", "return_token_ids"),
-        *(PROMPT_OF_WHOLE, *SGLEXT.values()),
+        *("stream", "rid", "lora_path", "priority", "extra_key", "cache_salt", "custom_logit_processor"),
+        *("session_params", "return_hidden_states", "max_thinking_tokens"),
+        *(name for fields in ROW_FIELDS.values() for name in (fields.wanted, fields.start) if name is not None),
     )
 )
+#: What a token that is part of a character is decoded to.
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 JSON_OBJECT = '{"type": "object"}'
 
 
@@ -71,6 +74,8 @@ def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translati
         raise CannotServe("its chat by input_ids is raw: it cannot separate_reasoning, which is to be false")
     if fields.get("tools") and fields.get("tool_choice") != "none":
         raise CannotServe("its chat by input_ids is raw: it reads no calls, and tool_choice is to be none")
+    if ":" in str(fields.get(MODEL)) and not fields.get(ADAPTER):
+        raise CannotServe(f"in chat by input_ids it reads no adapter in the name of a model: {ADAPTER} names one")
     sent = orjson.dumps(as_generate(fields))
     return ChatByIds(fields, sent, generate(sent))
 
@@ -83,22 +88,21 @@ def as_generate(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     params = {own: fields[name] for name, own in SAMPLING.items() if fields.get(name) is not None}
     params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
-    params |= _json_schema(fields.get("response_format") or {})
-    kept = {name: value for name, value in fields.items() if name not in OF_CHAT and name not in SAMPLING}
+    params |= _json_schema(fields.get("response_format"))
+    kept = {name: fields[name] for name in BESIDE if fields.get(name) is not None}
     kept |= {"return_logprob": True, "return_text_in_logprobs": True}
     return {**kept, "top_logprobs_num": fields.get("top_logprobs") or 0, IDS: fields["input_ids"], PARAMS: params}
 
 
-def _json_schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    match wanted.get("type", "text"):
-        case "text":
+def _json_schema(wanted: Any) -> dict[str, Any]:
+    match wanted:
+        case None | {"type": "text"}:
             return {}
-        case "json_object":
+        case {"type": "json_object"}:
             return {"json_schema": JSON_OBJECT}
-        case "json_schema":
-            return {"json_schema": orjson.dumps((wanted.get("json_schema") or {}).get("schema")).decode()}
-        case other:
-            raise CannotServe(f"it has no response_format of the type {str(other)[:64]!r}")
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            return {"json_schema": orjson.dumps(schema).decode()}
+    raise CannotServe(f"it has no response_format like {str(wanted)[:64]!r}")
 
 
 class ChatByIds:
@@ -123,11 +127,10 @@ class ChatByIds:
         self._choices = n if type(n) is int and n > 0 else 1
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        told = orjson.loads(answer if self._inner is None else self._inner.whole(answer, version))
-        answers = told if isinstance(told, list) else [told]
         try:
-            return orjson.dumps(self._whole(answers))
-        except MALFORMED as error:
+            told = orjson.loads(answer if self._inner is None else self._inner.whole(answer, version))
+            return orjson.dumps(self._whole(told if isinstance(told, list) else [told]))
+        except (*MALFORMED, orjson.JSONDecodeError) as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def _whole(self, answers: list[Any]) -> dict[str, Any]:
@@ -138,6 +141,8 @@ class ChatByIds:
 
     def _choice(self, index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         meta, finish = answer["meta_info"], answer["meta_info"]["finish_reason"]
+        if not isinstance(answer["text"], str):
+            raise TypeError("a text that is none")
         told = {"prompt_token_ids": self._fields["input_ids"]} if self._fields.get(PROMPT_OF_WHOLE) else {}
         return {
             "index": index,
@@ -151,7 +156,10 @@ class ChatByIds:
 
     def event(self, event: Event, version: str | None) -> bytes:
         if event.is_last:
-            return b"".join([*map(write_event, self._end()), LAST_EVENT])
+            try:
+                return b"".join([*map(write_event, self._end()), LAST_EVENT])
+            except MALFORMED as error:
+                raise UnreadableAnswer("incomplete", in_words(error)) from error
         raw = event.raw if self._inner is None else self._inner.event(event, version)
         told = Event.read(raw).parse()
         if not isinstance(told, Mapping) or "error" in told or not event.data:
@@ -189,6 +197,8 @@ class ChatByIds:
         """Return the usage. The length of `input_ids` counts where the engine does not return `prompt_tokens`."""
         prompt = next((meta["prompt_tokens"] for meta in metas if "prompt_tokens" in meta), len(self._fields[IDS]))
         completion = sum(meta["completion_tokens"] for meta in metas)
+        if type(prompt) is not int or type(completion) is not int:
+            raise TypeError("counts of tokens that are no integers")
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _head(self, name: object) -> dict[str, Any]:
@@ -216,8 +226,12 @@ class StreamedChoice:
             UnreadableAnswer: the event contradicts an earlier one.
             What `GrowingAnswer.add` raises.
         """
+        if self._growing.ended:
+            raise UnreadableAnswer("incomplete", "an event behind the finish reason")
         answer = self._growing.add(told)
         meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
+        if finish is not None and not isinstance(finish["type"], str):
+            raise TypeError("a finish reason that is none")
         text = answer["text"] if finish is not None else self._certain(answer["text"])
         if not text.startswith(self._text) and not self._text.startswith(text):
             raise UnreadableAnswer("tokens_taken_back", "the text of an event differs from the text before")
@@ -232,7 +246,7 @@ class StreamedChoice:
             yield {"delta": {"role": None, "content": None}, "logprobs": None, **end}
 
     def _certain(self, text: str) -> str:
-        kept = len(text.rstrip("�"))
+        kept = len(text.rstrip(UNFINISHED))
         for stop in self._stops:
             longest = min(len(stop) - 1, kept, LONGEST_BEGINNING)
             kept -= next((size for size in range(longest, 0, -1) if text.endswith(stop[:size], 0, kept)), 0)
@@ -248,5 +262,7 @@ def _entries(meta: Mapping[str, Any], start: int = 0) -> Iterator[dict[str, Any]
 
 
 def _entry(triple: Any) -> dict[str, Any]:
+    """Return chat's entry for a token. The text of a token that is part of a character does not tell its bytes."""
     text = triple[2] or ""
-    return {"token": text, "bytes": list(text.encode("utf-8", "surrogatepass")), "logprob": triple[0]}
+    spelled = None if UNFINISHED in text else list(text.encode("utf-8", "surrogatepass"))
+    return {"token": text, "bytes": spelled, "logprob": triple[0], TOKEN_ID: triple[1]}

@@ -27,6 +27,8 @@ CLOSED = (
 SPECIAL_ENDS = (">", "]")
 #: Characters of a stop string that are looked for at the end of a text: a client may send long ones.
 LONGEST_BEGINNING = 256
+#: In a logprob's entry, the id of its token. SGLang's own chat does not tell it.
+TOKEN_ID = "token_id"
 _VALUE = json.JSONDecoder()
 
 Chunk = dict[str, Any]

@@ -113,9 +113,14 @@ class LiveText:
         """Return whether there is an incremental parser."""
         return self._growing is not None
 
-    def certain(self, text: str) -> list[Mapping[str, Any]]:
-        """Return new deltas for all the text so far. More text cannot change them."""
-        if self._growing is None or len(text) - self._read <= len(text) // FINENESS:
+    def certain(self, text: str, *, at_once: bool = False) -> list[Mapping[str, Any]]:
+        """Return new deltas for all the text so far. More text cannot change them.
+
+        Args:
+            at_once: parse even if only little is new.
+        """
+        waits = not at_once and len(text) - self._read <= len(text) // FINENESS
+        if self._growing is None or waits:
             return []
         self._read = len(text)
         try:

@@ -13,7 +13,7 @@ from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSIONS, is_abort
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.choices import VersionTrack
-from miles_router.engines.openai.held_deltas import HeldDelta, token_bytes
+from miles_router.engines.openai.held_deltas import TOKEN_ID, HeldDelta, token_bytes
 from miles_router.errors import UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.generation import CannotResume
@@ -146,7 +146,11 @@ class ChatStreamTap(Tap):
         ]
 
     async def _named(self, choice: ShownChoice | None, turn: ChatTurn) -> list[int]:
-        spelled = [token_bytes(entry) for entry in choice.entries] if choice is not None else []
+        entries = choice.entries if choice is not None else []
+        told = [token for entry in entries if type(token := entry.get(TOKEN_ID)) is int]
+        if told and len(told) == len(entries):
+            return told
+        spelled = [token_bytes(entry) for entry in entries]
         ids = await turn.ids(spelled) if turn.ids is not None else None
         if ids is None:
             raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
