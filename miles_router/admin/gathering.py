@@ -32,6 +32,8 @@ def one_run(runs: Sequence[Json]) -> Json:
     versions = _sums((each for run in runs for each in run["versions"]), lambda each: each["weight_version"])
     versions.sort(key=lambda each: each["since"])
     rewards = _sums((each for run in runs for each in run["rewards"]), lambda each: each["weight_version"])
+    order = [each["weight_version"] for each in versions]  # a process may know rewards of newer weights alone
+    rewards.sort(key=lambda each: order.index(each["weight_version"]) if each["weight_version"] in order else -1)
     gate = {
         "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),

@@ -101,6 +101,17 @@ def test_rewards_of_several_processes_are_added_up() -> None:
     assert [tuple(each.values()) for each in one_run(runs)["rewards"]] == [("1", 1, 1.0), ("2", 2, 2.5), ("3", 1, 2.0)]
 
 
+def test_rewards_of_several_processes_stand_in_the_order_of_the_versions() -> None:
+    runs = []
+    for version in ("2", "1"):
+        scene = Scene()
+        scene.time, scene.version = 100.0 * int(version), version
+        scene.turn()
+        scene.series.reward(version, 1.0)
+        runs.append({**scene.series.describe(), "gate": {"closed": False, "held": 0}})
+    assert [each["weight_version"] for each in one_run(runs)["rewards"]] == ["1", "2"]
+
+
 def test_from_when_on_nothing_is_forgotten_is_said() -> None:
     scene = Scene()
     assert scene.series.describe()["since"] == 1_000_000
