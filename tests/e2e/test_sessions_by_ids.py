@@ -278,13 +278,26 @@ async def test_a_schema_that_is_none_is_refused_by_name(stage: Stage) -> None:
         assert not worker.door.generations
 
 
-@pytest.mark.parametrize("model", ["default:ad", "other:ad"])
-async def test_an_adapter_in_a_model_s_name_is_never_answered_by_base_weights(stage: Stage, model: str) -> None:
-    async with simulated() as worker:
+ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "by its field": {"lora_path": "ad"},
+    "in the base model's name": {"model": "served:ad"},
+    "in any model's name": {"model": "other:ad"},
+}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["without adapters", "with adapters"])
+@pytest.mark.parametrize("how", ADAPTERS)
+async def test_an_adapter_is_applied_or_refused(stage: Stage, how: str, lora: bool) -> None:
+    async with simulated(enable_lora=lora, served_model_name="served") as worker:
+        if lora:
+            worker.engine.adapters["ad"] = "/x"
         trial, session = await chat(stage, worker)
-        answer = await trial.turn(session, [user("Hi")], model=model)
-        assert answer.status >= 400, answer.body
-        assert not worker.door.generations
+        answer = await trial.turn(session, [user("Hi")], **ADAPTERS[how])
+        sampled_with = [each.lora_path for each in worker.door.generations]
+        if lora:
+            assert (answer.status, sampled_with) == (200, ["ad"]), answer.body
+        else:
+            assert (answer.status >= 400, sampled_with) == (True, []), answer.body
 
 
 async def test_what_chat_does_not_know_does_not_reach_generate(stage: Stage) -> None:
