@@ -32,6 +32,8 @@ FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Fi
 ABORT = "abort"
 _ABORT_QUOTED = b'"abort"'
 PROMPT_TOKENS = "prompt_tokens"
+#: What a token that is part of a character is decoded to.
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 #: What reading JSON of another form raises.
 MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 

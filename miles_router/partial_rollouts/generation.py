@@ -10,12 +10,12 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
+from miles_router.engines.answers import ABORT, UNFINISHED, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest, stop_strings
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.rows import ROW_FIELDS, RowFields, new_rows
-from miles_router.partial_rollouts.joining import RESUMED, ROWS, UNFINISHED, join
+from miles_router.partial_rollouts.joining import RESUMED, ROWS, join
 from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.

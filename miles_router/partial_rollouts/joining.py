@@ -22,7 +22,6 @@ ROWS = tuple(fields.rows.name for fields in ROW_FIELDS.values())
 RESUMED = "resumed"  # how often the generation was carried on
 LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
 AT_ONCE = 16  # tokens that an engine may add in one step
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

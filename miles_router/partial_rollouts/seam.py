@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miles_router.engines.answers import UNFINISHED
 from miles_router.engines.models import ADAPTER
 from miles_router.engines.rows import RowFields
 from miles_router.partial_rollouts.continuation import learn_prompt
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.joining import (
     AT_ONCE,
-    UNFINISHED,
     find_end,
     find_stop_across,
     join_base64,

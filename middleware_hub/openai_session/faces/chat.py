@@ -22,15 +22,13 @@ from middleware_hub.openai_session.sessions.named_calls import named_calls
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
+from miles_router.engines.openai.chat import GOES_ON, ChatEndpoint, ids_obstacle
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens, frozen
 
 #: What OpenAI's API had before tools, and what chooses nothing of it.
 FUNCTIONS, ANY_FUNCTION = ("functions", "function_call"), ("auto", "none")
-#: The field of a request whose last message is the beginning of the answer.
-GOES_ON = "continue_final_message"
 
 
 class ChatFace(Face):

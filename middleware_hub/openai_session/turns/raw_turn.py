@@ -16,6 +16,7 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.messages import only_text
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import GOES_ON
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.legs import RAW, keeps_special, tools_of
@@ -28,8 +29,6 @@ from miles_router.trajectory.pieces import Tokens
 logger = logging.getLogger(__name__)
 
 MAX_ID = 1 << 31
-#: The field of a request whose last message is the start of the answer.
-GOES_ON = "continue_final_message"
 #: Tokens at the end of a prompt in which the start of reasoning is looked for.
 TAIL = 16
 NO_DELTA: Mapping[str, Any] = {"reasoning_content": None}
@@ -117,8 +116,7 @@ class RawTurn:
             began, finish = choice["message"], choice["finish_reason"]
             message, _, reason = self.read(began["content"] or "", began, None if not shows_open_calls else finish)
             unread |= {} if reason is None else {choice["index"]: reason}
-            ids = {} if self.prompt is None else {"prompt_token_ids": self.prompt}
-            choices.append({**choice, "message": message, **ids, **_end(choice, message)})
+            choices.append({**choice, "message": message, **_end(choice, message)})
         return {**answer, "choices": choices}, unread
 
     def read(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
@@ -165,6 +163,7 @@ class RawStream:
     """A parser of the chunks of one stream."""
 
     def __init__(self, turn: RawTurn) -> None:
+        self.prompt = turn.prompt
         self._turn = turn
         self._choices: dict[int, _RawChoice] = {}
         #: Why the text of a choice could not be parsed, by its index.
@@ -173,8 +172,7 @@ class RawStream:
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the parsed chunks that one chunk becomes. Raises one of `MALFORMED`."""
         if not chunk["choices"]:
-            ids = {"input_ids": self._turn.prompt} if chunk.get("sglext") and self._turn.prompt is not None else {}
-            yield {**chunk, "sglext": {**chunk["sglext"], **ids}} if ids else chunk
+            yield chunk
         for choice in chunk["choices"]:
             for part in self._parts(choice):
                 yield {**chunk, "choices": [{**choice, "finish_reason": None, "matched_stop": None, **part}]}

@@ -242,6 +242,7 @@ class WholeTurn(TurnSampling):
         self._collected = collected = TurnReply(self.services.router.metrics)
         with ChatTurn(self.services.parsers).left_on(self.exchange):
             await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
+        self._raw = self.plan.raw
         self._again = await self._read_here(receive) if collected.status == PARSER_FAILED else None
         if collected.status == 200 or self._again is not None:
             await end()
@@ -257,8 +258,10 @@ class WholeTurn(TurnSampling):
             elif self.face.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.face.endpoint.choices(answer)
-            for choice in choices:
-                choice.facts |= {SHOWN_OTHERWISE: unread[choice.index]} if choice.index in unread else {}
+            if (raw := self._raw) is not None:
+                for choice in choices:
+                    choice.prompt = raw.prompt
+                    choice.facts |= {SHOWN_OTHERWISE: unread[choice.index]} if choice.index in unread else {}
         except MALFORMED as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
         except UnreadableAnswer as error:
@@ -312,6 +315,7 @@ class WholeTurn(TurnSampling):
             return None
         if unread:
             return None
+        self._raw = turn
         fields = {"session_id": plan.request.session.id, "worker": url}
         logger.warning("answer_parsed_locally", extra={"fields": fields})
         return read

@@ -177,8 +177,10 @@ class TurnStream:
                 choice.versions = known.runs
             source = "engine" if (self.by_engine if known is None else known.by_engine) else "router"
             choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
-            if self._raw is not None and choice.index in self._raw.unread:
-                choice.facts[SHOWN_OTHERWISE] = self._raw.unread[choice.index]
+            if self._raw is not None:
+                choice.prompt = self._raw.prompt
+                if choice.index in self._raw.unread:
+                    choice.facts[SHOWN_OTHERWISE] = self._raw.unread[choice.index]
         return choices
 
     def _chunk(self, event: Event) -> bytes:

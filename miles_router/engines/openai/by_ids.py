@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.answers import LOGPROBS, MALFORMED, UnreadableAnswer, in_words
+from miles_router.engines.answers import LOGPROBS, MALFORMED, UNFINISHED, UnreadableAnswer, in_words
 from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import IDS, PARAMS, stop_strings
@@ -46,8 +46,6 @@ BESIDE = frozenset(
         *(name for fields in ROW_FIELDS.values() for name in (fields.wanted, fields.start) if name is not None),
     )
 )
-#: What a token that is part of a character is decoded to.
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 JSON_OBJECT = '{"type": "object"}'
 
 
@@ -166,6 +164,8 @@ class ChatByIds:
             return raw
         try:
             index = told.get("index", 0)
+            if type(index) is not int or not 0 <= index < self._choices:
+                raise TypeError("a choice that was not asked for")
             choice = self._streamed.setdefault(index, StreamedChoice(self._stops))
             parts = [*choice.parts(told)]
             head = {**self._head(told["meta_info"]["id"]), "object": "chat.completion.chunk"}
@@ -175,10 +175,9 @@ class ChatByIds:
 
     def _end(self) -> Iterator[dict[str, Any]]:
         """Yield the last chunks of the stream: ids and rows of all choices, and the usage."""
-        answers = [self._streamed[index].answer for index in sorted(self._streamed)]
-        if len(answers) != self._choices or any(answer is None for answer in answers):
+        ended = [answer for _, each in sorted(self._streamed.items()) if (answer := each.answer) is not None]
+        if len(ended) != self._choices:
             return
-        ended = [answer for answer in answers if answer is not None]
         metas = [answer["meta_info"] for answer in ended]
         head = {**self._head(metas[0].get("id")), "object": "chat.completion.chunk", "choices": []}
         said: dict[str, Any] = {}

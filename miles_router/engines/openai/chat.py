@@ -44,6 +44,8 @@ CONTROLS = frozenset(
         *("chat_template_kwargs", "lora_path", "custom_logit_processor", "custom_params", "priority", "rid"),
     )
 )
+#: The field of a request whose last message is the start of the answer.
+GOES_ON = "continue_final_message"
 SCHEMA = "ChatCompletionRequest"
 #: Where a request has the header `X-SGLExt-Ids-Framed`, the ids come in an event of this name.
 FRAMED = b"sglext_ids"
@@ -162,7 +164,7 @@ def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
         return "own_input_ids"
     if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
         return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
-    return "continue_final_message" if fields.get("continue_final_message") else None
+    return GOES_ON if fields.get(GOES_ON) else None
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
