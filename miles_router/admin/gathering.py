@@ -33,7 +33,14 @@ def one_run(runs: Sequence[Json]) -> Json:
     versions.sort(key=lambda each: each["since"])
     rewards = _sums((each for run in runs for each in run["rewards"]), lambda each: each["weight_version"])
     order = [each["weight_version"] for each in versions]  # a process may know rewards of newer weights alone
-    rewards.sort(key=lambda each: order.index(each["weight_version"]) if each["weight_version"] in order else -1)
+
+    def rank(each: Json) -> int:
+        version = each["weight_version"]
+        if version is None:  # nobody says: behind all others
+            return len(order)
+        return order.index(version) if version in order else -1
+
+    rewards.sort(key=rank)
     gate = {
         "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),
