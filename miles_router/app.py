@@ -43,6 +43,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
+from miles_router.generation.attempt import ResumeServices
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
 from miles_router.middlewares.contract import (
     ASGIApp,
@@ -57,7 +58,6 @@ from miles_router.middlewares.loading import LoadedMiddleware, build_stack, clas
 from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
-from miles_router.partial_rollouts.leg import ResumeContext
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
@@ -216,20 +216,21 @@ def _pool(
         affinity=Affinity(config.affinity_names),
     )
     mover = Mover(
-        ResumeContext(innermost, router, in_flight, is_paused, resume_cut=False, resume_lost=False),
+        ResumeServices(router, in_flight, is_paused, resume_cut=False, resume_lost=False),
+        innermost,
         fan_out,
         after=config.move_after,
         excused=lambda: control.may_silence,
     )
     if config.partial_rollout == "resume" or config.resume_on_worker_loss:
-        innermost = PartialRollouts(
-            innermost,
-            router=router,
-            in_flight=in_flight,
-            is_paused=is_paused,
+        router.resume = ResumeServices(
+            router,
+            in_flight,
+            is_paused,
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
+        innermost = PartialRollouts(innermost, router.resume)
     return ModelPool(name, router, innermost, health, lambda: _looking_after(duty, fleet, health, stalls, mover))
 
 

@@ -1,9 +1,29 @@
-"""The sub-API for generation: what the layers that record generations tell the layers inside, their clients and the
-log."""
+"""The sub-API for generation: what layers that record generations tell their clients and the log, and how a turn that a
+pause or a lost worker cuts is carried on. `router.resume` says whether it is to be."""
 
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
-from miles_router.middlewares.chat import ChatTurn
+from miles_router.generation.attempt import Attempt, ResumeServices
+from miles_router.generation.chat import ChatGeneration
+from miles_router.generation.continuing import Continuing
+from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.message import MessageReader
+from miles_router.generation.questions import EngineQuestions
+from miles_router.generation.seam import Seam
 from miles_router.middlewares.invalid_answers import flag_worker
 
-__all__ = ["ChatTurn", "Heartbeat", "HeartbeatForm", "UnreadCounter", "flag_worker"]
+__all__ = [
+    "Attempt",
+    "CannotResume",
+    "ChatGeneration",
+    "Continuing",
+    "EngineQuestions",
+    "Heartbeat",
+    "HeartbeatForm",
+    "MessageReader",
+    "ResumableGeneration",
+    "ResumeServices",
+    "Seam",
+    "UnreadCounter",
+    "flag_worker",
+]

@@ -31,6 +31,7 @@ from miles_router.settings.config import RouterConfig
 from miles_router.trajectory.rows import KINDS
 
 if TYPE_CHECKING:
+    from miles_router.generation.attempt import ResumeServices
     from miles_router.middlewares.episodes import EpisodeSource
     from miles_router.state.store import StateStore
     from miles_router.traces.traces import Traces
@@ -76,6 +77,8 @@ class Router:
         self.store = store
         #: Where a layer tells what it has read of a turn (`--otel`); None where nobody wants to know.
         self.traces = traces
+        #: Carries cut generations on; None where that is not asked for.
+        self.resume: ResumeServices | None = None
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.

@@ -7,15 +7,12 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Message
-from miles_router.asgi.replies import Collected, Kind, Tap
-from miles_router.asgi.watch import Watch
+from miles_router.asgi.replies import Kind, Tap
 from miles_router.engines.answers import UnreadableAnswer, finish_of, finish_reasons, is_abort
 from miles_router.errors import UpstreamBroken
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.joining import RESUMED
-from miles_router.partial_rollouts.leg import LAYER, Leg
+from miles_router.generation.attempt import LAYER, Attempt
+from miles_router.generation.generation import ResumableGeneration
 from miles_router.partial_rollouts.request import ResumableRequest
-from miles_router.partial_rollouts.seam import Seam
 
 #: Bytes of a reply within which the end of its generations is looked for while it comes.
 BEGINNING = 2 * 1024 * 1024
@@ -30,7 +27,7 @@ class ResumableAnswer(ResumableRequest):
         cut = [generation for generation in self.generations if generation.abort is not None]
         if not cut:
             return
-        self.answers: list[Any] = opening.answers
+        self.answers = opening.answers
         await self.carry_on(cut)
         await opening.answer(orjson.dumps(self.answers if self.indexed else self.answers[0]))
 
@@ -38,47 +35,15 @@ class ResumableAnswer(ResumableRequest):
         """The first reply; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
         lost = 0
         while True:
-            opening = _OpeningAnswer(self, Leg(self.context, self.exchange))
+            opening = _OpeningAnswer(self, self.attempt(self.exchange))
             try:
-                await opening.leg.ask(opening, self.scope, self.receive, body)
+                await opening.attempt.ask(opening, self.scope, self.receive, body)
                 return opening
             except UpstreamBroken:
                 lost += 1
-                given = opening.passing or not self.context.resume_lost
-                if given or lost > self.context.router.config.max_retries:
+                given = opening.passing or not self.services.resume_lost
+                if given or lost > self.services.router.config.max_retries:
                     raise
-
-    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """One more piece."""
-        reply = FollowingAnswer(leg)
-        await leg.ask(reply, self.scope, self.receive, body)
-        meta = generation.add(self.read_leg(reply.read()))
-        try:
-            with Watch(self.receive, 0):
-                joined, stopped = await seam.mend(finished=True)
-            generation.verify(joined)
-        except (CannotResume, UnreadableAnswer):
-            generation.drop_leg()
-            raise
-        if stopped:
-            generation.end(joined)
-        else:
-            await self.note_end(leg, generation, meta.get("finish_reason"))
-        if generation.done:
-            self.answers[generation.index] = joined
-
-    def read_leg(self, answer: Any) -> Any:
-        """The answer to a request that carries one generation on, in the form of `/generate`.
-
-        Raises:
-            UnreadableAnswer: it is none.
-        """
-        return answer
-
-    async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
-        """It is part of the answer; one that was never carried on stays as the engine gave it."""
-        if generation.done or RESUMED in answer["meta_info"]:
-            self.answers[generation.index] = answer
 
 
 class _OpeningAnswer(Tap):
@@ -87,9 +52,9 @@ class _OpeningAnswer(Tap):
 
     layer: str = LAYER
 
-    def __init__(self, request: ResumableAnswer, leg: Leg) -> None:
-        super().__init__(request.send, request.context.router.metrics)
-        self.leg = leg
+    def __init__(self, request: ResumableAnswer, attempt: Attempt) -> None:
+        super().__init__(request.send, request.services.router.metrics)
+        self.attempt = attempt
         #: As they were parsed, where one was cut.
         self.answers: list[Any] = []
         self._request = request
@@ -104,7 +69,7 @@ class _OpeningAnswer(Tap):
     async def send(self, message: Message) -> None:
         await super().send(message)
         self._received += len(message.get("body", b""))
-        unclear = message.get("more_body", False) and not self.passing and not self._request.context.resume_lost
+        unclear = message.get("more_body", False) and not self.passing and not self._request.services.resume_lost
         if unclear and self._received <= BEGINNING:
             ends = finish_reasons(self.collected, len(self._request.generations), beginning=True)
             if ends is not None and not any(map(is_abort, ends)):
@@ -115,7 +80,7 @@ class _OpeningAnswer(Tap):
         ends = finish_reasons(body, len(generations))
         if ends is not None and not any(map(is_abort, ends)):
             return body
-        await self.leg.learn_engine()
+        await self.attempt.learn_engine()
         answers = self._parsed(body)
         if len(answers) != len(generations):
             self.unread("unknown_answer")
@@ -137,29 +102,7 @@ class _OpeningAnswer(Tap):
             meta = generation.add(answer)
         except UnreadableAnswer as error:
             generation.done = True
-            if await self.leg.was_cut(finish_of(answer)):
+            if await self.attempt.was_cut(finish_of(answer)):
                 self._request.give_up(error)
         else:
-            await self._request.note_end(self.leg, generation, meta.get("finish_reason"))
-
-
-class FollowingAnswer(Collected):
-    """A reply that carries one generation on."""
-
-    def __init__(self, leg: Leg) -> None:
-        super().__init__()
-        self._leg = leg
-
-    async def whole(self, body: bytes) -> None:
-        await super().whole(body)
-        await self._leg.learn_engine()
-
-    def read(self) -> Any:
-        """Its JSON.
-
-        Raises:
-            CannotResume: it is a refusal, or nothing that can be read.
-        """
-        if not self.is_json:
-            raise CannotResume(f"the worker answered {self.status}, and no JSON that can be read")
-        return self.parse()
+            await self._request.note_end(self.attempt, generation, meta.get("finish_reason"))

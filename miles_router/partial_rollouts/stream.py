@@ -20,11 +20,11 @@ from miles_router.engines.answers import (
 )
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.joining import ROWS
-from miles_router.partial_rollouts.leg import LAYER, Leg
+from miles_router.generation.attempt import LAYER, Attempt
+from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.joining import ROWS
+from miles_router.generation.seam import Seam
 from miles_router.partial_rollouts.request import ResumableRequest
-from miles_router.partial_rollouts.seam import Seam
 
 #: What a stream says at its end.
 OF_THE_LAST_EVENT = (VERSIONS, *ROWS)
@@ -36,23 +36,23 @@ class ResumableStream(ResumableRequest):
     """A request whose answers come event by event."""
 
     async def run(self, body: bytes) -> None:
-        self.opening = opening = _OpeningStream(self, Leg(self.context, self.exchange))
+        self.opening = opening = _OpeningStream(self, self.attempt(self.exchange))
         lost, running = False, list[ResumableGeneration]()
         with self.in_flight(self.exchange, body):
             try:
-                await opening.leg.ask(opening, self.scope, self.receive, body)
+                await opening.attempt.ask(opening, self.scope, self.receive, body)
             except UpstreamBroken:
                 running = [each for each in self.generations if not each.done and each.abort is None]
                 unknown = any(each.opaque for each in running)
-                if opening.passing or (running and not self.context.resume_lost) or unknown:
+                if opening.passing or (running and not self.services.resume_lost) or unknown:
                     raise
-                self._lose(running, opening.leg)
+                self._lose(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
             await self.carry_on([each for each in self.generations if each.abort is not None] + running)
             await opening.finish(LAST_EVENT)
 
-    def _lose(self, generations: list[ResumableGeneration], leg: Leg) -> None:
+    def _lose(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
         """The worker was lost; the client has all that it brought.
 
         Raises:
@@ -65,13 +65,13 @@ class ResumableStream(ResumableRequest):
                 self.give_up(error)
                 raise UpstreamBroken("the worker was lost, and what it had brought cannot be read") from error
             generation.all_shown()
-            generation.facts = leg.facts
+            generation.facts = attempt.facts
 
-    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+    async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """The events that follow."""
-        following = _FollowingStream(self, leg, generation, seam)
+        following = _FollowingStream(self, attempt, generation, seam)
         with suppress(_Enough):
-            await leg.ask(following, self.scope, self.receive, body)
+            await attempt.ask(following, self.scope, self.receive, body)
         if not following.has_end and not generation.done:
             raise CannotResume("the worker's stream had no end")
 
@@ -108,9 +108,9 @@ class _OpeningStream(Tap):
 
     layer: str = LAYER
 
-    def __init__(self, request: ResumableStream, leg: Leg) -> None:
-        super().__init__(request.send, request.context.router.metrics)
-        self.leg = leg
+    def __init__(self, request: ResumableStream, attempt: Attempt) -> None:
+        super().__init__(request.send, request.services.router.metrics)
+        self.attempt: Attempt = attempt
         self._generations = request.generations
         self._request = request
 
@@ -120,7 +120,7 @@ class _OpeningStream(Tap):
         return any(generation.abort is not None for generation in self._generations)
 
     def passes(self, start: Message) -> bool:
-        self.leg.note_engine()
+        self.attempt.note_engine()
         if self.kind is Kind.JSON and not super().passes(start):
             self.unread("content_type")
             return True
@@ -186,39 +186,39 @@ class _OpeningStream(Tap):
         finish = finish_of(answer)
         try:
             if finish is not None:
-                await self.leg.learn_engine()
+                await self.attempt.learn_engine()
                 generation.read_kept()
                 generation.all_shown()
             generation.add(answer)
         except UnreadableAnswer as error:
             generation.opaque, generation.done = True, finish is not None
-            if await self.leg.was_cut(finish):
+            if await self.attempt.was_cut(finish):
                 self._request.give_up(error)
             else:
                 self.unread(error.reason)
             return False
-        self.leg.exchange.flight.rids.update(generation.rids)
+        self.attempt.exchange.flight.rids.update(generation.rids)
         if finish is not None:
-            await self._request.note_end(self.leg, generation, finish)
+            await self._request.note_end(self.attempt, generation, finish)
         return generation.abort is not None
 
 
 class _FollowingStream(Tap):
     """A stream that carries one generation on."""
 
-    def __init__(self, request: ResumableStream, leg: Leg, generation: ResumableGeneration, seam: Seam) -> None:
+    def __init__(self, request: ResumableStream, attempt: Attempt, generation: ResumableGeneration, seam: Seam) -> None:
         super().__init__(drop)
         #: Whether the worker has said that the generation ends.
         self.has_end = False
         self._request = request
-        self._leg = leg
+        self._attempt = attempt
         self._generation = generation
         self._seam = seam
 
     def passes(self, start: Message) -> bool:
         if start["status"] != OK or self.kind is not Kind.EVENTS:
             raise CannotResume(f"the worker answered {start['status']}, and no stream")
-        self._leg.note_engine()
+        self._attempt.note_engine()
         return False
 
     def unread(self, reason: str) -> None:
@@ -235,7 +235,7 @@ class _FollowingStream(Tap):
             raise CannotResume("the worker's stream goes on behind its end")
         finish = generation.add(answer).get("finish_reason")
         self.keep(generation.index, nbytes, more=generation.incremental is not False)
-        self._leg.exchange.flight.rids.update(generation.rids)
+        self._attempt.exchange.flight.rids.update(generation.rids)
         self.has_end = finish is not None
         joined, stopped = generation.so_far(), False
         if generation.answer is not None:
@@ -244,8 +244,8 @@ class _FollowingStream(Tap):
         if self.has_end or stopped:
             generation.verify(joined)
         if self.has_end and not stopped:
-            await self._leg.learn_engine()
-            await self._request.note_end(self._leg, generation, finish)
+            await self._attempt.learn_engine()
+            await self._request.note_end(self._attempt, generation, finish)
             if not generation.done:
                 return  # what it brought is shown with what follows
         if self.has_end or stopped:

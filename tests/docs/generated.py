@@ -24,8 +24,8 @@ from miles_router.cluster.owners.handover import HandoverStatistics
 from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
+from miles_router.generation.attempt import ResumeStatistics
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
-from miles_router.partial_rollouts.leg import ResumeStatistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS

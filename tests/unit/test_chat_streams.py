@@ -1,4 +1,4 @@
-"""Streams of chat that may be carried on: what no engine says is no chunk; what follows costs no more than it says."""
+"""Streams of turns that may be carried on: what no engine says is no chunk; what follows costs no more than it says."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from miles_router.asgi.replies import drop
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.turns.stream import TurnStream
+from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.events import Event
-from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.chat import ChatEndpoint
+from miles_router.engines.openai.chat_stream import GrowingChat, GrowingMessage
 from miles_router.engines.openai.text_reader import FINENESS, LiveText
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.partial_rollouts.chat.opening import OpeningChatStream
-from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.leg import Leg, ResumeContext
+from miles_router.middlewares.generation import ResumeServices
+from tests.support.sessions import SYSTEM, Scene, user
 
 SAID = {"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{"logprob": -0.5, "bytes": [97]}]}}
 NO_CHUNKS = {
@@ -25,40 +27,54 @@ NO_CHUNKS = {
     "memory for bytes": {"choices": [{**SAID, "logprobs": {"content": [{"logprob": -0.5, "bytes": 1 << 40}]}}]},
     "ids that are one": {"choices": [], "sglext": {"output_ids": 5}},
     "ids that are a number": {"choices": [], "sglext": {"output_ids": [5]}},
+}
+#: What a stream tells at its end that is nothing to go on from, or nothing at all.
+ODD_ENDS = {
     "ids that are texts": {"choices": [], "sglext": {"output_ids": [["5"]]}},
-    "a prompt that is a text": {"choices": [], "sglext": {"input_ids": "abc"}},
+    "logprobs of other tokens": {"choices": [], "sglext": {"output_ids": [[5, 6]]}},
     "usage that is a text": {"choices": [], "usage": {"prompt_tokens": "5"}},
 }
 
 
-def opened() -> OpeningChatStream:
-    router = SimpleNamespace(metrics=None, pool=SimpleNamespace(find=lambda _: None))
-    context = cast(ResumeContext, SimpleNamespace(router=router, resume_lost=False))
-    leg = cast(Leg, SimpleNamespace(exchange=SimpleNamespace(flight=SimpleNamespace(worker_url=None))))
-    stream = OpeningChatStream(drop, context, leg, 1)
-    stream.keep = lambda *_, **__: None  # type: ignore[method-assign]
-    return stream
+def opened() -> TurnStream:
+    request = Scene().ask([SYSTEM, user("Add.")], stream=True).request
+    resume = cast(ResumeServices, SimpleNamespace(resume_lost=False))
+    return TurnStream(request, {}, ChatEndpoint(), ReplyWriter(), lambda: "1", None, resume)
+
+
+def told(stream: TurnStream, chunk: Any) -> bytes:
+    return stream.feed(Event.read(b"data: " + orjson.dumps(chunk) + b"\n\n"))
 
 
 @pytest.mark.parametrize("chunk", NO_CHUNKS.values(), ids=NO_CHUNKS)
-async def test_what_no_engine_says_is_no_chunk(chunk: Any) -> None:
+def test_what_no_engine_says_is_no_chunk(chunk: Any) -> None:
     stream = opened()
     assert not stream.lose()
-    event = Event.read(b"data: " + orjson.dumps({"choices": [SAID]}) + b"\n\n")
-    assert orjson.loads((await stream.event(event)).removeprefix(b"data: "))["choices"][0]["index"] == 0
-    event = Event.read(b"data: " + orjson.dumps(chunk) + b"\n\n")
-    assert (await stream.event(event)).endswith(event.raw)
-    assert list(stream.choices) == [0]
+    assert orjson.loads(told(stream, {"choices": [SAID]}).removeprefix(b"data: "))["choices"][0]["index"] == 0
+    told(stream, chunk)
+    assert list(stream.growing.growing) == [0]
     assert not stream.lose(), "what followed is not known"
 
 
-async def test_what_is_no_logprob_is_nothing_to_go_on_from() -> None:
+@pytest.mark.parametrize("chunk", ODD_ENDS.values(), ids=ODD_ENDS)
+def test_an_odd_end_is_nothing_to_go_on_from(chunk: Any) -> None:
+    stream = opened()
+    for each in ({"choices": [SAID]}, chunk):
+        told(stream, each)
+    assert isinstance(stream.growing, GrowingChat)
+    assert stream.growing.usage is None
+    with pytest.raises(UnreadableAnswer):
+        stream.growing.part(0, 1, None)
+
+
+def test_what_is_no_logprob_is_nothing_to_go_on_from() -> None:
     stream = opened()
     said = {"choices": [{**SAID, "logprobs": {"content": [{}]}}]}
     for chunk in (said, {"choices": [], "sglext": {"output_ids": [[5]]}}):
-        await stream.event(Event.read(b"data: " + orjson.dumps(chunk) + b"\n\n"))
-    with pytest.raises(CannotResume):
-        stream.leg_of_choice(0, 1)
+        told(stream, chunk)
+    assert isinstance(stream.growing, GrowingChat)
+    with pytest.raises(UnreadableAnswer):
+        stream.growing.part(0, 1, None)
 
 
 def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:

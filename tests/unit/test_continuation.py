@@ -11,10 +11,10 @@ import pytest
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.sglang.questions import STATEFUL
+from miles_router.generation.continuation import PENALTIES, continuation
+from miles_router.generation.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.generation.questions import EngineQuestions
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.continuation import PENALTIES, continuation
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
-from miles_router.partial_rollouts.questions import EngineQuestions
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 
@@ -36,9 +36,9 @@ def cut(body: dict[str, Any], sampled: Sequence[int], **meta: Any) -> ResumableG
 
 async def asked(generation: ResumableGeneration) -> dict[str, Any]:
     """Without the name of its own that it has."""
-    generation.leg_rid = "leg"
+    generation.attempt_rid = "attempt"
     found: dict[str, Any] = orjson.loads(await continuation(generation, Tokenizing()))
-    assert found.pop("rid") == "leg"
+    assert found.pop("rid") == "attempt"
     return found
 
 

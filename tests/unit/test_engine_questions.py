@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from miles_router.asgi.exchange import Exchange
+from miles_router.generation.questions import EngineQuestions
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.questions import EngineQuestions
 
 SPELLED = {0: "!", 1: "a", 2: "b", 5: "c"}  # 3 and 4 spell nothing by themselves, 6 and up are padding
 

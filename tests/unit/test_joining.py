@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.rows import cut_rows
-from miles_router.partial_rollouts.joining import (
+from miles_router.generation.joining import (
     find_stop_across,
     join,
     join_base64,

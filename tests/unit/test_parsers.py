@@ -18,9 +18,9 @@ from miles_router.engines.parsers import FAMILIES as KNOWN
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
-from miles_router.partial_rollouts.chat.message import MessageReader
-from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.generation.generation import CannotResume
+from miles_router.generation.message import MessageReader
+from miles_router.generation.questions import EngineQuestions
 from tests.support.written_turns import FAMILIES, TOOLS
 
 BY_NAME = tools_by_name(TOOLS)

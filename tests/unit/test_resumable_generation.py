@@ -1,4 +1,4 @@
-"""One generation between its legs: what was asked for, what has come, and what is refused."""
+"""One generation between its attempts: what was asked for, what has come, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_router.engines.answers import GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.generation.generation import CannotResume, ResumableGeneration, generations_of
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
@@ -110,10 +110,10 @@ def test_the_text_is_complete_only_where_the_worker_has_ended_a_running_generati
 def test_rows_of_a_leg_that_sampled_nothing_do_not_count() -> None:
     made = generation(return_routed_experts=True, routed_experts_start_len=1)
     made.add(answer("", [], 0, finish_reason=IN_THE_QUEUE, routed_experts="AAAA"))
-    made.next_leg()
-    assert made.rows_from[ROUTED_EXPERTS] == 1, "the next leg is the first one again"
+    made.next_attempt()
+    assert made.rows_from[ROUTED_EXPERTS] == 1, "the next attempt is the first one again"
     made.add(answer("a", [5], 1, finish_reason=ABORT, routed_experts="AAAA"))
-    made.next_leg()
+    made.next_attempt()
     assert made.rows_from[ROUTED_EXPERTS] == 1 + 1 - 1
 
 
@@ -123,7 +123,7 @@ def test_rows_that_an_engine_always_tells_whole_are_those_that_tokens_were_sampl
 
     made = generation(return_indexer_topk=True)
     made.add(answer("ab", [5, 6], 2, finish_reason=ABORT, indexer_topk=rows(b"old0", b"old1")))
-    made.next_leg()
+    made.next_attempt()
     again = answer("c", [7], 1, finish_reason=ABORT, indexer_topk=rows(b"new0", b"new1", b"new2"))
     again["meta_info"]["prompt_tokens"] = 3
     made.add(again)
@@ -166,7 +166,7 @@ def test_a_worker_without_a_tokenizer_gives_no_text() -> None:
 def test_an_answer_to_another_prompt_does_not_continue_it() -> None:
     made = generation(input_ids=[1, 2])
     made.add(answer("a", [7], 1, prompt_tokens=2))
-    made.next_leg()
+    made.next_attempt()
     with pytest.raises(CannotResume, match="prompt"):
         made.add(answer("b", [8], 1, prompt_tokens=2))
     assert made.current is None
@@ -191,11 +191,11 @@ def test_a_leg_that_lacks_what_the_others_have_is_refused_and_what_came_before_i
     made = generation(return_logprob=True)
     before = answer("a", [7], 1, finish_reason=ABORT, output_top_logprobs=[[[-1.0, 7, None]]])
     made.add(before)
-    made.next_leg()
+    made.next_attempt()
     said["meta_info"] |= {"prompt_tokens": 2, "finish_reason": {"type": "length", "length": 1}}
     made.add(said)
     with pytest.raises(UnreadableAnswer):
-        made.next_leg()
+        made.next_attempt()
     left = made.left()
     assert left is not None
     assert left["output_ids"] == [7]
@@ -206,14 +206,14 @@ def test_an_answer_without_the_logprobs_that_were_asked_for_is_not_carried_on() 
     made = generation(return_logprob=True)
     made.add({"text": "a", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": ABORT}})
     with pytest.raises(UnreadableAnswer, match="incomplete"):
-        made.next_leg()
+        made.next_attempt()
     assert made.left() == {"text": "a", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": ABORT}}
 
 
 def test_less_than_a_client_was_shown_is_not_left() -> None:
     made = generation()
     made.add(answer("a", [7], 1, finish_reason=ABORT))
-    made.next_leg()
+    made.next_attempt()
     made.shown_ids = 2
     assert made.left() is None
 
@@ -221,7 +221,7 @@ def test_less_than_a_client_was_shown_is_not_left() -> None:
 def test_an_answer_joined_of_legs_is_one_that_can_be_read() -> None:
     made = generation(return_logprob=True)
     made.add(answer("ab", [5, 6], 2, finish_reason=ABORT, weight_versions=[{"version": "1", "start": 0, "end": 2}]))
-    made.next_leg()
+    made.next_attempt()
     last = {"type": "length", "length": 1}
     made.add(answer("c", [7], 1, "2", finish_reason=last, prompt_tokens=3))
     joined = made.so_far()

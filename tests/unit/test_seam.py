@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.generate import GenerateRequest
+from miles_router.generation.continuation import learn_prompt
+from miles_router.generation.generation import ResumableGeneration, generations_of
+from miles_router.generation.questions import EndTokens, EngineQuestions
+from miles_router.generation.seam import Seam
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.continuation import learn_prompt
-from miles_router.partial_rollouts.generation import ResumableGeneration, generations_of
-from miles_router.partial_rollouts.questions import EndTokens, EngineQuestions
-from miles_router.partial_rollouts.seam import Seam
 
 PROMPT = list(b"Say: ")
 ABORT = {"type": "abort", "message": "Aborted"}
@@ -54,10 +54,10 @@ def said(prompt: Sequence[int], ids: Sequence[int], finish: object) -> dict[str,
 
 
 async def cut(ids: Sequence[int], at: int, **sampling: Any) -> ResumableGeneration:
-    """A generation whose first leg a pause has cut after `at` tokens."""
+    """A generation whose first attempt a pause has cut after `at` tokens."""
     (generation,) = generations_of(GenerateRequest.read({"input_ids": PROMPT, "sampling_params": sampling}))
     generation.add(said(PROMPT, ids[:at], ABORT))
-    generation.next_leg()
+    generation.next_attempt()
     await learn_prompt(generation, Bytes())
     return generation
 
@@ -154,7 +154,7 @@ async def test_what_was_held_back_is_shown_once_nobody_holds_it_back_any_more() 
     ids = list("aé".encode())
     (generation,) = generations_of(GenerateRequest.read({"input_ids": PROMPT}))
     generation.add({**said(PROMPT, ids, None), "text": "a"})
-    generation.next_leg()
+    generation.next_attempt()
     await Seam(generation, Bytes()).reveal()
     assert generation.answer is not None
     assert generation.answer["text"] == "aé"

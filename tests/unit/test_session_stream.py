@@ -153,7 +153,7 @@ def test_usage_beside_the_ids_stays_and_the_ids_go() -> None:
 def test_usage_that_was_not_asked_for_is_not_shown() -> None:
     reading = Reading([*STREAM[:-1], USAGE, LAST_EVENT])
     assert all(chunk["choices"] for chunk in reading.chunks)
-    assert reading.stream.prompt_tokens is not None
+    assert reading.stream.growing.prompt_tokens is not None
 
 
 def test_usage_comes_behind_the_finish_reason() -> None:

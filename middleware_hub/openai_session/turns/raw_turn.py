@@ -17,9 +17,9 @@ from middleware_hub.openai_session.sessions.messages import only_text
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat import GOES_ON
+from miles_router.engines.openai.chat_parts import RAW, keeps_special, tools_of
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.held_deltas import OWN_ENDS
-from miles_router.engines.openai.legs import RAW, keeps_special, tools_of
 from miles_router.engines.openai.text_reader import LiveText, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import Parsers, reasoning_marks
@@ -168,6 +168,11 @@ class RawStream:
         self._choices: dict[int, _RawChoice] = {}
         #: Why the text of a choice could not be parsed, by its index.
         self.unread: dict[int, str] = {}
+
+    def text(self, index: int) -> str:
+        """Return the text of a choice that has come."""
+        choice = self._choices.get(index)
+        return "" if choice is None else choice.text
 
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the parsed chunks that one chunk becomes. Raises one of `MALFORMED`."""

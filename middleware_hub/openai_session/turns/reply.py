@@ -70,6 +70,12 @@ class ReplySender:
             await self._begin()
         await self._send(message)
 
+    async def send_once_begun(self, message: Message) -> None:
+        """Send one message of one of several replies to the turn: the agent gets the head of the first alone. Raises as
+        `send`."""
+        if message["type"] != "http.response.start" or self.headers is None:
+            await self.send(message)
+
     async def give(self, data: bytes) -> None:
         """Send a part of the body."""
         if data:

@@ -13,6 +13,8 @@ import orjson
 
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
+from middleware_hub.openai_session.turns.carried import CarriedAnswer, TurnReply
+from middleware_hub.openai_session.turns.carried_stream import CarriedStream
 from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, begins_reasoning, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -25,9 +27,9 @@ from miles_router.engines import paths
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_parts import tools_of
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
-from miles_router.engines.openai.legs import tools_of
 from miles_router.engines.openai.raw import PARSER_FAILED, may_be_raw, prompt_of, prompt_request
 from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
@@ -43,19 +45,13 @@ from miles_router.middlewares import (
     replay,
     with_body,
 )
-from miles_router.middlewares.generation import ChatTurn
+from miles_router.middlewares.generation import ResumeServices
 
 logger = logging.getLogger(__name__)
 
 #: Noted of a session whose stream the engine ended with an error: its parser may fail at what the model writes. What
 #: its agent asks next is generated whole, so that it can be asked for once more.
 WHOLE = "turns.whole"
-
-
-class TurnReply(Collected):
-    """A whole reply of the engine's to a turn."""
-
-    layer = "openai_sessions"
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,8 @@ class TurnSampling(ABC):
         self.exchange: Exchange = asked.exchange
         self.fields: Mapping[str, Any] = plan.grant.fields
         self.writer: ReplyWriter = asked.face.writer(plan.request)
+        #: Carries the turn on where it is cut; None where nothing does.
+        self.resume = services.router.resume if self.face.endpoint.path == paths.CHAT else None
 
     @abstractmethod
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
@@ -137,24 +135,63 @@ class StreamedTurn(TurnSampling):
 
     def __init__(self, services: SamplingServices, plan: TurnPlan, asked: TurnRequest) -> None:
         super().__init__(services, plan, asked)
-        self._chat_turn = ChatTurn(services.parsers, services.names.ids)
-        flight, pool = self.exchange.flight, services.router.pool
-        self.stream = TurnStream(
-            plan.request,
+        self.stream = self._new_stream()
+
+    def _new_stream(self) -> TurnStream:
+        flight, pool = self.exchange.flight, self.services.router.pool
+        return TurnStream(
+            self.plan.request,
             self.fields,
             self.face.endpoint,
             self.writer,
             lambda: pool.version_of(flight.worker_url),
-            self._chat_turn,
-            None if plan.raw is None else RawStream(plan.raw),
+            None if self.plan.raw is None else RawStream(self.plan.raw),
+            self.resume,
         )
 
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
         body = self.body(stream=True)
-        tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer, end)
-        with self._chat_turn.left_on(self.exchange):
+        if self.resume is not None:
+            await self._run_in_attempts(self.resume, body, receive, reply, end)
+        else:
+            tap = TurnTap(reply.send, self.services.router.metrics, self.stream, self.writer, end)
             await tap.call(self.services.app, self.inner_scope(body), replay(body, receive))
         await reply.close()
+
+    async def _run_in_attempts(
+        self,
+        resume: ResumeServices,
+        body: bytes,
+        receive: Receive,
+        reply: ReplySender,
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Run a turn that is carried on where it is cut. Under `resume_lost` the engine is asked again where its stream
+        had said nothing."""
+        services = self.services
+        carried = CarriedStream(
+            resume, services.app, self.inner_scope(body), receive, body, self.plan, services.parsers
+        )
+        while True:
+            attempt = carried.attempt(self.exchange)
+            tap = TurnTap(reply.send_once_begun, services.router.metrics, self.stream, self.writer, end, attempt)
+            carried.carries(self.stream, attempt, reply, services.names.ids)
+            try:
+                with carried.in_flight(self.exchange, carried.body):
+                    await attempt.ask(tap, carried.scope, receive, carried.body)
+            except UpstreamBroken:
+                if tap.has_ended or not carried.may_go_on():
+                    raise
+                if self.stream.has_come or tap.passing:
+                    await carried.lose()
+                else:
+                    self.stream = self._new_stream()
+                    carried.rename()
+                    continue
+            if self.stream.cut_choices:
+                await carried.run()
+                await end()
+            return
 
     async def answer(self) -> SampledAnswer:
         stream = self.stream
@@ -173,22 +210,22 @@ class StreamedTurn(TurnSampling):
             except UnreadableAnswer as error:
                 choices = None
                 await self._note_unreadable(error)
-        return SampledAnswer(choices, stream.prompt_tokens)
+        return SampledAnswer(choices, stream.growing.prompt_tokens)
 
     def end(self) -> bytes:
         return self.stream.release()
 
     def streamed_tokens(self) -> int:
-        return self.stream.tokens
+        return self.stream.growing.tokens
 
     def failed(self, error: RouterError) -> bytes:
         return self.stream.failed(error)
 
     async def _learn_version(self) -> None:
         url = self.exchange.flight.worker_url
-        if len(self.stream.versions) == 1 and url is not None:
+        if len(self.stream.growing.versions) == 1 and url is not None:
             said = await self.services.router.fleet.weight_version(url)
-            self.stream.by_engine = self.stream.versions == {said}
+            self.stream.by_engine = self.stream.growing.versions == {said}
 
     async def _note_unreadable(self, error: UnreadableAnswer) -> None:
         """Note a stream that cannot be recorded. Where only something is missing, the agent keeps what it has.
@@ -238,10 +275,15 @@ class WholeTurn(TurnSampling):
     """A turn whose answer comes in one piece; its agent may get it as a stream."""
 
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
-        body = self.body(stream=False)
-        self._collected = collected = TurnReply(self.services.router.metrics)
-        with ChatTurn(self.services.parsers).left_on(self.exchange):
-            await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
+        body, services = self.body(stream=False), self.services
+        scope, self._joined = self.inner_scope(body), None
+        if self.resume is not None:
+            carried = CarriedAnswer(self.resume, services.app, scope, receive, body, self.plan, services.parsers)
+            self._collected, self._joined = await carried.sampled()
+        else:
+            self._collected = TurnReply(services.router.metrics)
+            await self._collected.call(services.app, scope, replay(body, receive))
+        collected = self._collected
         self._raw = self.plan.raw
         self._again = await self._read_here(receive) if collected.status == PARSER_FAILED else None
         if collected.status == 200 or self._again is not None:
@@ -250,7 +292,7 @@ class WholeTurn(TurnSampling):
             await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
 
     async def answer(self) -> SampledAnswer:
-        answer = self._again or _whole_answer(self._collected, self.plan.request.choices)
+        answer = self._again or self._joined or _whole_answer(self._collected, self.plan.request.choices)
         unread: dict[int, str] = {}
         try:
             if self.plan.raw is not None:

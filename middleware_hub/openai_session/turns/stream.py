@@ -10,22 +10,22 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import orjson
-
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream
-from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words
-from miles_router.engines.client_json import is_too_deep
+from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, is_abort
 from miles_router.engines.events import LAST_EVENT
+from miles_router.engines.generate import stop_strings
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
-from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
+from miles_router.engines.openai.choices import Choice, GrowingChoices, OpenAIEndpoint, read_chunk
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError
 from miles_router.middlewares import Event, Kind, Message, Send, Tap, write_event
-from miles_router.middlewares.generation import ChatTurn, UnreadCounter
+from miles_router.middlewares.generation import Attempt, ResumeServices, UnreadCounter
 
+#: Fields of a delta that have text of the model.
+TEXTS = ("content", "reasoning_content")
 #: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
 SHOWN_OTHERWISE = "shown_otherwise"
 
@@ -43,8 +43,8 @@ class TurnStream:
     Args:
         fields: the request as the engine is asked.
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
-        carried: what the layers inside tell of choices that they carry on.
         raw: reads the stream's texts, where the engine does not.
+        resume: says what of a stream that is cut is carried on; None where nothing is.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class TurnStream:
         endpoint: OpenAIEndpoint,
         writer: ReplyWriter,
         version: Callable[[], str | None],
-        carried: ChatTurn | None = None,
         raw: RawStream | None = None,
+        resume: ResumeServices | None = None,
     ) -> None:
         #: Whether something was generated.
         self.began = False
@@ -67,24 +67,30 @@ class TurnStream:
         self._chunk_events = endpoint.chunk_events
         self._writer = writer
         self._version = version
-        self._carried = carried or ChatTurn()
         self._raw = raw
-        self._growing = endpoint.growing()
+        self._resume = resume
+        self._stops = stop_strings(fields.get("stop")) if resume is not None else ()
+        #: The choices as they grow.
+        self.growing: GrowingChoices[Any] = endpoint.growing(may_be_cut=resume is not None)
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
-        self._told = False  # the engine says itself that there is no answer
+        #: Whether the engine itself ended it with an error.
+        self.told_error = False
         self._expected = request.choices
-        self._calls: dict[int, HeldDelta] = {}
+        self._held: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
+        self._texts: dict[int, Mapping[str, str]] = {}  # the first text of each choice that may be carried on
+        #: The chunks of aborts of which it is not known yet whether a pause made them.
+        self.undecided: list[NamedChunk] = []
+        #: The choices that were cut, each with its finish reason; None where the worker was lost. What the stream tells
+        #: of its end is not shown then: the end of what is carried on tells it.
+        self.cut_choices: dict[int, str | None] = {}
+        #: Whether the weight versions of a choice that was carried on are all the engines' own word.
+        self.carried_by_engine: dict[int, bool] = {}
         self._held_back: list[Event | NamedChunk] = []
         #: Why the stream cannot be whole, where its last event is not.
         self.broken: str | None = None
         #: Whether the stream has ended without `[DONE]`: what it does not tell may have been lost.
         self.is_open = False
-
-    @property
-    def versions(self) -> set[str]:
-        """The weight versions that were noted."""
-        return self._growing.versions
 
     def feed(self, event: Event) -> bytes:
         """What the agent is shown now of one event of the engine's; what ends its answer is kept for `release`."""
@@ -96,32 +102,24 @@ class TurnStream:
                 if error.reason != INCOMPLETE:  # its agent gets an error in the end, and nothing internal
                     self.began = True
                     return b""
+        shown = self._release_held() if event.data else b""
         if not self._held_back and not event.is_last:
-            return self._writer.other(event)
-        self._held_back.append(event)
-        return b""
+            return shown + self._writer.other(event)
+        if not self.cut_choices:
+            self._held_back.append(event)
+        return shown
 
     @property
-    def told_error(self) -> bool:
-        """Whether the engine itself ended it with an error."""
-        return self._told
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of all choices that have come."""
-        return self._growing.tokens
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """Tokens of all prompts that the engine says it read; None where it does not say."""
-        return self._growing.prompt_tokens
+    def has_come(self) -> bool:
+        """Return whether the stream has said something that another one would say again."""
+        return self._failure is not None or bool(self.growing.growing)
 
     @property
     def cut(self) -> str | None:
         """Why the stream has ended, and its answer has not; None where the answer has, where the engine says itself
         that there is none, and where what came is invalid."""
-        ended = len(self._growing.ended & {*range(self._expected)})
-        if self._told or (self._failure is not None and self._failure.reason != INCOMPLETE):
+        ended = len(self.growing.ended & {*range(self._expected)})
+        if self.told_error or (self._failure is not None and self._failure.reason != INCOMPLETE):
             return None
         if self.broken is not None or ended == self._expected:
             return self.broken
@@ -170,12 +168,9 @@ class TurnStream:
         """
         if self._failure is not None:
             raise self._failure
-        choices = self._growing.choices()
+        choices: list[Choice] = self.growing.choices()
         for choice in choices:
-            known = self._carried.versions.get(choice.index)
-            if known is not None:
-                choice.versions = known.runs
-            source = "engine" if (self.by_engine if known is None else known.by_engine) else "router"
+            source = "engine" if self.carried_by_engine.get(choice.index, self.by_engine) else "router"
             choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
             if self._raw is not None:
                 choice.prompt = self._raw.prompt
@@ -184,47 +179,67 @@ class TurnStream:
         return choices
 
     def _chunk(self, event: Event) -> bytes:
-        chunk = event.parse()
-        if chunk is None and _is_no_json(event.data):
-            raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
-        if not isinstance(chunk, dict):
-            raise UnreadableAnswer("incomplete", "a chunk that is none")
-        if is_too_deep(event.data, chunk):
-            raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
+        chunk = read_chunk(event)
         if "error" in chunk:
-            self._told = True
+            self.told_error = True
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
         try:
-            pieces = list(self._pieces(chunk, choices))
+            pieces = list(self._pieces(chunk, choices, event.name))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
         return b"".join(self._shown(piece, event.name) for piece in pieces)
 
-    def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """A chunk, and what waited for it: of a tool call, the last delta waits."""
-        if self._raw is not None:
-            yield from self._raw.chunks(chunk)
-            return
-        if not self._calls and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
-            yield chunk
-            return
+    def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Iterator[dict[str, Any]]:
+        """Yield what is shown now of a chunk, and what waited for it: of a tool call, the last delta waits; of a choice
+        that may be carried on, also what an engine shows at an abort alone."""
+        if self._resume is None:
+            if self._raw is not None:
+                yield from self._raw.chunks(chunk)
+                return
+            if not self._held and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
+                yield chunk
+                return
         for choice in choices:
-            held, one = self._calls.setdefault(choice.get("index"), HeldDelta()), {**chunk, "choices": [choice]}
-            self._places.setdefault(choice.get("index"), CallPlaces()).number(choice.get("delta") or {})
-            finish = choice.get("finish_reason")
-            if choice.get("index") in self._carried.carried:
-                yield from (*held.release(), one)
-            else:
-                yield from held.pieces(one) if finish is None else (*held.at_end(finish), one)
+            yield from self._choice_pieces({**chunk, "choices": [choice]}, choice, name)
         if not choices:
             yield chunk
 
+    def _choice_pieces(self, chunk: dict[str, Any], choice: Mapping[str, Any], name: bytes) -> Iterator[dict[str, Any]]:
+        index: Any = choice.get("index")
+        delta, finish = choice.get("delta") or {}, choice.get("finish_reason")
+        held = self._held.get(index)
+        if held is None:
+            held = self._held[index] = self._new_held(index)
+        if self._raw is None:
+            self._places.setdefault(index, CallPlaces()).number(delta)
+        if self._resume is not None:
+            if finish is not None and is_abort(finish) and self._failure is None:
+                self.undecided.append(NamedChunk(chunk, name))
+                return
+            if index not in self._texts and any(map(delta.get, TEXTS)):
+                self._texts[index] = {text: delta[text] for text in TEXTS if delta.get(text)}
+        pieces = held.pieces(chunk) if finish is None else [*held.at_end(finish), chunk]
+        for piece in pieces:
+            yield from (piece,) if self._raw is None else self._raw.chunks(piece)
+
+    def _new_held(self, index: object) -> HeldDelta:
+        if self._resume is None:
+            return HeldDelta()
+        if type(index) is not int or not 0 <= index < self._expected:
+            raise TypeError("a choice that was not asked for")
+        return HeldDelta(texts=True, stops=self._stops, told_only=self._resume.resume_lost)
+
     def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        choices = chunk.get("choices") or ()
-        if self._growing.add(chunk, self._version()):
+        if self.growing.add(chunk, self._version()):
             self.first_token_at = self.first_token_at or time.time()
+        if self.cut_choices and not chunk.get("choices"):
+            return b""  # the end of what was carried on tells it
+        return self._write(chunk, name)
+
+    def _write(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        choices = chunk.get("choices") or ()
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
@@ -232,6 +247,88 @@ class TurnStream:
             self._held_back.append(NamedChunk(seen, name))
             return b""
         return self._writer.chunk(seen, name)
+
+    # Choices that are cut
+
+    def decide(self, chunk: dict[str, Any], name: bytes, *, cut: bool) -> bytes:
+        """Return what the agent is shown of an abort, now that it is known whether a pause made it."""
+        choice = chunk["choices"][0]
+        index, finish = choice["index"], choice["finish_reason"]
+        if cut:
+            self._held[index].drop()
+            self.cut_choices[index] = finish
+            return b""
+        try:
+            return self._show_pieces([*self._held[index].at_end(finish), chunk], name)
+        except MALFORMED as error:
+            self._failure = UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}")
+            return b""
+
+    def _show_pieces(self, pieces: Sequence[dict[str, Any]], name: bytes = b"") -> bytes:
+        if self._raw is not None:
+            pieces = [part for piece in pieces for part in self._raw.chunks(piece)]
+        return b"".join(self._shown(piece, name) for piece in pieces)
+
+    def _release_held(self) -> bytes:
+        """Return what waited for a next chunk that does not come."""
+        if self._resume is None or self.cut_choices:
+            return b""
+        return self._show_pieces([piece for held in self._held.values() for piece in held.release()])
+
+    def lose(self) -> bool:
+        """Note that the worker was lost: choices without an end are cut. Return False where what has come is nothing to
+        go on from."""
+        if self._failure is not None or not self.growing.growing:
+            return False
+        for index, choice in self.growing.growing.items():
+            if choice.finish is None:
+                self._held[index].drop()
+                self.cut_choices[index] = None
+        return True
+
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return the message of a choice as far as it was shown; its text alone where it is parsed here. Raises one of
+        `MALFORMED`."""
+        if self._raw is not None:
+            return {"role": "assistant", "content": self._raw.text(index)}
+        message: dict[str, Any] = self.growing.growing[index].message.message()
+        return message
+
+    def begun(self, index: int) -> dict[str, Any]:
+        """Return the same; while it has no text, the first text of the choice stands there, shown or held back: whether
+        that is reasoning tells how the rest is read. Raises one of `MALFORMED`."""
+        message = self.shown(index)
+        return message if any(map(message.get, TEXTS)) else {**message, **self._texts.get(index, {})}
+
+    def show(self, index: int, delta: Mapping[str, Any], **fields: Any) -> bytes:
+        """Return what the agent is shown of a delta of a choice that is carried on.
+
+        Args:
+            fields: further fields of the chunk's choice.
+        """
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+            "matched_stop": None,
+            **fields,
+        }
+        chunk = {**self.growing.envelope, "choices": [choice]}
+        shown = []
+        for piece in (chunk,) if self._raw is None else self._raw.chunks(chunk):
+            (part,) = piece["choices"]
+            self.growing.growing[index].see(part)
+            shown.append(self._write(piece, b""))
+        return b"".join(shown)
+
+    def show_of_all(self, **fields: Any) -> None:
+        """Show at the end what a chunk tells of all choices."""
+        self._write({**self.growing.envelope, "choices": [], "usage": None, **fields}, b"")
+
+    def end_carried(self) -> None:
+        """Note that what was cut has ended."""
+        self._held_back.append(Event.read(LAST_EVENT))
 
     def _ends(self, choices: Sequence[Any]) -> bool:
         """Whether a chunk is part of an answer's end."""
@@ -241,21 +338,14 @@ class TurnStream:
         return bool(self._held_back) and not choices
 
 
-def _is_no_json(data: bytes) -> bool:
-    """Return False for JSON that is nested too deep to read: such a chunk passes unrecorded, as others do."""
-    try:
-        orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        return not error.msg.startswith("depth limit exceeded")
-    return False
-
-
 class TurnTap(Tap):
     """Relays the stream of a turn up to what ends its answer.
 
     Args:
-        end: awaited once, at the last event or the stream's end: records the turn, and ends the reply. A worker may
-            keep its connection busy for long behind the last event, and an agent may leave as soon as it has read it.
+        end: awaited once, at the last event or the stream's end, unless a choice was cut: records the turn, and ends
+            the reply. A worker may keep its connection busy for long behind the last event, and an agent may leave as
+            soon as it has read it.
+        attempt: the request that this is the reply to; None where nothing is carried on.
     """
 
     layer = "openai_sessions"
@@ -267,14 +357,20 @@ class TurnTap(Tap):
         stream: TurnStream,
         writer: ReplyWriter,
         end: Callable[[], Awaitable[None]],
+        attempt: Attempt | None = None,
     ) -> None:
         super().__init__(send, metrics)
         self._stream = stream
         self._writer = writer
         self._end = end
+        self._attempt = attempt
+        #: Whether the turn was read to its end: errors are those of its record, and not the worker's.
+        self.has_ended = False
 
     def passes(self, start: Message) -> bool:
         """A refusal that is no JSON, which has no form of an API's."""
+        if self._attempt is not None:
+            self._attempt.note_engine()
         return start["status"] != 200 and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
@@ -301,6 +397,8 @@ class TurnTap(Tap):
         """Return what the agent is shown of an event."""
         self.keep(self._stream, len(event.raw), more=True)
         shown = self._stream.feed(event)
+        if self._stream.undecided:
+            shown += await self._decide()
         if not event.is_last:
             return shown
         await self.give(shown)
@@ -310,6 +408,9 @@ class TurnTap(Tap):
     async def ended(self) -> None:
         """Read the end of a stream. Where the worker has not said that it ends, the agent is told so all the same.
         Bytes behind the last whole event are the engine's own, and are not given."""
+        if self._stream.cut_choices:
+            await self._finish_turn()
+            return
         if self.events.is_cut:
             self._stream.broken = "the worker's stream ended inside an event"
         else:
@@ -318,7 +419,20 @@ class TurnTap(Tap):
             self._stream.feed(Event.read(LAST_EVENT))
         await self._finish_turn()
 
+    async def _decide(self) -> bytes:
+        stream, attempt, shown = self._stream, self._attempt, []
+        assert attempt is not None
+        undecided, stream.undecided = stream.undecided, []
+        for chunk, name in undecided:
+            cut = await attempt.was_cut(chunk["choices"][0]["finish_reason"])
+            if cut:
+                await attempt.learn_engine()
+            shown.append(stream.decide(chunk, name, cut=cut))
+        return b"".join(shown)
+
     async def _finish_turn(self) -> None:
         await self.give_shown()
         self._finished = True  # what still comes is dropped
-        await self._end()
+        if not self._stream.cut_choices:
+            self.has_ended = True
+            await self._end()

@@ -104,9 +104,9 @@ class ChatEndpoint:
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
-    def growing(self) -> GrowingChat:
-        """For a stream's chunks."""
-        return GrowingChat()
+    def growing(self, *, may_be_cut: bool = False) -> GrowingChat:
+        """Return what takes a stream's chunks."""
+        return GrowingChat(may_be_cut=may_be_cut)
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer with what its client asked for itself. The API's `metadata` has texts alone, and some clients

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_router.engines.answers import Unreadable, UnreadableAnswer
+from miles_router.engines.answers import (
+    LOGPROBS,
+    MALFORMED,
+    VERSIONS,
+    Unreadable,
+    UnreadableAnswer,
+    in_words,
+    version_runs,
+)
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
+from miles_router.engines.rows import ROW_FIELDS
 
 OF_THE_ANSWER = ("id", "created", "model")
 OF_A_CHUNK = (*OF_THE_ANSWER, "object")
+BESIDE_THE_ENVELOPE = ("choices", "usage", "sglext")
+ROW_NAMES = frozenset(fields.rows.name for fields in ROW_FIELDS.values())
 
 
 def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,32 +105,61 @@ class GrowingMessage:
         return named_calls(message)
 
 
-class _GrowingChatChoice(GrowingChoice):
-    def __init__(self, rid: str | None) -> None:
+class GrowingChatChoice(GrowingChoice):
+    """One choice of a chat stream as it grows.
+
+    Args:
+        keeps_entries: whether the entries of its logprobs are kept; a choice that is carried on needs them.
+    """
+
+    def __init__(self, rid: str | None, *, keeps_entries: bool) -> None:
         super().__init__(rid)
+        #: The message that the deltas so far make.
         self.message = GrowingMessage()
+        #: Chat's entries for the logprobs of all tokens.
+        self.entries: list[dict[str, Any]] = []
+        self._keeps_entries = keeps_entries
 
     def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
         entries = self.told_logprobs(choice, "content")
         self.logprobs += [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries]
+        if self._keeps_entries:
+            self.entries += entries
         return len(entries)
 
+    def see(self, choice: Mapping[str, Any]) -> None:
+        """Take what is shown of it while it is carried on; what was sampled is put in its place at the end."""
+        self.message.add(choice.get("delta") or {})
+        if choice.get("finish_reason") is not None:
+            self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
 
-class GrowingChat(GrowingChoices[_GrowingChatChoice]):
-    """A chat answer as its chunks come. The ids come with the last chunk, the logprobs with each."""
 
-    def __init__(self) -> None:
+class GrowingChat(GrowingChoices[GrowingChatChoice]):
+    """A chat answer as its chunks come. The ids come with the last chunk, the logprobs with each.
+
+    Args:
+        may_be_cut: whether its choices may be carried on: then all is kept that this needs.
+    """
+
+    def __init__(self, *, may_be_cut: bool = False) -> None:
         super().__init__()
-        self._prompt: list[int] | None = None
+        #: The ids of the prompt, where the engine was asked to tell them.
+        self.prompt: list[int] | None = None
+        #: What the last chunks say beside the choices: ids and rows; and the usage of all.
+        self.extension: dict[str, Any] = {}
+        self.usage: dict[str, Any] | None = None
         self._ids: list[list[int]] | None = None
         self._cached_tokens: int | None = None
+        self._may_be_cut = may_be_cut
 
-    def _begin(self, rid: str | None) -> _GrowingChatChoice:
-        return _GrowingChatChoice(rid)
+    def _begin(self, rid: str | None) -> GrowingChatChoice:
+        return GrowingChatChoice(rid, keeps_entries=self._may_be_cut)
 
     def _add(self, chunk: Mapping[str, Any]) -> None:
         extra = chunk.get("sglext")
+        if self._may_be_cut:
+            self._keep(chunk, extra or {})
         if not extra:
             return
         if extra.get("output_ids"):
@@ -128,12 +168,20 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
             ):
                 raise UnreadableAnswer("invalid_tokens", "the ids of a stream are no lists")
             self._ids = extra["output_ids"]
-        self._prompt = extra.get("input_ids") or self._prompt
+        self.prompt = extra.get("input_ids") or self.prompt
         if (cached := cached_tokens(extra)) is not None:
             self._cached_tokens = cached
 
+    def _keep(self, chunk: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        if chunk["choices"]:
+            self.envelope = {name: value for name, value in chunk.items() if name not in BESIDE_THE_ENVELOPE}
+        self.extension |= {name: value for name, value in extra.items() if value is not None}
+        usage = chunk.get("usage")
+        if isinstance(usage, Mapping) and type(usage.get("prompt_tokens") or 0) is int:
+            self.usage = {**usage}
+
     def _choices(self) -> list[Choice]:
-        growing = sorted(self._growing.items())
+        growing = sorted(self.growing.items())
         if any(choice.finish is None for _, choice in growing):
             raise UnreadableAnswer("incomplete", "a stream ended without a finish reason")
         if self._ids is None:
@@ -143,7 +191,7 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
             raise UnreadableAnswer("token_counts_disagree", f"choices {indices}, and ids of {len(self._ids)}")
         return [self._choice(index, choice, ids) for (index, choice), ids in zip(growing, self._ids, strict=True)]
 
-    def _choice(self, index: int, choice: _GrowingChatChoice, ids: list[int]) -> Choice:
+    def _choice(self, index: int, choice: GrowingChatChoice, ids: list[int]) -> Choice:
         message = choice.message.message()  # first: a chunk that is none says nothing of other streams
         if choice.tokens < len(ids):
             told: Unreadable = "token_counts_disagree" if choice.tokens else "incomplete"
@@ -158,9 +206,57 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
             ids=ids,
             logprobs=choice.logprobs,
             versions=choice.versions.runs,
-            prompt=self._prompt,
+            prompt=self.prompt,
             facts={"rid": choice.rid, "cached_tokens": self._cached_tokens},
         )
+
+    # A stream that is cut
+
+    def name_ids(self, ids: Mapping[int, list[int]]) -> None:
+        """Take the ids of every choice, by its index, of a stream that ended before it told them."""
+        self._ids = self.extension["output_ids"] = [ids.get(index, []) for index in range(max(ids) + 1)]
+
+    def part(self, index: int, given: int, finish: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return a choice in the form of `/generate`, as far as the stream told it; its text is not known.
+
+        Args:
+            given: the number of ids that it was given.
+            finish: why it ended; None where it did not.
+
+        Raises:
+            UnreadableAnswer: the stream did not tell its ids and logprobs.
+        """
+        choice, told = self.growing[index], self._ids or []
+        ids = told[index] if index < len(told) else None
+        if ids is None or len(ids) != len(choice.entries) or not all(type(each) is int for each in ids):
+            raise UnreadableAnswer("incomplete", "the stream did not tell the ids and logprobs of what was sampled")
+        try:
+            triples = [[entry["logprob"], token, entry] for token, entry in zip(ids, choice.entries, strict=True)]
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", in_words(error)) from error
+        meta = {
+            "id": self.envelope.get("id"),
+            "finish_reason": finish,
+            "prompt_tokens": given,
+            "completion_tokens": len(ids),
+            LOGPROBS: triples,
+        }
+        if choice.versions.runs:
+            meta[VERSIONS] = [
+                {"version": run.version, "start": run.start, "end": run.end} for run in choice.versions.runs
+            ]
+        meta |= {name: value for name, value in self.extension.items() if name in ROW_NAMES}
+        return {"text": "", "output_ids": list(ids), "meta_info": meta}
+
+    def put_whole(self, index: int, answer: Mapping[str, Any]) -> None:
+        """Put all that was sampled of a choice that was carried on, in the form of `/generate`, in the place of what
+        its first part was."""
+        choice, meta = self.growing[index], answer["meta_info"]
+        choice.logprobs = [triple[0] for triple in meta[LOGPROBS]]
+        choice.tokens = len(choice.logprobs)
+        choice.versions.runs = version_runs(meta, choice.tokens)
+        if self._ids is not None:
+            self._ids = [*self._ids[:index], list(answer["output_ids"]), *self._ids[index + 1 :]]
 
 
 def cached_tokens(extra: object) -> int | None:

@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import orjson
+
 from miles_router.engines.answers import MALFORMED, Unreadable, UnreadableAnswer, check_runs, in_words, token_count
+from miles_router.engines.client_json import is_too_deep
+from miles_router.engines.events import Event
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import VersionRun
@@ -131,7 +135,10 @@ class GrowingChoices(ABC, Generic[Growing]):
     """The choices of a streamed answer, put together from its chunks."""
 
     def __init__(self) -> None:
-        self._growing: dict[int, Growing] = {}
+        #: The choices that have come, by their indices.
+        self.growing: dict[int, Growing] = {}
+        #: The fields that every chunk has, where choices may be carried on.
+        self.envelope: dict[str, Any] = {}
         #: Tokens of all prompts that the engine says it read; None where it does not say.
         self.prompt_tokens: int | None = None
 
@@ -144,9 +151,9 @@ class GrowingChoices(ABC, Generic[Growing]):
         try:
             tokens = False
             for choice in chunk["choices"]:
-                growing = self._growing.get(choice["index"])
+                growing = self.growing.get(choice["index"])
                 if growing is None:  # the last chunks of several choices all have the id of one of them
-                    growing = self._growing[choice["index"]] = self._begin(chunk.get("id"))
+                    growing = self.growing[choice["index"]] = self._begin(chunk.get("id"))
                 tokens = growing.add(choice, version) or tokens
             self._add(chunk)
             if chunk.get("usage"):
@@ -158,17 +165,17 @@ class GrowingChoices(ABC, Generic[Growing]):
     @property
     def versions(self) -> set[str]:
         """The weight versions that the router saw."""
-        return {str(run.version) for growing in self._growing.values() for run in growing.versions.runs}
+        return {str(run.version) for growing in self.growing.values() for run in growing.versions.runs}
 
     @property
     def tokens(self) -> int:
         """Tokens of all choices that have come."""
-        return sum(growing.tokens for growing in self._growing.values())
+        return sum(growing.tokens for growing in self.growing.values())
 
     @property
     def ended(self) -> set[int]:
         """The choices that have a finish reason, by their indices."""
-        return {index for index, growing in self._growing.items() if growing.finish is not None}
+        return {index for index, growing in self.growing.items() if growing.finish is not None}
 
     def choices(self) -> list[Choice]:
         """What was sampled, in the order of the choices; their versions are those that the router saw.
@@ -189,6 +196,31 @@ class GrowingChoices(ABC, Generic[Growing]):
 
     @abstractmethod
     def _choices(self) -> list[Choice]: ...
+
+
+def read_chunk(event: Event) -> dict[str, Any]:
+    """Return the JSON object of a stream's event.
+
+    Raises:
+        UnreadableAnswer: it is none; `incomplete` where the event may pass unread.
+    """
+    chunk = event.parse()
+    if chunk is None and _is_no_json(event.data):
+        raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
+    if not isinstance(chunk, dict):
+        raise UnreadableAnswer("incomplete", "a chunk that is none")
+    if is_too_deep(event.data, chunk):
+        raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
+    return chunk
+
+
+def _is_no_json(data: bytes) -> bool:
+    """Return False for JSON that is nested too deep to read: such a chunk passes unrecorded, as others do."""
+    try:
+        orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        return not error.msg.startswith("depth limit exceeded")
+    return False
 
 
 #: `(answer, fields)`: a whole answer and the request's fields to chunks.
@@ -223,8 +255,12 @@ class OpenAIEndpoint(Protocol):
         """
         ...
 
-    def growing(self) -> GrowingChoices[Any]:
-        """For a stream's chunks."""
+    def growing(self, *, may_be_cut: bool = False) -> GrowingChoices[Any]:
+        """Return what takes a stream's chunks.
+
+        Args:
+            may_be_cut: whether a choice may be carried on; only chat's may.
+        """
         ...
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

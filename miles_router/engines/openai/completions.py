@@ -59,8 +59,8 @@ class CompletionsEndpoint:
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
-    def growing(self) -> GrowingCompletions:
-        """For a stream's chunks."""
+    def growing(self, *, may_be_cut: bool = False) -> GrowingCompletions:
+        """Return what takes a stream's chunks."""
         return GrowingCompletions()
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,5 +158,5 @@ class GrowingCompletions(GrowingChoices[_GrowingCompletion]):
     def _choices(self) -> list[Choice]:
         return [
             choice.choice(index, choice.versions.runs, {"rid": choice.rid})
-            for index, choice in sorted(self._growing.items())
+            for index, choice in sorted(self.growing.items())
         ]

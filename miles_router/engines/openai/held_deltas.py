@@ -71,6 +71,7 @@ class HeldDelta:
         self._stops = stops
         self._told_only = told_only
         self._held: dict[str, Any] | None = None
+        self._holds_text = False  # and no call
         self._until_told = False  # it waits for logprobs alone
         self._place: object = None  # of the call
         self._arguments = ""
@@ -94,7 +95,7 @@ class HeldDelta:
         if not (calls or ends or self._until_told):
             return [*shown, chunk]
         self._until_told = self._until_told and not ends
-        self._held = {**chunk, "choices": [{**choice, "logprobs": None}]}
+        self._held, self._holds_text = {**chunk, "choices": [{**choice, "logprobs": None}]}, not calls
         return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown
 
     def _note(self, call: Mapping[str, Any]) -> None:
@@ -106,7 +107,9 @@ class HeldDelta:
 
     def at_end(self, finish: str) -> list[Chunk]:
         """What is shown before the chunk with this finish reason."""
-        return self.release() if finish in OWN_ENDS or self._was_sampled() else self.drop()
+        if self._holds_text or finish in OWN_ENDS or self._was_sampled():
+            return self.release()
+        return self.drop()
 
     def release(self) -> list[Chunk]:
         """What waits is shown."""

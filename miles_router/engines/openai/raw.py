@@ -15,7 +15,7 @@ import orjson
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat import PROMPT_OF_WHOLE
-from miles_router.engines.openai.legs import constraint_of, looks_for_calls
+from miles_router.engines.openai.chat_parts import constraint_of, looks_for_calls
 from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.parsers import Parsers
 

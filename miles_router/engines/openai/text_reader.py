@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.engines.openai.legs import call_id, looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.rest import deltas_behind
 from miles_router.engines.parsers import UNREAD, Parsers
 from miles_router.engines.parsers.growing import GrowingText

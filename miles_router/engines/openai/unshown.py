@@ -12,7 +12,7 @@ from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.legs import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.rest import calls_behind
 from miles_router.engines.parsers import UNREAD, Parsers
 from miles_router.engines.parsers.local import tools_by_name

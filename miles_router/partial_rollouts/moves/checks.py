@@ -9,8 +9,8 @@ from typing import Any, Literal
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import MEDIA, RID, GenerateRequest, UnknownShape, is_absent
 from miles_router.engines.known import PLACES
-from miles_router.partial_rollouts.continuation import check_stateless
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.generation.continuation import check_stateless
+from miles_router.generation.generation import CannotResume, ResumableGeneration
 
 Reason = Literal[
     "unreadable",

@@ -21,11 +21,13 @@ from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, finish_of, is_abort
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError, UpstreamBroken
-from miles_router.partial_rollouts.answer import FollowingAnswer, ResumableAnswer
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext, is_failure
-from miles_router.partial_rollouts.questions import EngineQuestions
-from miles_router.partial_rollouts.seam import Seam
+from miles_router.generation.attempt import LAYER, Attempt, ResumeServices, is_failure
+from miles_router.generation.continuing import FollowingAnswer
+from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.questions import EngineQuestions
+from miles_router.generation.seam import Seam
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.partial_rollouts.answer import ResumableAnswer
 from miles_router.tasks import cancelled
 
 logger = logging.getLogger(__name__)
@@ -45,33 +47,35 @@ class Relocation:
     """One request that is to move: the `Move` of its flight.
 
     Attributes:
+        app: the innermost app.
         request: as its worker has it.
         body: the same, as it was sent.
         source, target: the URLs of the workers that have it and that take it.
         cuts: of the gate, when its worker was told.
-        legs: the requests that carry moved generations on: whoever sent them reads their replies.
+        attempts: the requests that carry moved generations on: whoever sent them reads their replies.
     """
 
-    context: ResumeContext
+    services: ResumeServices
+    app: ASGIApp
     request: GenerateRequest
     body: bytes
     source: str
     target: str
     cuts: int
-    legs: set[Exchange]
+    attempts: set[Exchange]
 
     def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
         """Who takes the reply."""
-        return None if Exchange.of(scope) in self.legs else MovedAnswer(self, scope, receive, send)
+        return None if Exchange.of(scope) in self.attempts else MovedAnswer(self, scope, receive, send)
 
 
-class MovedLeg(Leg):
+class MovedAttempt(Attempt):
     """A request whose generation may be cut for a move."""
 
     async def was_cut(self, finish: object) -> bool:
         """Whether the router's own abort made this finish reason. One by a client's wish, or by a pause that came
         meanwhile, is an end: who carries that on stands around this."""
-        flight, gate = self.exchange.flight, self._context.router.gate
+        flight, gate = self.exchange.flight, self._services.router.gate
         mine = isinstance(flight.move, Relocation) and flight.move.cuts == gate.cuts
         return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
 
@@ -90,12 +94,13 @@ class MovedAnswer(ResumableAnswer):
     """The `Relief` of a request that moves."""
 
     def __init__(self, relocation: Relocation, scope: Scope, receive: Receive, send: Send) -> None:
-        super().__init__(relocation.context, scope, receive, send, [ResumableGeneration(relocation.request, 0)])
+        generations = [ResumableGeneration(relocation.request, 0)]
+        super().__init__(relocation.services, relocation.app, scope, receive, send, generations)
         self._body = relocation.body
-        self._legs = relocation.legs
+        self._attempts = relocation.attempts
         #: The last one.
         self._relocation = relocation
-        self._opening = self.leg(self.exchange)
+        self._opening = self.attempt(self.exchange)
         self._reply = _FirstReply(self._opening)
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
@@ -106,7 +111,7 @@ class MovedAnswer(ResumableAnswer):
 
     async def finish(self) -> None:
         """Answer: with the reply as it came where it is no cut one, else with what it becomes."""
-        metrics = self.context.router.metrics
+        metrics = self.services.router.metrics
         try:
             answer = self._reply.read()
             if answer is None:
@@ -129,7 +134,7 @@ class MovedAnswer(ResumableAnswer):
         generation.abort = answer["meta_info"]["finish_reason"]
         generation.defaults = self._opening.facts.preferred_sampling_params
         with super().in_flight(self.exchange, self._body):
-            generation.facts = await self.context.router.fleet.facts(self._relocation.target)
+            generation.facts = await self.services.router.fleet.facts(self._relocation.target)
         self.answers = [answer]
         await self.carry_on([generation])
 
@@ -141,45 +146,45 @@ class MovedAnswer(ResumableAnswer):
         if flight.aborted:
             raise UpstreamBroken("it was aborted, and its worker has not said what it had sampled") from error
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
-        await self.context.app(self.scope, replay(self._body, self.receive), self.send)
+        await self.app(self.scope, replay(self._body, self.receive), self.send)
 
     # What carrying on does otherwise here
 
-    def leg(self, exchange: Exchange) -> Leg:
-        return MovedLeg(self.context, exchange)
+    def attempt(self, exchange: Exchange) -> Attempt:
+        return MovedAttempt(self.services, self.app, exchange)
 
     @contextmanager
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
         """Within this an abort finds it, and so does the next move."""
-        self._legs.add(exchange)
+        self._attempts.add(exchange)
         self._send_to_target(exchange)
         try:
             with super().in_flight(exchange, body):
                 yield
         finally:
-            self._legs.discard(exchange)
+            self._attempts.discard(exchange)
 
-    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+    async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """One more piece, of the worker that takes it over."""
-        flight = leg.exchange.flight
+        flight = attempt.exchange.flight
         flight.move, flight.first_byte_at = None, None
         if not self._tries:
-            self.context.router.metrics.moved_generations += 1
+            self.services.router.metrics.moved_generations += 1
             where = {"source": self._relocation.source, "target": flight.preferred}
             fields = {"request_id": self.exchange.request_id, **where}
             logger.debug("generation_moved", extra={"fields": fields})
-        if not await self._before_a_pause(super().sample(leg, generation, seam, body), lambda: flight.stop is None):
+        if not await self._before_a_pause(super().sample(attempt, generation, seam, body), lambda: flight.stop is None):
             return  # it waits at the gate
         self._tries = self._refusals = 0
         self.exchange.flight.worker_url = flight.worker_url
 
-    async def note_end(self, leg: Leg, generation: ResumableGeneration, finish: Any) -> None:
-        relocation = leg.exchange.flight.move
-        await super().note_end(leg, generation, finish)
+    async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
+        relocation = attempt.exchange.flight.move
+        await super().note_end(attempt, generation, finish)
         if not generation.done and isinstance(relocation, Relocation):
             self._relocation = relocation
-            self._send_to_target(leg.exchange)
-            generation.facts = await self.context.router.fleet.facts(relocation.target)
+            self._send_to_target(attempt.exchange)
+            generation.facts = await self.services.router.fleet.facts(relocation.target)
 
     def _send_to_target(self, exchange: Exchange) -> None:
         """Have the worker that takes it over be asked for what comes next, questions about it among that: the one that
@@ -216,7 +221,7 @@ class MovedAnswer(ResumableAnswer):
 
     async def _before_a_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
         """Do this, unless a pause comes that cuts what runs, while it `waits`. Raises what it raises."""
-        gate, cuts = self.context.router.gate, self._relocation.cuts
+        gate, cuts = self.services.router.gate, self._relocation.cuts
         task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
         try:
             while not task.done() and (gate.cuts == cuts or not waits()):

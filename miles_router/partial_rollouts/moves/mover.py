@@ -21,7 +21,8 @@ from miles_router.engines.generate import RID
 from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest
 from miles_router.fleet.workers import Role, Worker
-from miles_router.partial_rollouts.leg import ResumeContext
+from miles_router.generation.attempt import ResumeServices
+from miles_router.middlewares.contract import ASGIApp
 from miles_router.partial_rollouts.moves.balance import relocation
 from miles_router.partial_rollouts.moves.checks import Immovable, check_size, movable
 from miles_router.partial_rollouts.moves.moved import BEGUN_ANEW, Relocation
@@ -55,19 +56,23 @@ class Mover:
     """Looks between `running()`'s enter and exit.
 
     Args:
-        context: what carries on, and cuts of pauses not among it.
+        services: what carries on, and cuts of pauses not among it.
+        app: the innermost app.
         after: seconds that a request must have run since it was sent; 0: none moves.
         excused: whether a control request may be under way.
     """
 
-    def __init__(self, context: ResumeContext, fan_out: FanOut, *, after: float, excused: Callable[[], bool]) -> None:
-        self._context = context
+    def __init__(
+        self, services: ResumeServices, app: ASGIApp, fan_out: FanOut, *, after: float, excused: Callable[[], bool]
+    ) -> None:
+        self._services = services
+        self._app = app
         self._fan_out = fan_out
         self._after = after
         self._excused = excused
-        self._fleet = context.router.fleet
+        self._fleet = services.router.fleet
         self._stays: dict[Exchange, Stay] = {}
-        self._legs: set[Exchange] = set()
+        self._attempts: set[Exchange] = set()
         self._orders: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -112,7 +117,7 @@ class Mover:
 
     def _note_stays(self, now: float) -> None:
         before, self._stays = self._stays, {}
-        for exchange, body in self._context.in_flight.requests():
+        for exchange, body in self._services.in_flight.requests():
             flight = exchange.flight
             if not flight.movable or flight.worker_url is None:
                 continue
@@ -135,7 +140,7 @@ class Mover:
             if isinstance(move, Relocation) and exchange.flight.stop is not None and stay.place in loads:
                 loads[stay.place] -= 1
                 _expect(loads, move.target)
-        for exchange in self._legs:
+        for exchange in self._attempts:
             if exchange.flight.stop is None:  # between two workers
                 _expect(loads, exchange.flight.preferred)
         return loads
@@ -155,25 +160,26 @@ class Mover:
             try:
                 check_size(stay.body, engines)
                 request = movable(read_json(stay.body), engines)
-                order.enter_context(self._context.in_flight.ordered(request.body[RID]))
-                if await self._context.in_flight.named(request.body[RID], source.url) != {exchange}:
+                order.enter_context(self._services.in_flight.ordered(request.body[RID]))
+                if await self._services.in_flight.named(request.body[RID], source.url) != {exchange}:
                     raise Immovable("named_alike")
             except (BadRequest, Immovable) as refusal:
                 reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
-                self._context.router.metrics.unmoved_generations[reason] += 1
+                self._services.router.metrics.unmoved_generations[reason] += 1
                 stay.stays = True
                 return False
             here = UnitName(exchange.flight.worker_url or "", exchange.flight.rank) == source and _waits(exchange)
             if not here or not self._quiet() or not {source, target} <= self._loads().keys():
                 return False
             exchange.flight.move = Relocation(
-                context=self._context,
+                services=self._services,
+                app=self._app,
                 request=request,
                 body=stay.body,
                 source=source.url,
                 target=target.url,
                 cuts=self._fleet.gate.cuts,
-                legs=self._legs,
+                attempts=self._attempts,
             )
             *_, name = request.body[RID], *exchange.flight.names_inward(request.body[RID])
             self._order(self._fleet.pool.get(source.url), name, order.pop_all())

@@ -1,7 +1,7 @@
-"""Answers of one generation's legs, joined into the answer that a single leg would have given. Pure.
+"""Answers of one generation's attempts, joined into the answer that a single attempt would have given. Pure.
 
 An answer is one of SGLang's `/generate`: `text`, `output_ids`, `meta_info`. What it says of the output is concatenated
-or added up; what it says of the prompt is the first leg's, of the end the last leg's.
+or added up; what it says of the prompt is the first attempt's, of the end the last attempt's.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
-from miles_router.engines.openai.legs import as_generation, constraint_of, rest_request
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.engines.openai.chat_parts import as_generation, constraint_of, rest_request
+from miles_router.generation.generation import CannotResume, ResumableGeneration
 
 
 class ChatGeneration(ResumableGeneration):

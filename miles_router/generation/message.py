@@ -8,14 +8,14 @@ from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.legs import looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat_parts import looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.text_reader import ReadMessage, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import Parsers, ReadCall, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.errors import RouterError
-from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.generation.generation import CannotResume
+from miles_router.generation.questions import EngineQuestions
 
 logger = logging.getLogger(__name__)
 

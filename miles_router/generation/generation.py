@@ -15,12 +15,12 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest, stop_strings
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.rows import ROW_FIELDS, RowFields, new_rows
-from miles_router.partial_rollouts.joining import RESUMED, ROWS, join
+from miles_router.generation.joining import RESUMED, ROWS, join
 from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
 META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, **dict.fromkeys(ROWS, str)}
-#: Fields about the prompt, which the first leg has answered.
+#: Fields about the prompt, which the first attempt has answered.
 OF_THE_PROMPT = ("text", "logprob_start_len")
 
 
@@ -31,13 +31,14 @@ class CannotResume(Exception):
 
 @dataclass(eq=False)
 class ResumableGeneration:
-    """What is known of one generation between the legs in which it is sampled. A leg is one request to a worker.
+    """What is known of one generation between the attempts in which it is sampled. An attempt is one request to a
+    worker.
 
     Attributes:
         index: its place among the generations of its request.
-        facts: those of the engine that sampled the last leg.
+        facts: those of the engine that sampled the last attempt.
         defaults: sampling parameters that the engine assumed which sampled the first token.
-        answer: the legs before this one, joined.
+        answer: the attempts before this one, joined.
         incremental: whether the client is told only what is new; None where no event has shown it.
         done: it has ended.
         opaque: its stream has said something that cannot be read; the rest passes as it comes.
@@ -49,7 +50,7 @@ class ResumableGeneration:
         halved: the text before the cut may end within a character.
         forming: it may end within a stop string.
         rows_from: of each kind, the first token whose row has not come.
-        leg_rid: what this leg is called by its worker; None for the first, which has the client's name.
+        attempt_rid: what this attempt is called by its worker; None for the first, which has the client's name.
     """
 
     client_request: GenerateRequest
@@ -69,9 +70,9 @@ class ResumableGeneration:
     halved: bool = False
     forming: bool = False
     rows_from: dict[RowKind, int] = field(init=False)
-    leg_rid: str | None = None
-    _leg: GrowingAnswer = field(default_factory=GrowingAnswer)
-    _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this leg, by their weight version
+    attempt_rid: str | None = None
+    _attempt: GrowingAnswer = field(default_factory=GrowingAnswer)
+    _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this attempt, by their weight version
 
     def __post_init__(self) -> None:
         body = self.client_request.body
@@ -131,12 +132,12 @@ class ResumableGeneration:
 
     @property
     def current(self) -> dict[str, Any] | None:
-        """Everything that this leg has brought."""
-        return self._leg.answer
+        """Everything that this attempt has brought."""
+        return self._attempt.answer
 
     @property
     def tokens(self) -> int:
-        """How many this leg has brought."""
+        """How many this attempt has brought."""
         return len(self.current["output_ids"]) if self.current is not None else 0
 
     @property
@@ -159,7 +160,8 @@ class ResumableGeneration:
         return [fields for fields in self.wanted_rows if self.rows_from[fields.kind] < tokens - 1]
 
     def add(self, answer: object) -> dict[str, Any]:
-        """Take a leg's answer, or one event of it; gives its `meta_info`. A worker without a tokenizer gives no text.
+        """Take an attempt's answer, or one event of it; return its `meta_info`. A worker without a tokenizer gives no
+        text.
 
         Raises:
             UnreadableAnswer: it is none, or contradicts itself. Nothing is taken then. So with the next.
@@ -172,17 +174,17 @@ class ResumableGeneration:
             if not isinstance(meta.get(name), (kind, type(None))):
                 raise UnreadableAnswer("incomplete", f"{name} has another type")
         self._check_prompt(meta)
-        named = meta if self.leg_rid is None or self.rid is None else {**meta, "id": self.rid}
-        self._leg.add({"text": "", **answer, "meta_info": named})
+        named = meta if self.attempt_rid is None or self.rid is None else {**meta, "id": self.rid}
+        self._attempt.add({"text": "", **answer, "meta_info": named})
         # SGLang shows unfinished characters and stop strings in the making only where it ends a running generation,
         # not where it aborts one in its queue. Such a one does not tell its prompt's length either.
         self.held_back = meta.get("finish_reason") is None or "prompt_tokens" not in meta
         if self.incremental is None:
-            self.incremental = self._leg.incremental
+            self.incremental = self._attempt.incremental
         return meta
 
     def _check_prompt(self, meta: Mapping[str, Any]) -> None:
-        """A leg's prompt is all that came before. A worker may be set to cut one that is too long."""
+        """An attempt's prompt is all that came before. A worker may be set to cut one that is too long."""
         before = self.answer
         if before is not None and before["output_ids"]:
             expected = before["meta_info"].get("prompt_tokens", 0) + len(before["output_ids"])
@@ -218,15 +220,15 @@ class ResumableGeneration:
         """Everything that has come, joined.
 
         Raises:
-            UnreadableAnswer: this leg's answer and those before do not fit together.
+            UnreadableAnswer: this attempt's answer and those before do not fit together.
         """
         if self.current is None:
             return self.answer
-        current = self._leg.with_versions()
+        current = self._attempt.with_versions()
         return dict(current) if self.answer is None else join(self.answer, self._with_new_rows(current))
 
     def _with_new_rows(self, current: Mapping[str, Any]) -> dict[str, Any]:
-        """A leg's answer with the rows that have not come before."""
+        """An attempt's answer with the rows that have not come before."""
         meta = dict(current["meta_info"])
         for kind, fields in ROW_FIELDS.items():
             if (rows := fields.of(meta)) is not None:
@@ -234,10 +236,10 @@ class ResumableGeneration:
                 meta[fields.rows.name] = new_rows(fields, rows, count, self.rows_from[kind])
         return {**current, "meta_info": meta}
 
-    def next_leg(self) -> None:
+    def next_attempt(self) -> None:
         """What has come becomes what was before. Rows that were lost with an answer's end are asked for again: an
-        engine has those of its prompt too. The next leg gets a name of its own: SGLang aborts what bears the name of a
-        stream 2 s after that has ended (0.5.23, `TokenizerManager.create_abort_task`).
+        engine has those of its prompt too. The next attempt gets a name of its own: SGLang aborts what bears the name
+        of a stream 2 s after that has ended (0.5.23, `TokenizerManager.create_abort_task`).
 
         Raises:
             UnreadableAnswer: it contradicts itself, and cannot be carried on.
@@ -250,20 +252,20 @@ class ResumableGeneration:
             end = current["meta_info"].get("prompt_tokens", 0) + len(current["output_ids"]) - 1
             come = [kind for kind, fields in ROW_FIELDS.items() if fields.of(current["meta_info"]) is not None]
             self.rows_from |= dict.fromkeys(come, end)
-        self.drop_leg()
-        self.answer, self.leg_rid = answer, uuid.uuid4().hex
+        self.drop_attempt()
+        self.answer, self.attempt_rid = answer, uuid.uuid4().hex
 
-    def drop_leg(self) -> None:
-        """Forget what this leg has brought."""
-        self._leg = GrowingAnswer()
+    def drop_attempt(self) -> None:
+        """Forget what this attempt has brought."""
+        self._attempt = GrowingAnswer()
 
     def end(self, answer: dict[str, Any]) -> None:
         """It is over, with this answer."""
-        self.drop_leg()
+        self.drop_attempt()
         self.answer, self.done = answer, True
 
     def verify(self, answer: Mapping[str, Any]) -> None:
-        """See that an answer joined of legs has one logprob for each token, of that token, and versions without gaps.
+        """See that a joined answer has one logprob for each token, of that token, and versions without gaps.
 
         Raises:
             UnreadableAnswer: it has not.
@@ -280,7 +282,7 @@ class ResumableGeneration:
             if answer is not None and RESUMED in answer["meta_info"]:
                 self.verify(answer)
         except UnreadableAnswer:
-            self.drop_leg()
+            self.drop_attempt()
             answer = self.answer
         return None if answer is None or len(answer["output_ids"]) < self.shown_ids else answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -22,8 +22,10 @@ from miles_router.engines.paths import GENERATE
 from miles_router.engines.questions import Answer, EngineQuestion
 from miles_router.engines.rows import RowFields, new_rows
 from miles_router.errors import ConfigError, UnsupportedByEngine
-from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.generation.generation import CannotResume
+
+if TYPE_CHECKING:
+    from miles_router.middlewares.router import Router
 
 logger = logging.getLogger(__name__)
 

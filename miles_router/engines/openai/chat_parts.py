@@ -17,7 +17,7 @@ from miles_router.engines.facts import Facts
 
 #: What asks for the text as it was sampled.
 RAW = {"separate_reasoning": False, "tool_choice": "none"}
-OF_OTHER_LEGS = (
+OF_OTHER_ATTEMPTS = (
     *("stream", "stream_options", "n", "max_completion_tokens", "continue_final_message"),
     *(
         "return_prompt_token_ids",
@@ -102,14 +102,14 @@ def rest_request(
     stream: bool,
 ) -> dict[str, Any]:
     """The request for the rest of a choice, raw: behind these ids, with what is left of its budget."""
-    sent = {name: value for name, value in fields.items() if name not in OF_OTHER_LEGS}
+    sent = {name: value for name, value in fields.items() if name not in OF_OTHER_ATTEMPTS}
     sent |= {**RAW, **rows, "input_ids": list(ids), "logprobs": True}
     sent |= {"stream": True, "return_output_ids_in_sglext": True} if stream else {"return_meta_info": True}
     sent |= {"max_tokens": params["max_new_tokens"], "min_tokens": params["min_new_tokens"]}
     return {**sent, "skip_special_tokens": params["skip_special_tokens"]}
 
 
-def leg_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
+def part_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
     """A choice of a whole answer in the form of `/generate`.
 
     Raises:
@@ -135,7 +135,7 @@ def rest_of(answer: Any) -> dict[str, Any]:
     """
     try:
         (choice,) = answer["choices"]
-        return leg_of(choice, choice["message"]["content"] or "")
+        return part_of(choice, choice["message"]["content"] or "")
     except (*MALFORMED, ValueError) as error:
         raise (
             error if isinstance(error, UnreadableAnswer) else UnreadableAnswer("incomplete", in_words(error))

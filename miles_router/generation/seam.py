@@ -11,9 +11,9 @@ from typing import Any
 from miles_router.engines.answers import UNFINISHED
 from miles_router.engines.models import ADAPTER
 from miles_router.engines.rows import RowFields
-from miles_router.partial_rollouts.continuation import learn_prompt
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.joining import (
+from miles_router.generation.continuation import learn_prompt
+from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.joining import (
     AT_ONCE,
     find_end,
     find_stop_across,
@@ -21,7 +21,7 @@ from miles_router.partial_rollouts.joining import (
     stop_may_form,
     truncate,
 )
-from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.generation.questions import EngineQuestions
 
 #: Tokens on either side of a cut that are decoded to see the character it may have halved.
 WINDOW = 16
@@ -80,7 +80,7 @@ class Seam:
 
     async def mend(self, *, finished: bool) -> tuple[dict[str, Any], bool]:
         """All that has come, and whether a stop string across the cut ends it. `finished`: the worker has ended this
-        leg."""
+        attempt."""
         generation = self._generation
         assert generation.answer is not None
         if generation.halved:
@@ -93,7 +93,7 @@ class Seam:
         tokens, finish = found
         if finished:
             return await self._end_after(joined, tokens, finish), True
-        # The rows that are there are of the legs before; the rest comes with an end, and there is none to come.
+        # The rows that are there are of the attempts before; the rest comes with an end, and there is none to come.
         wanted = generation.wanted_rows
         before = {fields: joined["meta_info"].pop(fields.rows.name, None) for fields in wanted}
         ended = await self._end_after(joined, tokens, finish)

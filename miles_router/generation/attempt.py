@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, replay, with_body
 from miles_router.asgi.replies import Tap
@@ -12,8 +13,10 @@ from miles_router.engines.facts import Facts
 from miles_router.errors import UpstreamUnreachable
 from miles_router.fleet.inflight import InFlight
 from miles_router.metrics import Statistics, counter
-from miles_router.middlewares.contract import ASGIApp
-from miles_router.middlewares.router import Router
+
+if TYPE_CHECKING:
+    from miles_router.middlewares.contract import ASGIApp
+    from miles_router.middlewares.router import Router
 
 LAYER = "partial_rollouts"
 
@@ -26,18 +29,16 @@ class ResumeStatistics(Statistics, prefix="miles_router_partial_rollouts"):
 
 
 @dataclass
-class ResumeContext:
-    """What all requests have in common.
+class ResumeServices:
+    """What all requests whose generations may be carried on share.
 
     Attributes:
-        app: the app inside.
         in_flight: where an abort finds requests.
-        is_paused: whether the worker at a URL was paused by somebody else than the router.
-        resume_cut: carry on what a pause cut.
-        resume_lost: carry on streams whose worker was lost, and ask again for other answers.
+        is_paused: tells whether somebody other than the router has paused the worker at a URL.
+        resume_cut: generations that a pause cuts are carried on.
+        resume_lost: streams of lost workers are carried on, and other answers asked for again.
     """
 
-    app: ASGIApp
     router: Router
     in_flight: InFlight
     is_paused: Callable[[str], Awaitable[bool]]
@@ -51,53 +52,56 @@ def is_failure(finish: object) -> bool:
     return isinstance(finish, dict) and (finish.get("status_code") is not None or finish.get("err_type") is not None)
 
 
-class Leg:
-    """A request that begins the generations of a client's request, or carries one of them on.
+class Attempt:
+    """One request to a worker: it begins the generations of a client's request, or carries one of them on.
 
     Args:
+        app: the app inside.
         exchange: under which an abort finds it.
     """
 
-    def __init__(self, context: ResumeContext, exchange: Exchange) -> None:
+    def __init__(self, services: ResumeServices, app: ASGIApp, exchange: Exchange) -> None:
         self.exchange = exchange
-        #: Those of the engine that answers, as far as they are known.
+        #: What is known of the engine that answers.
         self.facts = Facts()
-        self._context = context
+        self._services = services
+        self._app = app
         self._cuts = 0
 
     async def ask(self, tap: Tap, scope: Scope, receive: Receive, body: bytes) -> None:
-        """Send it through the layers inside. Under `resume_lost` it is sent again while no reply begins: of a small
-        fleet every worker may have been tried once, and some be back."""
-        context, lost = self._context, 0
+        """Send the request through the layers inside. Under `resume_lost` it is sent again while no reply begins: in a
+        small fleet every worker may have been tried once, and some be back."""
+        services, lost = self._services, 0
         scope = with_body({**scope, SCOPE_KEY: self.exchange}, body)
         while True:
-            self._cuts = context.router.gate.cuts
+            self._cuts = services.router.gate.cuts
             try:
-                await tap.call(context.app, scope, replay(body, receive))
+                await tap.call(self._app, scope, replay(body, receive))
                 return
             except UpstreamUnreachable as error:
                 lost += error.attempts
-                if not context.resume_lost or lost > context.router.config.max_retries:
+                if not services.resume_lost or lost > services.router.config.max_retries:
                     raise
 
     def note_engine(self) -> None:
-        """The reply has begun: what is known of the engine now holds for this reply."""
+        """Keep what is known of the engine as the reply begins: it holds for this reply."""
         url = self.exchange.flight.worker_url
-        self.facts = self._context.router.fleet.known_facts(url) if url is not None else Facts()
+        self.facts = self._services.router.fleet.known_facts(url) if url is not None else Facts()
 
     async def learn_engine(self) -> None:
-        """Know the engine, before its reply is closed: the reply's connection proves that it is still the same."""
+        """Learn the engine's facts before its reply is closed: the reply's connection proves that it is the same
+        process."""
         url = self.exchange.flight.worker_url
-        self.facts = await self._context.router.fleet.facts(url) if url is not None else Facts()
+        self.facts = await self._services.router.fleet.facts(url) if url is not None else Facts()
 
     async def was_cut(self, finish: object) -> bool:
-        """Whether a pause made this finish reason: the generation was aborted, by nobody's wish, and a pause came
-        meanwhile."""
-        context, flight = self._context, self.exchange.flight
-        if not is_abort(finish) or flight.aborted or not context.resume_cut:
+        """Return whether a pause made this finish reason: the generation was aborted, no client asked for that, and a
+        pause came meanwhile."""
+        services, flight = self._services, self.exchange.flight
+        if not is_abort(finish) or flight.aborted or not services.resume_cut:
             return False
         if is_failure(finish):
             return False
-        if context.router.gate.cuts != self._cuts:
+        if services.router.gate.cuts != self._cuts:
             return True
-        return flight.worker_url is not None and await context.is_paused(flight.worker_url)
+        return flight.worker_url is not None and await services.is_paused(flight.worker_url)

@@ -6,8 +6,8 @@ import orjson
 
 from miles_router.engines.generate import RID
 from miles_router.engines.known import USUAL
-from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.questions import EngineQuestions
 
 #: Sampling parameters that depend on the output so far but for one value.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "beam_width": 1}
@@ -23,7 +23,7 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
     if answer is not None and answer["output_ids"]:  # else it had only queued
         check_stateless(generation)
         await learn_prompt(generation, questions)
-    return orjson.dumps({**generation.next_request(), RID: generation.leg_rid})
+    return orjson.dumps({**generation.next_request(), RID: generation.attempt_rid})
 
 
 def check_stateless(generation: ResumableGeneration) -> None:

@@ -1,0 +1,243 @@
+"""Turns that a pause or a lost worker cuts: each choice goes on behind exactly the tokens that it has."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.turns.carried_rows import CarriedRows
+from middleware_hub.openai_session.turns.plan import TurnPlan
+from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, finish_of
+from miles_router.engines.generate import RID
+from miles_router.engines.openai.chat_parts import (
+    joined_answer,
+    joined_choice,
+    part_of,
+    rest_of,
+    with_reasoning_tokens,
+)
+from miles_router.engines.parsers import Parsers, reasoning_marks
+from miles_router.errors import RouterError, UpstreamBroken
+from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope
+from miles_router.middlewares.generation import (
+    Attempt,
+    CannotResume,
+    ChatGeneration,
+    Continuing,
+    MessageReader,
+    ResumableGeneration,
+    ResumeServices,
+    UnreadCounter,
+)
+
+#: Gives the ids of tokens that spell some bytes each; None where they are not certain.
+NameTokens = Callable[[Sequence[bytes]], Awaitable["list[int] | None"]]
+#: Parameters of the model's `generation_config.json` that would not be the same behind a cut.
+ASSUMED = ("repetition_penalty",)
+_ABORTED = b'"%b"' % ABORT.encode()
+
+
+class TurnReply(Collected):
+    """A whole reply of the engine's to a turn.
+
+    Args:
+        attempt: the request that this is the reply to; None where nothing is carried on.
+    """
+
+    layer = "openai_sessions"
+
+    def __init__(self, metrics: UnreadCounter, attempt: Attempt | None = None) -> None:
+        super().__init__(metrics)
+        #: The places of the choices that a pause has cut.
+        self.cut: list[int] = []
+        self._attempt = attempt
+
+    async def whole(self, body: bytes) -> None:
+        """Keep the body, and find out which choices were cut while the reply holds its engine."""
+        await super().whole(body)
+        if self._attempt is None or not self.is_json or _ABORTED not in body:
+            return
+        await self._attempt.learn_engine()
+        try:
+            finishes = [finish_of(choice) for choice in orjson.loads(body)["choices"]]
+        except (*MALFORMED, orjson.JSONDecodeError):
+            return  # no answer: its reader says so
+        self.cut = [place for place, finish in enumerate(finishes) if await self._attempt.was_cut(finish)]
+
+
+class CarriedTurn(Continuing):
+    """The choices of one turn, as they are sampled in several attempts. What follows a cut comes in whole answers.
+
+    Args:
+        app: the app inside of the session's.
+        scope: of the request to the engine.
+        body: the same request.
+    """
+
+    def __init__(
+        self,
+        services: ResumeServices,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        body: bytes,
+        plan: TurnPlan,
+        parsers: Parsers,
+    ) -> None:
+        super().__init__(services, app, scope, receive)
+        self.body = body
+        self.lost = 0
+        self._plan = plan
+        self._parsers = parsers
+        self._rows: dict[int, CarriedRows] = {}
+        self._ended_at_cut: set[int] = set()
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """The request's fields. What the engine takes from the model's own settings counts like the agent's."""
+        fields, model = orjson.loads(self.body), self.services.router.generation_config
+        assumed = {name: model.get(name) for name in ASSUMED if fields.get(name) is None}
+        return {**fields, **{name: value for name, value in assumed.items() if value is not None}}
+
+    @cached_property
+    def reader(self) -> MessageReader:
+        """The parser of whole texts."""
+        return MessageReader(self._parsers, self.fields)
+
+    def may_go_on(self) -> bool:
+        """Count a lost worker, and return whether the turn may go on without it."""
+        self.lost += 1
+        return self.services.resume_lost and self.lost <= self.services.router.config.max_retries
+
+    def rename(self) -> None:
+        """Give the request another name before it is sent once more: a worker that was out of reach still has the last
+        one, and SGLang takes no name twice. An abort still finds it by what its client called it."""
+        name, flight = self.fields.get(RID), self.exchange.flight
+        if isinstance(name, str):
+            flight.rids.add(name)
+            flight.inward = {name: uuid.uuid4().hex}
+            self.body = orjson.dumps({**orjson.loads(self.body), RID: flight.inward[name]})
+
+    def begin(
+        self, index: int, prompt: Sequence[int], attempt: Attempt, part: Mapping[str, Any], finish: Any
+    ) -> ChatGeneration:
+        """Begin to carry a choice on.
+
+        Args:
+            prompt: the ids that it was given.
+            part: what there is of it, in the form of `/generate`.
+            finish: why it ended; None where its worker was lost.
+
+        Raises:
+            CannotResume, UnreadableAnswer: it cannot be.
+        """
+        if not prompt:
+            raise CannotResume("the worker did not tell the ids of the prompt")
+        generation = ChatGeneration(self.fields, index, prompt, attempt.facts)
+        generation.begin(part)
+        generation.abort = finish
+        tokens, rid = len(prompt) + len(part["output_ids"]), part["meta_info"].get("id")
+        self._rows[index] = CarriedRows(self._plan.deliveries, index, tokens, rid)
+        return generation
+
+    async def carried_on(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
+        """Carry choices on to their ends. Raises as `carry_on`.
+
+        Returns:
+            By its index, the whole of each choice in the form of `/generate`.
+        """
+        await self.carry_on(generations)
+        for each in generations:
+            answer, rows = self.answers.get(each.index, each.answer), self._rows[each.index]
+            tokens = [*each.prompt, *answer["output_ids"]]
+            if each.index in self._ended_at_cut:
+                await rows.ask(self.questions(), self.services.router.rows, tokens)
+            rows.deliver(len(tokens))
+            if each.index in self.answers:
+                end = reasoning_marks(each.facts.reasoning_parser or "")[1]
+                self.answers[each.index] = with_reasoning_tokens(answer, end)
+        return dict(self.answers)
+
+    async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
+        """Take the answer of a choice that no worker has ended."""
+        self.answers[generation.index] = answer
+        if generation.done:
+            self._ended_at_cut.add(generation.index)
+
+    def read_attempt(self, answer: Any) -> Any:
+        """Return the rest of a choice."""
+        return rest_of(answer)
+
+    @contextmanager
+    def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> Iterator[None]:
+        """Leave the delivery of a choice's rows with the exchange of its attempts."""
+        with self._rows[generation.index].left_on(exchange):
+            yield
+
+    def came(self, generation: ResumableGeneration) -> None:
+        """Take the rows of an attempt: the next asks for those behind them."""
+        assert isinstance(generation, ChatGeneration)
+        self._rows[generation.index].take(generation.given + generation.tokens)
+
+
+class CarriedAnswer(CarriedTurn):
+    """A turn whose answer comes in one piece. The agent has seen nothing of it: one that cannot be carried on is asked
+    for again, as it was."""
+
+    async def sampled(self) -> tuple[TurnReply, dict[str, Any] | None]:
+        """Have the engine sample.
+
+        Returns:
+            The last reply to the whole request, and the answer if it was put together from several.
+        """
+        metrics = self.services.router.metrics
+        while True:
+            attempt = self.attempt(self.exchange)
+            reply = TurnReply(metrics, attempt)
+            try:
+                with self.in_flight(self.exchange, self.body):
+                    await attempt.ask(reply, self.scope, self.receive, self.body)
+            except UpstreamBroken:
+                if not self.may_go_on():
+                    raise
+                self.rename()
+                continue
+            if not reply.cut:
+                return reply, None
+            joined = await self._joined(reply.parse(), reply.cut, attempt)
+            if joined is not None:
+                return reply, joined
+
+    async def _joined(self, first: Mapping[str, Any], places: Sequence[int], attempt: Attempt) -> dict[str, Any] | None:
+        """Return the whole answer, of which the choices in these places were cut; None where it has to be asked for
+        again."""
+        self.answers = {}
+        try:
+            cut = [self._begun(first["choices"][place], attempt) for place in places]
+        except (CannotResume, UnreadableAnswer) as error:
+            self.give_up(error)
+            return None
+        answers = await self.carried_on(cut)
+        if any(each.given_up for each in cut):
+            return None
+        try:
+            choices = [await self._choice(each, answers.get(each["index"]), attempt) for each in first["choices"]]
+        except (CannotResume, UnreadableAnswer, RouterError) as error:
+            self.give_up(error)
+            return None
+        return joined_answer(first, choices)
+
+    def _begun(self, choice: Mapping[str, Any], attempt: Attempt) -> ChatGeneration:
+        prompt = self.fields.get("input_ids") or choice.get("prompt_token_ids") or ()
+        return self.begin(choice["index"], prompt, attempt, part_of(choice, ""), choice["meta_info"]["finish_reason"])
+
+    async def _choice(self, first: Mapping[str, Any], answer: Any, attempt: Attempt) -> Mapping[str, Any]:
+        if answer is None:
+            return first
+        read = await self.reader.read(answer, first["message"], attempt.facts, self.questions())
+        return joined_choice(first, answer, read.message)

@@ -1,0 +1,110 @@
+"""The rows of a choice that is sampled in several attempts: those that have come are the prefix of the next request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.rows import ROW_FIELDS, decoded
+from miles_router.errors import RouterError
+from miles_router.middlewares import Exchange
+from miles_router.middlewares.generation import CannotResume, EngineQuestions
+from miles_router.middlewares.rows import RowChannel, RowDeliveries, RowDelivery, RowPrefix, RowsByKind
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind
+
+
+@dataclass(frozen=True)
+class _HeldRows:
+    """Rows that were checked attempt by attempt, as a delivery hands them on."""
+
+    rows: AlignedRows
+
+    def align(self, tokens: int, rid: str | None) -> AlignedRows:
+        """Return the rows of the first `tokens` tokens."""
+        held, count = self.rows, tokens - 1
+        if len(held) == count:
+            return held
+        return AlignedRows(held.array(count, count), held.kind, start=count, parent=held)
+
+
+class CarriedRows:
+    """The rows of one choice.
+
+    Args:
+        deliveries: those of the whole turn, with the rows of the first attempt; they get those of all.
+        tokens: tokens of the prompt and of the first attempt.
+        rid: the engine's name of the choice.
+    """
+
+    def __init__(self, deliveries: RowDeliveries, index: int, tokens: int, rid: str | None) -> None:
+        self._deliveries = deliveries
+        self._index = index
+        self._rid = rid
+        self._held: dict[RowKind, AlignedRows] = {}
+        self._attempts = RowDeliveries({kind: RowDelivery(kind) for kind in deliveries})
+        self._note(deliveries.take(index, tokens, rid), tokens)
+
+    @contextmanager
+    def left_on(self, exchange: Exchange) -> Iterator[None]:
+        """Have the rows of attempts under this exchange delivered."""
+        with self._attempts.left_on(exchange):
+            for kind in self._attempts:
+                self._attempts[kind].prefixes = [self._prefix(kind)]
+            yield
+
+    def take(self, tokens: int) -> None:
+        """Take the rows of an attempt, behind which the choice has so many tokens, prompt included."""
+        self._note(self._attempts.take(0, tokens, self._rid), tokens)
+
+    async def ask(self, questions: EngineQuestions, channels: Mapping[RowKind, RowChannel], ids: Sequence[int]) -> None:
+        """Ask an engine for the rows of these ids that have not come: those of a lost worker never do."""
+        for kind, delivery in self._attempts.items():
+            prefix, hold = self._prefix(kind), channels[kind].hold
+            start = 0 if prefix is None else prefix.count
+            if hold is None or start >= len(ids) - 1:
+                continue
+            try:
+                encoded = await questions.rows(ROW_FIELDS[kind], ids, start, questions.exchange.adapter)
+                own = _read(encoded, kind, len(ids) - 1 - start)
+                self._held[kind] = hold(own, start, None if prefix is None else prefix.rows, self._rid)
+            except (CannotResume, UnreadableAnswer, InvalidTrajectory, RouterError) as error:
+                delivery.missing = str(error)
+
+    def deliver(self, tokens: int) -> None:
+        """Hand on the rows of the choice, which has so many tokens, prompt included."""
+        for kind, delivery in self._deliveries.items():
+            held = self._held.get(kind)
+            if held is not None and len(held) >= tokens - 1:
+                delivery.unchecked[self._index] = _HeldRows(held)
+            else:
+                delivery.missing = self._attempts[kind].missing or delivery.missing
+
+    def _note(self, rows: RowsByKind, tokens: int) -> None:
+        for kind, found in rows.items():
+            if found.rows is not None:
+                self._held[kind] = found.rows
+                self._attempts[kind].prefixes = [self._prefix(kind)]
+
+    def _prefix(self, kind: RowKind) -> RowPrefix | None:
+        held = self._held.get(kind)
+        if held is not None and (prefix := RowPrefix.of(held, len(held))) is not None:
+            return prefix
+        return self._deliveries[kind].prefix_for(self._index)
+
+
+def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
+    """Return so many rows of base64 in the smallest of the kind's types.
+
+    Raises:
+        UnreadableAnswer: they are none.
+    """
+    data = np.frombuffer(decoded(encoded), "<i4")
+    if not len(data) or len(data) % count or data.min() < kind.least or data.max() > np.iinfo(kind.types[-1]).max:
+        raise UnreadableAnswer("incomplete", f"{len(data)} ids are no {count} rows")
+    fits = next(each for each in kind.types if data.max() <= np.iinfo(each).max)
+    return data.reshape(count, -1).astype(fits)

@@ -1,0 +1,321 @@
+"""A streamed turn that is cut: its choices are carried on while the agent reads what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.turns.carried import CarriedTurn, NameTokens
+from middleware_hub.openai_session.turns.reply import ReplySender
+from middleware_hub.openai_session.turns.stream import TurnStream
+from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, is_abort, token_count
+from miles_router.engines.events import Event
+from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_parts import entries_of, finished, joined_usage
+from miles_router.engines.openai.chat_stream import ROW_NAMES, GrowingChat, GrowingChatChoice, GrowingMessage
+from miles_router.engines.openai.held_deltas import TOKEN_ID, may_end, token_bytes
+from miles_router.engines.openai.text_reader import LiveText
+from miles_router.errors import RouterError, UpstreamBroken
+from miles_router.middlewares import Kind, Message, Tap, Watch
+from miles_router.middlewares.generation import (
+    Attempt,
+    CannotResume,
+    ChatGeneration,
+    ResumableGeneration,
+    Seam,
+)
+
+NO_TEXT: Mapping[str, Any] = {"reasoning_content": None}
+#: Shows what an attempt has said so far: its text, and the entries of its logprobs.
+ShowMore = Callable[[str, Sequence[Any]], Awaitable[None]]
+
+
+class RestStream(Tap):
+    """The stream of an attempt that carries one choice on, as raw text."""
+
+    layer = "openai_sessions"
+
+    def __init__(
+        self, attempt: Attempt, generation: ChatGeneration, version: Callable[[], str | None], show: ShowMore
+    ) -> None:
+        super().__init__(_drop)
+        self.growing = GrowingChat(may_be_cut=True)
+        self._attempt = attempt
+        self._generation = generation
+        self._version = version
+        self._show = show
+        self._text: list[str] = []
+        self._end: dict[str, Any] | None = None
+
+    @property
+    def choice(self) -> GrowingChatChoice | None:
+        """The choice; None while nothing has come of it."""
+        return self.growing.growing.get(0)
+
+    def passes(self, start: Message) -> bool:
+        """Refuse what is no stream.
+
+        Raises:
+            CannotResume: it is none.
+        """
+        if start["status"] != 200 or self.kind is not Kind.EVENTS:
+            raise CannotResume(f"the worker answered {start['status']}, and no stream")
+        self._attempt.note_engine()
+        return False
+
+    def unread(self, reason: str) -> None:
+        """Raise CannotResume."""
+        raise CannotResume(f"the worker's stream cannot be read: {reason}")
+
+    async def event(self, event: Event) -> bytes:
+        """Take an event, and show what it brings."""
+        if event.data and not event.is_last:
+            self.keep(0, len(event.raw), more=True)
+            try:
+                await self._read(event.parse())
+            except (UnreadableAnswer, *MALFORMED) as error:
+                raise CannotResume("the worker's stream says something that is no chunk") from error
+        return b""
+
+    async def _read(self, chunk: Any) -> None:
+        choices = [{**choice, "index": 0} for choice in chunk["choices"]]
+        self.growing.add({**chunk, "choices": choices}, self._version())
+        for choice in choices:
+            if (finish := choice.get("finish_reason")) is not None:
+                self._end = {"type": finish, "matched": choice.get("matched_stop")}
+                await self._attempt.learn_engine()
+                continue
+            new = (choice.get("delta") or {}).get("content") or ""
+            self._text.append(new)
+            certain = self._text[:-1] if may_end(new, self._generation.stops) else self._text
+            assert self.choice is not None
+            await self._show("".join(certain), self.choice.entries)
+
+    def part(self) -> dict[str, Any]:
+        """Return all of it in the form of `/generate`.
+
+        Raises:
+            CannotResume: it had no end.
+            UnreadableAnswer: it did not tell its ids.
+        """
+        if self._end is None or self.choice is None:
+            raise CannotResume("the worker's stream had no end")
+        end = self._end
+        if end["type"] == "length":
+            end = {"type": "length", "length": len(self.choice.entries)}
+        elif is_abort(end["type"]):
+            end = {"type": end["type"]}
+        return {**self.growing.part(0, self._generation.given, end), "text": "".join(self._text)}
+
+    async def lost_part(self, names: NameTokens) -> dict[str, Any] | None:
+        """Return what there is of it where its worker was lost; None for nothing.
+
+        Raises:
+            CannotResume: its ids are not certain.
+        """
+        if self.choice is None:
+            return None
+        self.growing.name_ids({0: await named(self.choice, names)})
+        return {**self.growing.part(0, self._generation.given, None), "text": "".join(self._text)}
+
+
+class CarriedStream(CarriedTurn):
+    """A turn whose answer comes chunk by chunk. What the agent has seen stays: a choice that cannot be carried on ends
+    with the finish reason `abort`."""
+
+    def carries(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
+        """Go on from this stream, the first attempt's."""
+        self._stream = stream
+        assert isinstance(stream.growing, GrowingChat)
+        self._growing = stream.growing
+        self._attempt = attempt
+        self._reply = reply
+        self._names = names
+        self._live: dict[int, LiveText] = {}
+        self._told: dict[int, int] = {}  # of each choice, for how many tokens the agent has had the logprobs
+        self._by_engine = False
+
+    async def lose(self) -> None:
+        """Learn what a lost worker has not told of the stream.
+
+        Raises:
+            UpstreamBroken: that cannot be known.
+        """
+        growing, router = self._growing, self.services.router
+        try:
+            if not self._stream.lose():
+                raise CannotResume("what it said cannot be read")
+            growing.name_ids(
+                {index: await named(choice, self._names) for index, choice in sorted(growing.growing.items())}
+            )
+            if not (self.fields.get("input_ids") or growing.prompt):
+                growing.prompt = await self.questions().render(self.fields)
+                growing.extension["input_ids"] = growing.prompt
+        except (CannotResume, RouterError, *MALFORMED) as error:
+            self.give_up(error)
+            raise UpstreamBroken(f"the worker was lost: {error}") from error
+        if self._attempt.facts.model_path is None:
+            self._attempt.facts = next(iter(await router.fleet.all_facts()), Facts())
+
+    async def run(self) -> None:
+        """Carry the choices that were cut on, and show their ends."""
+        cut, grown = self._stream.cut_choices, self._growing.growing
+        answers: dict[int, Any] = {}
+        began = [grown[index] for index in cut if index in grown]
+        self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, began)
+        try:
+            answers = await self.carried_on([await self._begun(index) for index in sorted(cut)])
+        except (CannotResume, UnreadableAnswer) as error:
+            self.give_up(error)
+        for index in sorted(cut):
+            await self._reply.give(await self._rest(index, answers.get(index)))
+        self._show_of_all(answers)
+        for index, answer in answers.items():
+            self._growing.put_whole(index, answer)
+        self._stream.end_carried()
+
+    async def _said_by_engine(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
+        """Return whether the engine itself says that it has the weights that the router noted while it streamed."""
+        versions = {run.version for choice in choices for run in choice.versions.runs}
+        if url is None or len(versions) != 1:
+            return False
+        return await self.services.router.fleet.weight_version(url) in versions
+
+    async def _begun(self, index: int) -> ChatGeneration:
+        finish = self._stream.cut_choices[index]
+        end = None if finish is None else {"type": finish}
+        prompt = self.fields.get("input_ids") or self._growing.prompt or ()
+        self._told[index] = len(self._growing.growing[index].entries)
+        generation = self.begin(index, prompt, self._attempt, self._growing.part(index, len(prompt), end), end)
+        self._watch(generation)
+        return generation
+
+    # What follows, as it comes
+
+    def _watch(self, generation: ChatGeneration) -> None:
+        """Find out whether what follows can be read as it comes: once something was shown of the choice."""
+        index = generation.index
+        if index not in self._live or not self._live[index].is_live:
+            try:
+                shown, begun = self._stream.shown(index), self._stream.begun(index)
+            except MALFORMED as error:
+                raise CannotResume("a tool call was shown that names no function") from error
+            growing = self.reader.growing(begun, self._attempt.facts)
+            self._live[index] = LiveText(growing, GrowingMessage.of(shown))
+        generation.watched = self._live[index].is_live
+
+    async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+        """Have a worker carry a choice on, as a stream where that can be read, else as a whole."""
+        assert isinstance(generation, ChatGeneration)
+        if not generation.live:
+            await super().sample(attempt, generation, seam, body)
+            return
+        pool, flight = self.services.router.pool, attempt.exchange.flight
+
+        async def show(text: str, entries: Sequence[Any]) -> None:
+            await self._more(generation, text, entries)
+
+        following = RestStream(attempt, generation, lambda: pool.version_of(flight.worker_url), show)
+        try:
+            await attempt.ask(following, self.scope, self.receive, body)
+        except UpstreamBroken:
+            part = await following.lost_part(self._names) if self.services.resume_lost else None
+            if part is not None:
+                self._by_engine = False
+                generation.add(part)
+            raise
+        meta = generation.add(following.part())
+        self.came(generation)
+        known = await self._said_by_engine(flight.worker_url, following.growing.growing.values())
+        self._by_engine = self._by_engine and known
+        with Watch(self.receive, 0):
+            joined, stopped = await seam.mend(finished=True)
+        generation.verify(joined)
+        if stopped:
+            raise CannotResume("a stop string stands across the cut")
+        await self.note_end(attempt, generation, meta["finish_reason"])
+        if generation.done:
+            self.answers[generation.index] = joined
+        else:
+            self._watch(generation)
+
+    async def _more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
+        """Show what has come, as far as it is certain."""
+        index, before = generation.index, generation.answer
+        deltas = self._live[index].certain((before["text"] if before is not None else "") + text)
+        said = [*(entries_of(before) if before is not None else ()), *entries]
+        await self._reply.give(self._show(index, deltas, said))
+        generation.shown_ids = self._growing.growing[index].tokens = self._told[index]
+
+    def _show(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
+        """Return deltas of a choice as they are shown, with the logprobs that it has now and had not before."""
+        new = entries[self._told[index] :]
+        self._told[index] += len(new)
+        shown = deltas or ([NO_TEXT] if new else [])
+        logprobs = [{"content": new} if new else None, *[None] * len(shown)]
+        pairs = zip(shown, logprobs, strict=False)
+        return b"".join(self._stream.show(index, delta, logprobs=told) for delta, told in pairs)
+
+    # The end
+
+    async def _rest(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
+        """Return what is left to show of a choice."""
+        if answer is None:
+            return self._stream.show(index, NO_TEXT, finish_reason=ABORT)
+        self._stream.carried_by_engine[index] = self._by_engine
+        deltas: list[Mapping[str, Any]] = []
+        try:
+            begun, facts = self._stream.begun(index), self._attempt.facts
+            read = await self.reader.read(answer, begun, facts, self.questions(), stream=True)
+            finish, deltas = finished(answer, read.message), self._live[index].behind(*read)
+        except (CannotResume, UnreadableAnswer, RouterError, *MALFORMED) as error:
+            self.give_up(error)
+            finish = {"type": ABORT}
+        shown = self._show(index, deltas, entries_of(answer))
+        end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+        return shown + self._stream.show(index, NO_TEXT, **end)
+
+    def _show_of_all(self, answers: Mapping[int, Any]) -> None:
+        """Show what the stream tells of all choices at its end."""
+        growing, stream = self._growing, self._stream
+        extension = {**growing.extension}
+        if extension.get("output_ids"):
+            extension["output_ids"] = [
+                answers[index]["output_ids"] if index in answers else ids
+                for index, ids in enumerate(extension["output_ids"])
+            ]
+        for name in ROW_NAMES:
+            rows = [each["meta_info"][name] for each in answers.values() if each["meta_info"].get(name)]
+            extension |= {name: rows[0]} if rows else {}
+        if extension:
+            stream.show_of_all(sglext=extension)
+        if growing.usage is not None:
+            metas = [self._meta(index, answers) for index in sorted(growing.growing)]
+            usage = joined_usage(growing.usage, metas)
+            growing.prompt_tokens = token_count(usage)
+            stream.show_of_all(usage=usage)
+
+    def _meta(self, index: int, answers: Mapping[int, Any]) -> Mapping[str, Any]:
+        if index in answers:
+            meta: Mapping[str, Any] = answers[index]["meta_info"]
+            return meta
+        return {"completion_tokens": len(self._growing.growing[index].entries)}
+
+
+async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
+    """Return the ids of a stream that has not told them, by the bytes of its tokens.
+
+    Raises:
+        CannotResume: they may be those of other tokens.
+    """
+    told = [token for entry in choice.entries if type(token := entry.get(TOKEN_ID)) is int]
+    if told and len(told) == len(choice.entries):
+        return told
+    ids = await names([token_bytes(entry) for entry in choice.entries])
+    if ids is None:
+        raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
+    return ids
+
+
+async def _drop(message: Message) -> None:
+    """Give nothing to a client."""
