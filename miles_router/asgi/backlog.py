@@ -14,8 +14,3 @@ class Backlog:
     def __init__(self) -> None:
         #: Bytes.
         self.size = 0
-
-    @property
-    def full(self) -> bool:
-        """Whoever reads more should read little."""
-        return self.size > MAX_BACKLOG

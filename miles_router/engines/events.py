@@ -27,30 +27,29 @@ _ERROR = Field("error")
 
 
 class Event(NamedTuple):
-    """One event: its bytes with the empty line that ends it, its name (empty without one), and its data."""
+    """One event: its bytes with the empty line that ends it, its name (empty without one), its data, and whether it is
+    the last of a stream that ends in order (`[DONE]`)."""
 
     raw: bytes
     name: bytes
     data: bytes
+    is_last: bool
 
     @classmethod
     def read(cls, raw: bytes) -> Event:
         """Read the fields of an event. Comments and unknown fields are skipped; several data lines are joined."""
         if raw.startswith(DATA) and raw.find(NEWLINE) == len(raw) - len(END) and b"\r" not in raw:
-            return cls(raw, b"", raw[len(DATA) : -len(END)])  # nearly all of them
-        name, data = b"", []
+            data = raw[len(DATA) : -len(END)]  # nearly all of them
+            return cls(raw, b"", data, data == DONE)
+        name, lines = b"", []
         for line in raw.splitlines():
             field, _, value = line.partition(b":")
             if field == b"data":
-                data.append(value.removeprefix(b" "))
+                lines.append(value.removeprefix(b" "))
             elif field == b"event":
                 name = value.removeprefix(b" ")
-        return cls(raw, name, NEWLINE.join(data))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it says that the stream ends in order (`[DONE]`)."""
-        return self.data == DONE
+        data = NEWLINE.join(lines)
+        return cls(raw, name, data, data == DONE)
 
     @property
     def is_error(self) -> bool:
@@ -63,7 +62,7 @@ class Event(NamedTuple):
     def parse(self) -> Any:
         """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""
         data = self.data
-        if not data or data == DONE:
+        if not data or self.is_last:
             return None
         try:
             return orjson.loads(data)

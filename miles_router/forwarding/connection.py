@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from miles_router.asgi.backlog import Backlog
+from miles_router.asgi.backlog import MAX_BACKLOG, Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
@@ -187,7 +187,8 @@ class Connection(asyncio.BufferedProtocol):
         self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._pool.read_buffer[:LITTLE] if self._pool.backlog.full else self._pool.read_buffer
+        pool = self._pool
+        return pool.read_buffer if pool.backlog.size <= MAX_BACKLOG else pool.read_buffer[:LITTLE]
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
@@ -262,11 +263,11 @@ class Connection(asyncio.BufferedProtocol):
             self._pulse.beats += 1
             self._pulse.heard_at = self._loop.time()
         buffered = reply._add(data)
-        if reply._sink is None and buffered > self._high_water():
+        if buffered > LITTLE and reply._sink is None and buffered > self._high_water():
             self.pause()
 
     def _high_water(self) -> int:
-        return LITTLE if self._pool.backlog.full else HIGH_WATER
+        return HIGH_WATER if self._pool.backlog.size <= MAX_BACKLOG else LITTLE
 
     # httptools callbacks
 

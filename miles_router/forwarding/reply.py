@@ -141,7 +141,7 @@ class Reply:
         if not self._chunks:
             return b""
         chunk = self._next()
-        if self._connection is not None:
+        if self.held_up and self._connection is not None:
             self._connection.reader_caught_up(self._buffered)
         return chunk
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
+from miles_router.asgi.backlog import MAX_BACKLOG
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
 from miles_router.asgi.moving import Elsewhere
@@ -122,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(True)
 
     def resume_writing(self) -> None:
-        if not self._reads and not self._shared.statistics.backlog.full:
+        if not self._reads and self._shared.statistics.backlog.size <= MAX_BACKLOG:
             self._reads = True
             sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_FOR_READERS)

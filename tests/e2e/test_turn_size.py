@@ -14,6 +14,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.call_counts import CallCount
 from tests.support.cuts import cut, cuttable
 from tests.support.generations import GENERATE
+from tests.support.running_router import QUIET
 from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, JSON
 from tests.support.stage import Stage
@@ -70,6 +71,7 @@ async def test_a_turn_passes_no_more_than_it_did(
     stage: Stage, tmp_path: Path, path: str, stream: bool, kind: str
 ) -> None:
     settings: dict[str, Any] = {"state_dir": tmp_path} if kind != "plain" else {"partial_rollout": "return"}
+    settings["health_check_interval"] = QUIET  # its answers are read between the turn's own calls
     async with cuttable(stage, settings=settings) as (trial, brake):
         api, counts = Api(path), []
         for number in range(TURNS):

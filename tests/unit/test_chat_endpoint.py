@@ -227,7 +227,7 @@ END = chunk(delta(finish="stop"))
 def grown(*chunks: Any, version: str | None = "1") -> list[Choice]:
     growing = CHAT.growing()
     for each in chunks:
-        growing.add(each, version)
+        growing.add(each, lambda: version)
     return growing.choices()
 
 
@@ -240,7 +240,7 @@ def test_a_stream_s_ids_and_cached_tokens_come_with_its_last_chunk() -> None:
 
 def test_a_chunk_says_whether_it_brings_tokens() -> None:
     growing = CHAT.growing()
-    assert [growing.add(each, None) for each in (chunk(delta(role="assistant")), TEXT, END, IDS)] == [
+    assert [growing.add(each, lambda: None) for each in (chunk(delta(role="assistant")), TEXT, END, IDS)] == [
         False,
         True,
         False,
@@ -296,7 +296,7 @@ def test_a_stream_that_lacks_something_is_refused(chunks: list[Any], reason: str
 )
 def test_a_chunk_of_another_form_is_refused(bad: Any) -> None:
     with pytest.raises(UnreadableAnswer, match=r"a chunk that is none|the ids of a stream are no lists"):
-        CHAT.growing().add(bad, "1")
+        CHAT.growing().add(bad, lambda: "1")
 
 
 # Messages

@@ -145,7 +145,7 @@ def test_versions_that_leave_a_gap_are_refused() -> None:
 def grown(*chunks: Sequence[dict[str, Any]], rid: str = "r") -> list[Choice]:
     growing = COMPLETIONS.growing()
     for choices in chunks:
-        growing.add({"id": rid, "choices": choices}, "4")
+        growing.add({"id": rid, "choices": choices}, lambda: "4")
     return growing.choices()
 
 
@@ -165,7 +165,7 @@ def test_choices_of_a_stream_are_told_apart() -> None:
         ("b", choice("z", [3], [5], 1)),
         ("c", choice("!", [4], None, 2)),
     ):
-        growing.add({"id": rid, "choices": [each]}, None)
+        growing.add({"id": rid, "choices": [each]}, lambda: None)
     assert [(each.index, each.ids, each.facts["rid"]) for each in growing.choices()] == [
         (0, [2], "a"),
         (1, [3], "b"),

@@ -79,7 +79,7 @@ class RestStream(Tap):
 
     async def _read(self, chunk: Any) -> None:
         choices = [{**choice, "index": 0} for choice in chunk["choices"]]
-        self.growing.add({**chunk, "choices": choices}, self._version())
+        self.growing.add({**chunk, "choices": choices}, self._version)
         for choice in choices:
             if (finish := choice.get("finish_reason")) is not None:
                 self._end = {"type": finish, "matched": choice.get("matched_stop")}

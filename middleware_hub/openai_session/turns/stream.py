@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.errors import UnusableAnswer
@@ -28,6 +29,9 @@ from miles_router.middlewares.generation import Attempt, ResumeServices, UnreadC
 TEXTS = ("content", "reasoning_content")
 #: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
 SHOWN_OTHERWISE = "shown_otherwise"
+
+
+_FINISH = methodcaller("get", "finish_reason")
 
 
 class NamedChunk(NamedTuple):
@@ -232,7 +236,7 @@ class TurnStream:
         return HeldDelta(texts=True, stops=self._stops, told_only=self._resume.resume_lost)
 
     def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        if self.growing.add(chunk, self._version()):
+        if self.growing.add(chunk, self._version):
             self.first_token_at = self.first_token_at or time.time()
         if self.cut_choices and not chunk.get("choices"):
             return b""  # the end of what was carried on tells it
@@ -243,7 +247,7 @@ class TurnStream:
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
-        if self._ends(choices):
+        if any(map(_FINISH, choices)) or (self._held_back and not choices):  # part of an answer's end
             self._held_back.append(NamedChunk(seen, name))
             return b""
         return self._writer.chunk(seen, name)
@@ -329,13 +333,6 @@ class TurnStream:
     def end_carried(self) -> None:
         """Note that what was cut has ended."""
         self._held_back.append(Event.read(LAST_EVENT))
-
-    def _ends(self, choices: Sequence[Any]) -> bool:
-        """Whether a chunk is part of an answer's end."""
-        for choice in choices:
-            if choice.get("finish_reason") is not None:
-                return True
-        return bool(self._held_back) and not choices
 
 
 class TurnTap(Tap):

@@ -140,7 +140,7 @@ class ChatEndpoint:
                 choice["logprobs"] = None
             if emptied and all(map(_says_nothing, chunk["choices"])):
                 return None
-        return without_usage(chunk, fields)
+        return chunk if chunk.get("usage") is None else without_usage(chunk, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
         """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of

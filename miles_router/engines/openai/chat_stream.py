@@ -123,7 +123,8 @@ class GrowingChatChoice(GrowingChoice):
     def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
         entries = self.told_logprobs(choice, "content")
-        self.logprobs += [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries]
+        for entry in entries:
+            self.logprobs.append(entry.get("logprob") if isinstance(entry, Mapping) else None)
         if self._keeps_entries:
             self.entries += entries
         return len(entries)
@@ -151,7 +152,7 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         self.usage: dict[str, Any] | None = None
         self._ids: list[list[int]] | None = None
         self._cached_tokens: int | None = None
-        self._may_be_cut = may_be_cut
+        self._may_be_cut = self._keeps_chunks = may_be_cut
 
     def _begin(self, rid: str | None) -> GrowingChatChoice:
         return GrowingChatChoice(rid, keeps_entries=self._may_be_cut)

@@ -100,12 +100,12 @@ class GrowingChoice(ABC):
         self.matched: int | str | None = None
         self.versions = VersionTrack()
 
-    def add(self, choice: Mapping[str, Any], version: str | None) -> bool:
-        """Take what a chunk says of it; gives whether it brings tokens. Raises one of `MALFORMED`."""
+    def add(self, choice: Mapping[str, Any], version: Callable[[], str | None]) -> bool:
+        """Take what a chunk says of it, and return whether it brings tokens. Raises one of `MALFORMED`."""
         new = self._add(choice)
         if new:
             self.tokens += new
-            self.versions.reach(self.tokens, version)
+            self.versions.reach(self.tokens, version())
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
         return new > 0
@@ -137,13 +137,17 @@ class GrowingChoices(ABC, Generic[Growing]):
     def __init__(self) -> None:
         #: The choices that have come, by their indices.
         self.growing: dict[int, Growing] = {}
+        self._keeps_chunks = False  # beside what they say of choices
         #: The fields that every chunk has, where choices may be carried on.
         self.envelope: dict[str, Any] = {}
         #: Tokens of all prompts that the engine says it read; None where it does not say.
         self.prompt_tokens: int | None = None
 
-    def add(self, chunk: Mapping[str, Any], version: str | None) -> bool:
-        """Take a chunk that came while the worker had this weight version; gives whether it brings tokens.
+    def add(self, chunk: Mapping[str, Any], version: Callable[[], str | None]) -> bool:
+        """Take a chunk, and return whether it brings tokens.
+
+        Args:
+            version: tells the weight version that the worker has now.
 
         Raises:
             UnreadableAnswer: it is no chunk of this endpoint.
@@ -155,7 +159,8 @@ class GrowingChoices(ABC, Generic[Growing]):
                 if growing is None:  # the last chunks of several choices all have the id of one of them
                     growing = self.growing[choice["index"]] = self._begin(chunk.get("id"))
                 tokens = growing.add(choice, version) or tokens
-            self._add(chunk)
+            if self._keeps_chunks or "sglext" in chunk:
+                self._add(chunk)
             if chunk.get("usage"):
                 self.prompt_tokens = token_count(chunk["usage"])
             return tokens

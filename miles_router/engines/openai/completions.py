@@ -100,7 +100,7 @@ def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: s
     read = []
     for index, choice in enumerate(choices):
         grown = _GrowingCompletion(rid if one else None)
-        grown.add(choice, None)
+        grown.add(choice, lambda: None)
         facts = {"rid": grown.rid, "first_token_at": None, "versions": source}
         read.append(grown.choice(index, version_runs(versions, grown.tokens), facts))
     return read
