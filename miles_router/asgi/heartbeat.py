@@ -101,8 +101,12 @@ class Heartbeat:
             await self._begin(message)
         elif self._refusal is not None:
             await self._refuse(message)
-        else:
-            await self._pass(message)
+        elif (passed := self._passed(message)) is not None:
+            self._sending, self._sent_at = True, self._loop.time()
+            try:
+                await self._send(passed)
+            finally:
+                self._sending = False
 
     async def _begin(self, start: Message) -> None:
         self._start = start
@@ -115,22 +119,19 @@ class Heartbeat:
             self._sent_at = self._loop.time()
             await self._send(start)
 
-    async def _pass(self, message: Message) -> None:
+    def _passed(self, message: Message) -> Message | None:
+        """Return a part of the answer as the client gets it; None where it gets nothing."""
+        if not self._seconds:
+            return message
         body, more = message.get("body", b""), message.get("more_body", False)
-        if self._seconds:
-            if body:
-                self._between_events = body.endswith(EVENT_ENDS)
-            body = self._form.passing(body)
-            if not more:
-                self._stop()
-            elif not body:
-                return
-            message = {**message, "body": body}
-        self._sending, self._sent_at = True, self._loop.time()
-        try:
-            await self._send(message)
-        finally:
-            self._sending = False
+        if body:
+            self._between_events = body.endswith(EVENT_ENDS)
+        body = self._form.passing(body)
+        if not more:
+            self._stop()
+        elif not body:
+            return None
+        return {**message, "body": body}
 
     async def _refuse(self, message: Message) -> None:
         """Collect an answer that is no stream, and tell the client of it in the stream that has begun."""

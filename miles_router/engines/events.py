@@ -7,7 +7,7 @@ Lines end with `\\n` or `\\r\\n`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -84,16 +84,19 @@ class EventReader:
         #: Whether an event that was let go has not ended yet.
         self.within = False
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The events that are complete now."""
+    def feed(self, data: bytes) -> Sequence[bytes]:
+        """Return the events that are complete now."""
+        whole = not self._rest and not self.within and data.endswith(END)
+        if whole and data.find(NEWLINE) == len(data) - len(END):
+            return (data,)  # which is how they mostly come
+        return [*self._cut(data)]
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
         if self.within:
             piece, data = self._through_its_end(data)
             yield piece
             if not data:
                 return
-        if not self._rest and data.endswith(END) and data.find(NEWLINE) == len(data) - len(END):
-            yield data  # which is how they mostly come
-            return
         rest = self._rest
         begin, at = 0, max(0, len(rest) - _TAIL)
         rest += data

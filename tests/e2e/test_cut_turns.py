@@ -14,9 +14,8 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from miles_router.errors import ConfigError
-from tests.support.brake import Brake
 from tests.support.chat_turns import read_stream
-from tests.support.cuts import cut, cuttable, go_on, pause, reached
+from tests.support.cuts import cut, cuttable, go_on, lose, pause, reached
 from tests.support.http import CutReply, request
 from tests.support.session_trial import (
     ADD,
@@ -374,13 +373,6 @@ async def test_parsers_that_there_are_not_are_refused_by_name(
 
 
 LOSABLE = {"resume_on_worker_loss": True, "max_retries": 3}
-
-
-async def lose(trial: SessionTrial, brake: Brake) -> None:
-    """The worker dies where it stands, and comes back without what it had."""
-    await trial.worker.kill()
-    brake.on = False
-    await trial.worker.restart()
 
 
 @pytest.mark.alone("its worker comes back within a step of the test's loop")

@@ -13,7 +13,9 @@ from safetensors.numpy import load
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import encode_routes
+from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
+from tests.support.cuts import cut, lose
 from tests.support.experts_trial import (
     HI,
     MOE,
@@ -358,3 +360,39 @@ async def test_a_turn_that_a_pause_cuts_has_the_rows_of_what_became_of_it(stage:
         _, cut, rest = trial.generations(CHAT)
         assert sample["tokens"] == tokens_of(rest)
         assert rest.input_ids == tokens_of(cut)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stream: bool) -> None:
+    settings = {"partial_rollout": "resume"}
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
+        session, brake = await trial.create(), Brake(trial.worker.engine)
+        async with under_way(trial.turn(session, HI, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
+            for version, tokens in (("2", 5), ("3", 8)):
+                await cut(trial, brake, tokens, version)
+            assert (await turn).status == 200
+        (sample,) = await trial.exact(session)
+        first, second, third = trial.generations(CHAT)
+        assert sample["tokens"] == tokens_of(third)
+        assert trial.starts(CHAT) == [0, len(tokens_of(first)) - 1, len(tokens_of(second)) - 1]
+
+
+@pytest.mark.alone("its worker comes back within a step of the test's loop")
+@pytest.mark.parametrize("tokens", [0, 1, 9, 12])
+async def test_a_stream_whose_worker_was_lost_has_all_its_rows(stage: Stage, tokens: int) -> None:
+    """Behind the twelfth token it has ended, and no worker will say so: its rows are asked for alone."""
+    settings = {"resume_on_worker_loss": True, "max_retries": 3}
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
+        session, brake = await trial.create(), Brake(trial.worker.engine)
+        message = message_of(await trial.chat(session, HI))
+        history = [*HI, message, user("Go on")]
+        brake.when = lambda generation: len(generation.output_ids) >= tokens
+        async with under_way(trial.stream(session, history, max_tokens=12, ignore_eos=True)) as turn:
+            await until(lambda: brake.on, "it has sampled so many")
+            brake.when = None
+            await lose(trial, brake)
+            await turn
+        (sample,) = await trial.exact(session)
+        assert sample["loss_mask"][-12:] == [1] * 12
+        if tokens == 12:
+            assert trial.worker.door[-1].json()["sampling_params"]["max_new_tokens"] == 0

@@ -73,6 +73,13 @@ async def cut(trial: SessionTrial, brake: Brake, tokens: int, version: str | Non
     await go_on(trial, brake, version)
 
 
+async def lose(trial: SessionTrial, brake: Brake) -> None:
+    """The worker dies where it stands, and comes back without what it had."""
+    await trial.worker.kill()
+    brake.on = False
+    await trial.worker.restart()
+
+
 async def update_within(trial: SessionTrial, said: str, version: str) -> None:
     """Cut what the only simulated worker samples right behind this text, and give it new weights."""
     engine = trial.worker.engine

@@ -67,7 +67,8 @@ class ReplySender:
         else:
             if self._kept is not None:
                 self._kept.append(message.get("body", b""))
-            await self._begin()
+            if self._start is not None:
+                await self._begin()
         await self._send(message)
 
     async def send_once_begun(self, message: Message) -> None:

@@ -80,6 +80,7 @@ class TurnStream:
         #: Whether the engine itself ended it with an error.
         self.told_error = False
         self._expected = request.choices
+        self._waits = resume is not None or raw is not None  # parts of chunks may wait, or are parsed here
         self._held: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
         self._texts: dict[int, Mapping[str, str]] = {}  # the first text of each choice that may be carried on
@@ -190,6 +191,10 @@ class TurnStream:
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
         try:
+            for choice in choices:
+                self._waits = self._waits or bool((choice.get("delta") or {}).get("tool_calls"))
+            if not self._waits:
+                return self._shown(chunk, event.name)
             pieces = list(self._pieces(chunk, choices, event.name))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
@@ -198,13 +203,9 @@ class TurnStream:
     def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Iterator[dict[str, Any]]:
         """Yield what is shown now of a chunk, and what waited for it: of a tool call, the last delta waits; of a choice
         that may be carried on, also what an engine shows at an abort alone."""
-        if self._resume is None:
-            if self._raw is not None:
-                yield from self._raw.chunks(chunk)
-                return
-            if not self._held and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
-                yield chunk
-                return
+        if self._resume is None and self._raw is not None:
+            yield from self._raw.chunks(chunk)
+            return
         for choice in choices:
             yield from self._choice_pieces({**chunk, "choices": [choice]}, choice, name)
         if not choices:
