@@ -7,18 +7,24 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.numpy import load
 
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.cuts import cut, lose
+from tests.support.door import Door, Exchange
 from tests.support.experts_trial import (
+    EXPERTS,
     HI,
     MOE,
+    SHAPE,
     SYSTEM,
     WIDTH,
     ExpertsTrial,
@@ -30,6 +36,7 @@ from tests.support.experts_trial import (
     told,
     truth,
 )
+from tests.support.generations import Generating
 from tests.support.scripted_chat import DONE, able, chat_reply, meta_of
 from tests.support.scripted_worker import script
 from tests.support.session_trial import CHAT, SESSIONS, message_of, session_trial, user
@@ -365,7 +372,7 @@ async def test_a_turn_that_a_pause_cuts_has_the_rows_of_what_became_of_it(stage:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stream: bool) -> None:
     settings = {"partial_rollout": "resume"}
-    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings, token_latency_s=0.0002) as trial:
         session, brake = await trial.create(), Brake(trial.worker.engine)
         async with under_way(trial.turn(session, HI, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
             for version, tokens in (("2", 5), ("3", 8)):
@@ -378,21 +385,54 @@ async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stre
 
 
 @pytest.mark.alone("its worker comes back within a step of the test's loop")
-@pytest.mark.parametrize("tokens", [0, 1, 9, 12])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
 async def test_a_stream_whose_worker_was_lost_has_all_its_rows(stage: Stage, tokens: int) -> None:
-    """Behind the twelfth token it has ended, and no worker will say so: its rows are asked for alone."""
     settings = {"resume_on_worker_loss": True, "max_retries": 3}
-    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings, token_latency_s=0.0002) as trial:
         session, brake = await trial.create(), Brake(trial.worker.engine)
-        message = message_of(await trial.chat(session, HI))
-        history = [*HI, message, user("Go on")]
+        history = [*HI, message_of(await trial.chat(session, HI)), user("Go on")]
         brake.when = lambda generation: len(generation.output_ids) >= tokens
         async with under_way(trial.stream(session, history, max_tokens=12, ignore_eos=True)) as turn:
             await until(lambda: brake.on, "it has sampled so many")
-            brake.when = None
             await lose(trial, brake)
             await turn
         (sample,) = await trial.exact(session)
         assert sample["loss_mask"][-12:] == [1] * 12
-        if tokens == 12:
-            assert trial.worker.door[-1].json()["sampling_params"]["max_new_tokens"] == 0
+
+
+class EndsEarly(Door):
+    """Breaks chat streams off before they say that they end."""
+
+    async def _answer(
+        self, request: web.BaseRequest, exchange: Exchange, reply: aiohttp.ClientResponse, generating: Generating
+    ) -> web.StreamResponse:
+        if exchange.path != CHAT:
+            return await super()._answer(request, exchange, reply, generating)
+        answer = web.StreamResponse(headers={"Content-Type": reply.content_type})
+        await answer.prepare(request)
+        async for line in reply.content:
+            if b'"finish_reason":"' in line:
+                assert request.transport is not None
+                request.transport.abort()
+                break
+            await answer.write(line)
+        return answer
+
+
+async def test_a_stream_that_was_lost_at_its_end_asks_for_its_rows_alone(stage: Stage) -> None:
+    layers = (MiddlewareSpec(SESSIONS), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
+    async with (
+        SimulatedWorker(moe=MOE, tokenizer=checkpoint(), weight_version="1") as worker,
+        EndsEarly(worker.url) as door,
+    ):
+        settings: dict[str, Any] = {"hf_checkpoint": checkpoint(), "resume_on_worker_loss": True}
+        trial = ExpertsTrial(await stage.router(door.url, middlewares=layers, **settings), [worker])
+        session = await trial.create()
+        await trial.stream(session, HI, max_tokens=12, ignore_eos=True)
+        (sample,) = await trial.exact(session)
+        assert sample["loss_mask"][-12:] == [1] * 12
+        chat, rows = [each for each in worker.door if each.generations][-2:]
+        assert (chat.path, rows.path) == (CHAT, "/generate")
+        asked = rows.json()
+        assert asked["sampling_params"]["max_new_tokens"] == 0
+        assert asked["input_ids"] == sample["tokens"]
