@@ -124,11 +124,8 @@ class Exchange:
         if size > self.max_body_bytes:
             raise BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes (--max-request-bytes)")
 
-    def loads(self, body: bytes, read: Callable[[bytes], Any] | None = None) -> Any:
+    def loads(self, body: bytes) -> Any:
         """Parse JSON, at most once per distinct body. An object comes read-only: change a copy, `{**parsed, ...}`.
-
-        Args:
-            read: gives what `read_json` gives, sooner.
 
         Raises:
             BadRequest: as `read_json`.
@@ -136,7 +133,7 @@ class Exchange:
         for known, parsed in self._parses:
             if known is body:
                 return parsed
-        parsed = (read or read_json)(body)
+        parsed = read_json(body)
         if isinstance(parsed, dict):
             parsed = ReadOnlyObject(parsed)
         self._parses = [*self._parses[1 - REMEMBERED_PARSES :], (body, parsed)]

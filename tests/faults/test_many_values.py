@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.sessions import store, values
+from middleware_hub.openai_session.sessions import values
 from miles_router.engines import client_json
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
@@ -27,7 +27,6 @@ PARTS = [{"type": "text", "text": "a"}] * (MOST // 2)
 @pytest.fixture
 async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SessionTrial]:
     monkeypatch.setattr(client_json, "MAX_VALUES", MOST)
-    monkeypatch.setattr(store, "MAX_VALUES", MOST)
     monkeypatch.setattr(values, "MAX_VALUES", MOST)
     monkeypatch.setattr(values, "MAX_IDS", 2 * MOST)
     async with simulated_sessions(stage, more=(MiddlewareSpec(CACHE, {}),), context_len=1000) as made:

@@ -36,7 +36,6 @@ class ChatFace(Face):
 
     path = ChatEndpoint.path
     endpoint = ChatEndpoint()
-    list_name = "messages"
 
     def fields(self, request: object) -> Mapping[str, Any]:
         """The chat request that a request means. Its messages are what the session holds.

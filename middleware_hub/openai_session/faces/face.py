@@ -102,8 +102,6 @@ class Face(ABC):
     path: ClassVar[str]
     #: Where the engine is asked.
     endpoint: ClassVar[OpenAIEndpoint]
-    #: The field of a request that is longer with every turn; None where no turn's begins as the last one's did.
-    list_name: ClassVar[str | None] = None
     #: Whether a whole answer shows a call that it ends within, as far as that goes; else it leaves the call out.
     shows_open_calls: ClassVar[bool] = True
 

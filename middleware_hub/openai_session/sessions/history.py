@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from middleware_hub.openai_session.sessions.answers import RecordedAnswers
 from middleware_hub.openai_session.sessions.call_ids import SameId, as_held
 from middleware_hub.openai_session.sessions.classify import classify
 from middleware_hub.openai_session.sessions.equality import Equality, equality_on
-from middleware_hub.openai_session.sessions.messages import Message, SentList, message_bytes
+from middleware_hub.openai_session.sessions.messages import Message, message_bytes
 from middleware_hub.openai_session.sessions.turn import Classification, Turn
 
 
@@ -139,17 +139,6 @@ class HistoryNode:
         return True
 
 
-class Sent(NamedTuple):
-    """The number of a request's list of messages (`SentList`), and how many turns there were then. 0 where it has none,
-    or where all of the messages led somewhere."""
-
-    number: int = 0
-    turns: int = 0
-
-
-NOTHING = Sent()
-
-
 @dataclass(frozen=True)
 class ParentMatch:
     """Where in the tree a request's turns belong, and the messages that it adds there."""
@@ -157,7 +146,6 @@ class ParentMatch:
     parent: Turn | None
     appended: tuple[Message, ...]
     context: bytes
-    sent: Sent = field(default=NOTHING, compare=False)
 
 
 class SessionHistory:
@@ -176,7 +164,6 @@ class SessionHistory:
         self._classified: list[Classification] = []  # of the first turns, up to the last one that somebody read
         self._root = HistoryNode({}, 0)
         self._ends: dict[Turn, HistoryNode] = {}
-        self._last = 0  # the number of the list that the last turn was sent; 0 where another may be like it
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
         self._tools: dict[bytes, bytes] = {}  # as they were sent, by digest
@@ -190,38 +177,19 @@ class SessionHistory:
     ) -> ParentMatch:
         """Return the deepest turn that a request's messages extend in one of these contexts, the latest of several.
         `same_id`: whether two ids of a call are one; by default those that are equal."""
-        best, whole, held = self._last_that_goes_on(messages, contexts, equal), False, messages
+        best: Turn | None = None
+        held, match = messages, self._root.match(messages, equal)
+        if same_id is not None and match.stops_at_calls():
+            held = as_held(self._root, messages, equal, same_id)
+            match = self._root.match(held, equal)
+        for turn in match.turns():
+            if turn.context in contexts and (
+                best is None or (turn.messages, turn.number) > (best.messages, best.number)
+            ):
+                best = turn
         if best is None:
-            match = self._root.match(messages, equal)
-            if same_id is not None and match.stops_at_calls():
-                held = as_held(self._root, messages, equal, same_id)
-                match = self._root.match(held, equal)
-            whole = match.whole
-            for turn in match.turns():
-                if turn.context in contexts and (
-                    best is None or (turn.messages, turn.number) > (best.messages, best.number)
-                ):
-                    best = turn
-        sent = Sent(messages.number if isinstance(messages, SentList) and not whole else 0, len(self.turns))
-        if best is None:
-            return ParentMatch(None, tuple(messages), contexts[0], sent)
-        return ParentMatch(best, tuple(held[best.messages :]), best.context, sent)
-
-    def _last_that_goes_on(
-        self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality
-    ) -> Turn | None:
-        """Return the last turn, if a request begins with just what that was sent, goes on with its answer, and with
-        more.
-
-        Not all that it was sent led anywhere when its parent was looked for, and nothing else was recorded since. So
-        there is no other turn that the request goes on from as far.
-        """
-        if not isinstance(messages, SentList) or not messages.base or messages.base != self._last:
-            return None
-        turn, count = self.turns[-1], messages.shared
-        if len(messages) < count + 2 or turn.context not in contexts:
-            return None
-        return turn if self._ends[turn].leads_here(messages[count], equal) else None
+            return ParentMatch(None, tuple(messages), contexts[0])
+        return ParentMatch(best, tuple(held[best.messages :]), best.context)
 
     def match_behind(
         self, parent: Turn | None, messages: Sequence[Message], equal: Equality, *, before: int
@@ -244,7 +212,7 @@ class SessionHistory:
                 self._messages[digest] = message
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
-        return ParentMatch(place.parent, tuple(appended), context, place.sent), nbytes
+        return ParentMatch(place.parent, tuple(appended), context), nbytes
 
     def intern_tools(self, tools: Sequence[Any] | None) -> tuple[bytes, int]:
         """Return the session's own object for the tools of a root, as they were sent, and its bytes if it is new."""
@@ -257,14 +225,13 @@ class SessionHistory:
         held = self._tools[digest] = zlib.compress(written, 1)
         return held, len(held)
 
-    def append(self, turn: Turn, sent: Sent = NOTHING) -> None:
-        """Add a finished turn, as the next one. `sent`: that of its `ParentMatch`."""
+    def append(self, turn: Turn) -> None:
+        """Add a finished turn, as the next one."""
         assert turn.number == len(self.turns)
         self.siblings(turn).append(turn)
         self.turns.append(turn)
         self._children.append([])
         self._ends[turn] = self._end_of(turn.parent).append(turn)
-        self._last = sent.number if sent.turns == turn.number else 0
 
     def restore(self, turn: Turn) -> None:
         """Put back a turn that was in this tree, as the next one, with its messages."""
@@ -330,4 +297,3 @@ class SessionHistory:
         self._classified = []
         for held in (self.turns, self.roots, self._children, self._ends, self._messages, self._contexts, self._tools):
             held.clear()
-        self._last = 0

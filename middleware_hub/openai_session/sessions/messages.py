@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -15,50 +14,9 @@ from miles_router.errors import BadRequest, ConfigError
 
 Message = Mapping[str, Any]
 
-_numbers = itertools.count(1)
 _role, _content = methodcaller("get", "role"), methodcaller("get", "content")
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-class SentList(list[Any]):
-    """A list that grows from request to request.
-
-    Attributes:
-        number: its own.
-        base: the number of the list that this one begins with, whole; 0 where that is not known.
-        shared: how many items that has.
-    """
-
-    def __init__(self, items: Iterable[Any], base: SentList | None = None) -> None:
-        super().__init__(items)
-        self.number = next(_numbers)
-        self.base, self.shared = (0, 0) if base is None else (base.number, len(base))
-
-    @classmethod
-    def after(cls, before: SentList | None, items: Sequence[Any]) -> SentList:
-        """These items, as a list that begins with the one before if they do."""
-        goes_on = before is not None and items[: len(before)] == before
-        return cls(items, before if goes_on else None)
-
-
-class ListReading:
-    """What was read of the last request's list, for a request whose list begins with that."""
-
-    def __init__(self) -> None:
-        self._number, self._read = 0, None
-
-    def before(self, given: object) -> Any:
-        """What was read of the list that this one begins with; None where that is not known. It is given once: a
-        request that is refused may have been read in part."""
-        number, read = self._number, self._read
-        self._number, self._read = 0, None
-        return read if isinstance(given, SentList) and given.base == number else None
-
-    def keep(self, given: object, read: Any) -> None:
-        """This was read of a list."""
-        if isinstance(given, SentList):
-            self._number, self._read = given.number, read
 
 
 def checked(parsed: object) -> Sequence[Message]:

@@ -20,11 +20,9 @@ from middleware_hub.openai_session.errors import (
 )
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
-from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
+from middleware_hub.openai_session.sessions.recent import WrittenIds
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.values import MAX_VALUES, refuse_long_turn
 from middleware_hub.openai_session.statistics import SessionStatistics
-from miles_router.engines.client_json import may_have_many_values, read_json
 from miles_router.errors import BadRequest, ConfigError, RouterError
 from miles_router.middlewares.episodes import EpisodeShelf
 from miles_router.middlewares.state import HeldNames, Owners
@@ -92,7 +90,6 @@ class SessionStore:
         self._names = HeldNames() if durable else self.owners.held_names("sessions", bounds.sessions)
         self.nbytes = 0
         self.written_ids = WrittenIds()
-        self.requests = KnownRequests()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         #: Hears the id of each session that is forgotten.
         self.when_deleted: Callable[[str], None] = lambda session_id: None
@@ -221,7 +218,6 @@ class SessionStore:
             self.shelf.remove(session.place_in_order)
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
-            self.requests.forget(session.id)
             session.clear()
             self.when_deleted(session.id)
 
@@ -345,18 +341,6 @@ class SessionStore:
         self._sessions.move_to_end(session.id)
         if session.id in self._by_header:
             self._by_header.move_to_end(session.id)
-
-    def read(self, session: Session, body: bytes, *, name: str | None) -> Any:
-        """A request of a session, parsed. Most of one whose list of this name goes on is known, and is not read again.
-
-        Raises:
-            BadRequest: as `read_json`, and as `refuse_long_turn`.
-        """
-        if name is None or session.ending.status.is_forgotten or may_have_many_values(body, MAX_VALUES):
-            parsed = read_json(body)
-            refuse_long_turn(body, parsed)
-            return parsed
-        return self.requests.read(session.id, body, name)
 
     def account(self, session: Session, nbytes: int) -> None:
         """`nbytes` more are held for a session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_router.engines.client_json import refuse_many_values
+from miles_router.engines.client_json import may_have_many_values, refuse_many_values
 from miles_router.errors import BadRequest
 
 #: Values in a turn beside a prompt of ids. A template takes some 50 microseconds for a message of three or more.
@@ -20,7 +20,7 @@ def refuse_long_turn(body: bytes, parsed: Any) -> None:
     Raises:
         BadRequest: it has more than `MAX_VALUES`, the arguments of a call too, or a prompt of more than `MAX_IDS`.
     """
-    if not isinstance(parsed, dict):
+    if not isinstance(parsed, dict) or not may_have_many_values(body, MAX_VALUES):
         return
     prompt = parsed.get(PROMPT)
     if isinstance(prompt, list) and sum(len(each) if isinstance(each, list) else 1 for each in prompt) > MAX_IDS:

@@ -91,7 +91,7 @@ class TurnRecorder:
             number = len(session.turns)
             numbers = {"number": number, "request": requests.setdefault(id(given), number)}
             turn = self._turn(plan, held[id(place)], given, sampled, choice, facts, tools=tools, cache=cache, **numbers)
-            session.history.append(turn, held[id(place)].sent)
+            session.history.append(turn)
             self.statistics.turns += 1
             self.statistics.unrecorded_history += session.history.classify(turn).unrecorded
             self.statistics.sampled_tokens += sum(map(len, sampled))

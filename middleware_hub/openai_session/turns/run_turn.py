@@ -18,6 +18,7 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
+from middleware_hub.openai_session.sessions.values import refuse_long_turn
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
@@ -93,7 +94,8 @@ class TurnRunner:
         exchange = Exchange.of(scope)
         exchange.error_body, exchange.flight.private = face.error_body, True
         body = await exchange.read(receive)
-        parsed = exchange.loads(body, partial(self._store.read, session, name=face.list_name))
+        parsed = exchange.loads(body)
+        refuse_long_turn(body, parsed)
         form = face.stream_form(session, parsed)
         streams = isinstance(parsed, Mapping) and parsed.get("stream") is True
         async with Heartbeat(send, exchange, form, self._heartbeat if streams else 0.0) as heartbeat:

@@ -6,7 +6,6 @@ and so is what the assistant says; each tool's result is a message of its own, i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools
 from middleware_hub.openai_session.sessions.documents import as_parts, text_of
 from middleware_hub.openai_session.sessions.media import Media
-from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
@@ -45,10 +44,9 @@ class MessagesConversation:
         self._open = OpenCalls()  # of those, the ones without a result
         self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
         self._returned: set[int] = set()  # calls of the session that have come back
-        self._whole: SentList | None = None  # those of the last request
 
-    def read(self, system: object, messages: object) -> SentList:
-        """All messages of a request.
+    def read(self, system: object, messages: object) -> list[Message]:
+        """Return all messages of a request.
 
         Raises:
             BadRequest: they are none, or say what cannot be traced.
@@ -60,20 +58,13 @@ class MessagesConversation:
             self._messages.append({"role": "system", "content": JOINT.join(texts)})
         else:
             self._texts += texts
-        return self.go_on(messages, 0)
-
-    def go_on(self, messages: Sequence[object], begin: int) -> SentList:
-        """All messages of a request, of which those in front of `begin` were read before. Raises as `read`."""
-        for place in range(begin, len(messages)):
-            self._add(messages[place], f"messages.{place}")
-        ended = copy.copy(self)  # the next request may go on within what is said in a row
-        ended._messages = [*self._messages]
-        ended._end_user()
-        ended._end_assistant()
-        if not ended._messages:
+        for place, message in enumerate(messages):
+            self._add(message, f"messages.{place}")
+        self._end_user()
+        self._end_assistant()
+        if not self._messages:
             raise invalid("messages", "nothing is said in them")
-        self._whole = SentList.after(self._whole, ended._messages)
-        return self._whole
+        return self._messages
 
     def _add(self, message: object, where: str) -> None:
         if not isinstance(message, Mapping):

@@ -17,7 +17,7 @@ import orjson
 from middleware_hub.openai_session.continuing.readable import INVALID_JSON
 from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
-from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
+from middleware_hub.openai_session.sessions.messages import Message, parse_text
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.client_json import nests_too_deep
@@ -68,8 +68,6 @@ class Echo:
         self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
         #: What the session was told of tools on the way.
         self.functions = HeldFunctions()
-        #: The conversation that was read last, by its messages.
-        self.conversation = ListReading()
 
     @classmethod
     def of(cls, session: Session) -> Echo:

@@ -12,7 +12,7 @@ from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid, unknown_field
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools, choice_of
 from middleware_hub.openai_session.faces.policy import RequestPolicy, UnknownFields
-from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -119,20 +119,12 @@ def _messages(
     system_first: bool,
     system_anywhere: bool,
     policy: RequestPolicy,
-) -> tuple[MessagesConversation, SentList]:
-    """The messages of a request. Of one that only goes on from the last one, what is new is read."""
-    given: Any = request.get("messages")
-    conversation = echo.conversation.before(given)
-    if conversation is not None:
-        conversation.media.refuses = policy.media
-        messages = conversation.go_on(given, given.shared)
-    else:
-        tools = MessagesTools(request.get("tools"), echo.functions, unknown)
-        conversation = MessagesConversation(echo, tools, system_first=system_first, system_anywhere=system_anywhere)
-        conversation.media.refuses = policy.media
-        messages = conversation.read(request.get("system"), given)
-    echo.conversation.keep(given, conversation)
-    return conversation, messages
+) -> tuple[MessagesConversation, list[Message]]:
+    """Return the messages of a request, and what was read beside them."""
+    tools = MessagesTools(request.get("tools"), echo.functions, unknown)
+    conversation = MessagesConversation(echo, tools, system_first=system_first, system_anywhere=system_anywhere)
+    conversation.media.refuses = policy.media
+    return conversation, conversation.read(request.get("system"), request.get("messages"))
 
 
 def omits_thinking(request: object) -> bool:

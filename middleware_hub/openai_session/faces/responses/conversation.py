@@ -8,9 +8,7 @@ templates take more.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -36,7 +34,7 @@ from middleware_hub.openai_session.faces.responses.items import SEALED, response
 from middleware_hub.openai_session.faces.responses.tools import shown_name
 from middleware_hub.openai_session.sessions import documents
 from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
-from middleware_hub.openai_session.sessions.messages import Message, SentList
+from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
 SYSTEM = ("system", "developer")
@@ -75,11 +73,10 @@ class ResponsesConversation:
         self._open = OpenCalls()  # its calls without an output
         self._unnamed = 0  # calls without an id
         self._answers: list[Answer] = []  # that are not put together yet
-        self._whole: SentList | None = None  # those of the last request
         self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
 
-    def read(self, instructions: str | None, before: Sequence[Message], given: object) -> SentList:
-        """All messages of a request.
+    def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
+        """Return all messages of a request.
 
         Raises:
             InvalidParameter: its input is none, or says what cannot be traced.
@@ -99,32 +96,15 @@ class ResponsesConversation:
             given = []
         elif not isinstance(given, list):
             raise wrong_type("input", "a string or an array of items")
-        return self.go_on(given, 0)
-
-    def go_on(self, items: Sequence[object], begin: int) -> SentList:
-        """All messages of a request, of whose items those in front of `begin` were read before. Raises as `read`."""
-        for place in range(begin, len(items)):
-            self._item(items[place], f"input[{place}]")
-        ended = copy.copy(self)  # the next request may go on within what is said in a row
-        ended._messages = [*self._messages]
-        self._write_answers(ended._messages)
-        ended._end_user()
-        ended._end_head()
-        if not ended._messages:
+        for place, item in enumerate(given):
+            self._item(item, f"input[{place}]")
+        for answer in self._answers:
+            self._write(answer)
+        self._end_user()
+        self._end_head()
+        if not self._messages:
             raise InvalidParameter("input", "'input' must have at least one item.")
-        self._whole = SentList.after(self._whole, ended._messages)
-        return self._whole
-
-    def _write_answers(self, messages: list[Message]) -> None:
-        """Put the answers together that will not grow any more, and in these messages the one that may."""
-        for answer in self._answers:
-            if answer is not self._answer:
-                self._write(answer)
-        self._answers = [] if self._answer is None else [self._answer]
-        for answer in self._answers:
-            place = next(place for place, message in enumerate(messages) if message is answer.message)
-            messages[place] = now = {"role": "assistant"}
-            self._write(replace(answer, message=now, calls=[*answer.calls]))
+        return self._messages
 
     def _write(self, answer: Answer) -> None:
         """Put together what an answer said, with the white space that was sampled: not all of it is shown."""

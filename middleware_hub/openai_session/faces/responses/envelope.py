@@ -14,7 +14,7 @@ from typing import Any
 
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
 from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
-from middleware_hub.openai_session.sessions.messages import ListReading, Message, message_bytes
+from middleware_hub.openai_session.sessions.messages import Message, message_bytes
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 
@@ -139,8 +139,6 @@ class Responses:
         self._answers: dict[str, Message] = {}  # of every response, stored or not
         self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
         self._thinkers: dict[bytes, list[str]] = {}  # responses, by the digest of their reasoning
-        #: The conversation that was read last, by its items.
-        self.conversation = ListReading()
 
     @classmethod
     def of(cls, session: Session) -> Responses:

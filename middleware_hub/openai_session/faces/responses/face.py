@@ -39,7 +39,6 @@ class ResponsesFace(ChatFace):
     """OpenAI's Responses API."""
 
     path = paths.RESPONSES
-    list_name = "input"
     shows_open_calls = False
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:

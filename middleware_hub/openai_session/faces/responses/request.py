@@ -14,7 +14,7 @@ from middleware_hub.openai_session.faces.responses.conversation import Responses
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.tools import choice_of
-from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
+from middleware_hub.openai_session.sessions.messages import Message, message_bytes
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -175,8 +175,8 @@ def _messages(
     system_first: bool,
     system_anywhere: bool,
     policy: RequestPolicy,
-) -> tuple[ResponsesConversation, SentList]:
-    """The messages of a request. Of one that only goes on from the last one, what is new is read."""
+) -> tuple[ResponsesConversation, list[Message]]:
+    """Return the messages of a request, and what was read beside them."""
     before_id = request.get("previous_response_id") or None
     before: Envelope | None = None
     if before_id is not None:
@@ -187,18 +187,10 @@ def _messages(
                 f"Previous response with id '{str(before_id)[:64]}' not found.",
                 "previous_response_not_found",
             )
-    given = request["input"]
-    conversation = responses.conversation.before(given)
-    if conversation is not None and before is None:
-        conversation.media.refuses = policy.media
-        messages: SentList = conversation.go_on(given, given.shared)
-    else:
-        conversation = ResponsesConversation(responses, system_first=system_first, system_anywhere=system_anywhere)
-        conversation.media.refuses = policy.media
-        history = before.history() if before is not None else ()
-        messages = conversation.read(request.get("instructions"), history, given)
-    responses.conversation.keep(given, conversation)
-    return conversation, messages
+    conversation = ResponsesConversation(responses, system_first=system_first, system_anywhere=system_anywhere)
+    conversation.media.refuses = policy.media
+    history = before.history() if before is not None else ()
+    return conversation, conversation.read(request.get("instructions"), history, request["input"])
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
