@@ -38,10 +38,10 @@ from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
 from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
 from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
+from middleware_hub.openai_session.turns.plan import StreamFacts
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.run_turn import TurnRunner
 from middleware_hub.openai_session.turns.sampling import SamplingServices
-from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames

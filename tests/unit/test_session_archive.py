@@ -14,9 +14,8 @@ import pytest
 from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.session_rows import HEAD, TURN, Saved, Unsaved, read_session
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import Session, Tally
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
-from middleware_hub.openai_session.sessions.tally import Tally
 from miles_router.errors import StateDamaged
 from miles_router.slots import slot_of
 from miles_router.state.rows import Change, StateRow, header_of

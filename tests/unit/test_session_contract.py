@@ -12,7 +12,7 @@ from middleware_hub.openai_session.episodes.contract import (
     Freshness,
     SessionStatus,
 )
-from middleware_hub.openai_session.episodes.ledger import Allowance, Ledger, allowance, asked_tokens, choices_of, cut
+from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance, asked_tokens, choices_of, cut
 from middleware_hub.openai_session.episodes.reading import read_contract
 from miles_router.errors import BadRequest
 

@@ -30,8 +30,7 @@ from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
-from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.tally import Tally, label_of, shown_group
+from middleware_hub.openai_session.sessions.session import Session, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.middlewares.episodes import ENDED, IDLE
 from miles_router.middlewares.rows import (

@@ -13,9 +13,8 @@ from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import classified, turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import side_calls
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import REASONS, Session, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares.episodes import (

@@ -11,9 +11,9 @@ from types import TracebackType
 
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
+from middleware_hub.openai_session.turns.keeper import RunningTurn
 from middleware_hub.openai_session.turns.plan import TurnGrant
 from middleware_hub.openai_session.turns.reply import ReplySender
-from middleware_hub.openai_session.turns.running import RunningTurn
 from miles_router.errors import ClientDisconnected, RouterError
 from miles_router.middlewares import Message, Receive, spawn
 

@@ -15,9 +15,8 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.prompting import tools_of
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import Session, reason_name
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.plan import TurnPlan
 from miles_router.engines.answers import UnreadableAnswer

@@ -19,13 +19,12 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.sessions.values import refuse_long_turn
-from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawTurn, begins_reasoning, check_fields, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
-from middleware_hub.openai_session.turns.running import RunningTurn
 from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from miles_router.engines import models, paths

@@ -15,11 +15,10 @@ from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
 from middleware_hub.openai_session.turns.carried import CarriedAnswer, TurnReply
 from middleware_hub.openai_session.turns.carried_stream import CarriedStream
-from middleware_hub.openai_session.turns.plan import SampledAnswer, TurnPlan, TurnRequest
+from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, begins_reasoning, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
-from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames

@@ -22,9 +22,15 @@ from miles_router.engines.answers import (
     without_logprobs,
 )
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls, with_usage, without_usage
+from miles_router.engines.openai.chat_stream import (
+    GrowingChat,
+    chunks_of,
+    named_calls,
+    sound_usage,
+    with_usage,
+    without_usage,
+)
 from miles_router.engines.openai.choices import Choice, Chunks
-from miles_router.engines.openai.usage import sound_usage
 
 #: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
 OF_WHOLE = ("logprobs", "return_meta_info")

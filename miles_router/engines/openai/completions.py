@@ -23,9 +23,8 @@ from miles_router.engines.answers import (
     version_runs,
 )
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_stream import with_usage, without_usage
+from miles_router.engines.openai.chat_stream import sound_usage, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
-from miles_router.engines.openai.usage import sound_usage
 from miles_router.trajectory.pieces import VersionRun
 
 

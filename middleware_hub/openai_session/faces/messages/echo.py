@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.continuing.readable import INVALID_JSON
+from middleware_hub.openai_session.continuing.templates import INVALID_JSON
 from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
