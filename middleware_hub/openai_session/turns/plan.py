@@ -140,8 +140,8 @@ class ProcessShortfalls(dict[str, str]):
 
 
 class StreamFacts:
-    """Tells by the facts of the worker that will answer whether a streamed turn would tell all that recording needs, and
-    adds what a stream has shown."""
+    """Tells by the facts of the worker that will answer whether a streamed turn would tell all that recording needs,
+    and adds what a stream has shown."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

@@ -90,6 +90,21 @@ class RawTurn:
     opened: bool
     prompt: Sequence[int] | None = None
 
+    @classmethod
+    def behind(
+        cls,
+        given: Tokens,
+        fields: Mapping[str, Any],
+        parsers: Parsers,
+        facts: Facts,
+        decode: Callable[..., str],
+        *,
+        root: bool,
+    ) -> RawTurn:
+        """Return the turn whose prompt ends with these ids; they are all of a root's."""
+        opened = begins_reasoning(given, fields, facts, decode)
+        return cls(fields, parsers, facts, opened, given.tolist() if root else None)
+
     @property
     def reader(self) -> TextReader:
         """Return the parser of this turn's texts."""

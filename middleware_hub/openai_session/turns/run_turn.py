@@ -22,7 +22,7 @@ from middleware_hub.openai_session.sessions.values import refuse_long_turn
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
 from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
-from middleware_hub.openai_session.turns.raw_turn import RawTurn, begins_reasoning, check_fields, obstacle, written_ids
+from middleware_hub.openai_session.turns.raw_turn import RawTurn, check_fields, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
 from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
@@ -205,12 +205,11 @@ class TurnRunner:
         if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
             kind = facts.engine.kind if facts.engine is not None else "this engine"
             raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
+        decode = self._router.tokenizer.decode
         if request.prompt is not None:
-            opened = begins_reasoning(request.prompt.given.tokens, fields, facts, self._router.tokenizer.decode)
-            return RawTurn(fields, parsers, facts, opened), written
+            return RawTurn.behind(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
         ids = await face.rendered(fields)
-        opened = begins_reasoning(ids, fields, facts, self._router.tokenizer.decode)
-        return RawTurn(fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
+        return RawTurn.behind(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
 
     def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
         """What the run or a contract puts into a turn counts more than the adapter that its agent has named."""

@@ -16,7 +16,7 @@ from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
 from middleware_hub.openai_session.turns.carried import CarriedAnswer, TurnReply
 from middleware_hub.openai_session.turns.carried_stream import CarriedStream
 from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts, TurnPlan, TurnRequest
-from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, begins_reasoning, written_ids
+from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
 from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream, TurnTap
@@ -365,11 +365,10 @@ class WholeTurn(TurnSampling):
         """Return the turn as it is parsed here, and its prompt in JSON; that of a root is told by the engine."""
         request, decode, parsers = self.plan.request, self.services.router.tokenizer.decode, self.services.parsers
         if request.prompt is not None:
-            opened = begins_reasoning(request.prompt.given.tokens, self.fields, facts, decode)
-            return RawTurn(self.fields, parsers, facts, opened), self.plan.written
+            given = request.prompt.given.tokens
+            return RawTurn.behind(given, self.fields, parsers, facts, decode, root=False), self.plan.written
         ids = np.asarray(prompt_of(await self._json(prompt_request(self.fields), receive)))
-        opened = begins_reasoning(ids, self.fields, facts, decode)
-        return RawTurn(self.fields, parsers, facts, opened, ids.tolist()), written_ids(ids)
+        return RawTurn.behind(ids, self.fields, parsers, facts, decode, root=True), written_ids(ids)
 
     async def _json(self, body: bytes, receive: Receive) -> Any:
         collected = TurnReply(self.services.router.metrics)
