@@ -5,7 +5,7 @@ from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
 from miles_router.generation.attempt import Attempt, ResumeServices
 from miles_router.generation.chat import ChatGeneration
-from miles_router.generation.continuing import Continuing
+from miles_router.generation.continued_request import ContinuedRequest
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.message import MessageReader
 from miles_router.generation.questions import EngineQuestions
@@ -16,7 +16,7 @@ __all__ = [
     "Attempt",
     "CannotResume",
     "ChatGeneration",
-    "Continuing",
+    "ContinuedRequest",
     "EngineQuestions",
     "Heartbeat",
     "HeartbeatForm",

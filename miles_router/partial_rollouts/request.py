@@ -6,12 +6,12 @@ from abc import abstractmethod
 
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.generation.attempt import ResumeServices
-from miles_router.generation.continuing import Continuing
+from miles_router.generation.continued_request import ContinuedRequest
 from miles_router.generation.generation import ResumableGeneration
 from miles_router.middlewares.contract import ASGIApp
 
 
-class ResumableRequest(Continuing):
+class ResumableRequest(ContinuedRequest):
     """A request of `/generate` and its generations."""
 
     def __init__(

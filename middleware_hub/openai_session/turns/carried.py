@@ -28,7 +28,7 @@ from miles_router.middlewares.generation import (
     Attempt,
     CannotResume,
     ChatGeneration,
-    Continuing,
+    ContinuedRequest,
     MessageReader,
     ResumableGeneration,
     ResumeServices,
@@ -70,7 +70,7 @@ class TurnReply(Collected):
         self.cut = [place for place, finish in enumerate(finishes) if await self._attempt.was_cut(finish)]
 
 
-class CarriedTurn(Continuing):
+class CarriedTurn(ContinuedRequest):
     """The choices of one turn, as they are sampled in several attempts. What follows a cut comes in whole answers.
 
     Args:

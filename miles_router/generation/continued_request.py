@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ABORTED = {"type": "abort", "message": "Aborted"}
 
 
-class Continuing:
+class ContinuedRequest:
     """One client's request, whose generations are carried on side by side.
 
     Args:
