@@ -123,6 +123,18 @@ class CarriedTurn(ContinuedRequest):
             flight.inward = {name: uuid.uuid4().hex}
             self.body = orjson.dumps({**orjson.loads(self.body), RID: flight.inward[name]})
 
+    def prompt(self, told: object) -> Sequence[int]:
+        """Return the ids that a choice was given: those that were sent, or those that the worker tells.
+
+        Raises:
+            CannotResume: it tells none.
+        """
+        if sent := self.fields.get("input_ids"):
+            return sent  # type: ignore[no-any-return]
+        if not isinstance(told, list) or not told or not all(type(each) is int for each in told):
+            raise CannotResume("the worker did not tell the ids of the prompt")
+        return told
+
     def begin(
         self, index: int, prompt: Sequence[int], attempt: Attempt, part: Mapping[str, Any], finish: Any
     ) -> ChatGeneration:
@@ -136,8 +148,6 @@ class CarriedTurn(ContinuedRequest):
         Raises:
             CannotResume, UnreadableAnswer: it cannot be.
         """
-        if not prompt:
-            raise CannotResume("the worker did not tell the ids of the prompt")
         generation = ChatGeneration(self.fields, index, prompt, attempt.facts)
         generation.begin(part)
         generation.abort = finish
@@ -233,7 +243,7 @@ class CarriedAnswer(CarriedTurn):
         return joined_answer(first, choices)
 
     def _begun(self, choice: Mapping[str, Any], attempt: Attempt) -> ChatGeneration:
-        prompt = self.fields.get("input_ids") or choice.get("prompt_token_ids") or ()
+        prompt = self.prompt(choice.get("prompt_token_ids"))
         return self.begin(choice["index"], prompt, attempt, part_of(choice, ""), choice["meta_info"]["finish_reason"])
 
     async def _choice(self, first: Mapping[str, Any], answer: Any, attempt: Attempt) -> Mapping[str, Any]:

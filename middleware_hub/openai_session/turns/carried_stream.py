@@ -184,7 +184,7 @@ class CarriedStream(CarriedTurn):
     async def _begun(self, index: int) -> ChatGeneration:
         finish = self._stream.cut_choices[index]
         end = None if finish is None else {"type": finish}
-        prompt = self.fields.get("input_ids") or self._growing.prompt or ()
+        prompt = self.prompt(self._growing.prompt)
         self._told[index] = len(self._growing.growing[index].entries)
         generation = self.begin(index, prompt, self._attempt, self._growing.part(index, len(prompt), end), end)
         self._watch(generation)

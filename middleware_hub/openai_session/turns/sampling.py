@@ -19,7 +19,8 @@ from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts,
 from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
-from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream, TurnTap
+from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream
+from middleware_hub.openai_session.turns.turn_tap import TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
@@ -173,13 +174,23 @@ class StreamedTurn(TurnSampling):
         )
         while True:
             attempt = carried.attempt(self.exchange)
-            tap = TurnTap(reply.send_once_begun, services.router.metrics, self.stream, self.writer, end, attempt)
+            tap = TurnTap(
+                reply.send_once_begun,
+                services.router.metrics,
+                self.stream,
+                self.writer,
+                end,
+                attempt,
+                begun=reply.headers is not None,
+            )
             carried.carries(self.stream, attempt, reply, services.names.ids)
             try:
                 with carried.in_flight(self.exchange, carried.body):
                     await attempt.ask(tap, carried.scope, receive, carried.body)
-            except UpstreamBroken:
-                if tap.has_ended or not carried.may_go_on():
+            except UpstreamBroken as error:
+                if tap.refused:
+                    await reply.give(self.failed(error))
+                if tap.refused or tap.has_ended or not carried.may_go_on():
                     raise
                 if self.stream.has_come or tap.passing:
                     await carried.lose()

@@ -7,11 +7,10 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream
@@ -22,8 +21,8 @@ from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, Grow
 from miles_router.engines.openai.choices import Choice, GrowingChoices, OpenAIEndpoint, read_chunk
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError
-from miles_router.middlewares import Event, Kind, Message, Send, Tap, write_event
-from miles_router.middlewares.generation import Attempt, ResumeServices, UnreadCounter
+from miles_router.middlewares import Event, write_event
+from miles_router.middlewares.generation import ResumeServices
 
 #: Fields of a delta that have text of the model.
 TEXTS = ("content", "reasoning_content")
@@ -132,9 +131,10 @@ class TurnStream:
 
     def failed(self, error: RouterError) -> bytes:
         """Return what the agent is told in place of the end."""
+        shown = self._release_held()
         self._held_back.clear()
         body = {"error": {"message": str(error), "type": error.type, "code": error.status}}
-        return self._writer.other(Event.read(write_event(body)))
+        return shown + self._writer.other(Event.read(write_event(body)))
 
     def release(self) -> bytes:
         """What was kept back."""
@@ -195,10 +195,19 @@ class TurnStream:
                 self._waits = self._waits or bool((choice.get("delta") or {}).get("tool_calls"))
             if not self._waits:
                 return self._shown(chunk, event.name)
-            pieces = list(self._pieces(chunk, choices, event.name))
+            pieces = self._all_pieces(chunk, choices, event.name)
+            return b"".join([self._shown(piece, event.name) for piece in pieces])
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
-        return b"".join(self._shown(piece, event.name) for piece in pieces)
+
+    def _all_pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Sequence[dict[str, Any]]:
+        try:
+            return list(self._pieces(chunk, choices, name))
+        except MALFORMED:
+            if self._resume is None or self._raw is not None:
+                raise
+            self._resume = None  # what follows is nothing that can be carried on
+            return [*(piece for held in self._held.values() for piece in held.release()), chunk]
 
     def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Iterator[dict[str, Any]]:
         """Yield what is shown now of a chunk, and what waited for it: of a tool call, the last delta waits; of a choice
@@ -259,14 +268,19 @@ class TurnStream:
         """Return what the agent is shown of an abort, now that it is known whether a pause made it."""
         choice = chunk["choices"][0]
         index, finish = choice["index"], choice["finish_reason"]
+        blank = {each: value for each, value in chunk.items() if each not in ("sglext", "usage")}
         if cut:
             self._held[index].drop()
             self.cut_choices[index] = finish
+            # It may be the first that is said of the choice.
+            self.growing.add({**blank, "choices": [{"index": index, "delta": {}}]}, self._version)
             return b""
         try:
             return self._show_pieces([*self._held[index].at_end(finish), chunk], name)
-        except MALFORMED as error:
-            self._failure = UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}")
+        except (UnreadableAnswer, *MALFORMED) as error:
+            unread = UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}")
+            self._failure = self._failure or (error if isinstance(error, UnreadableAnswer) else unread)
+            self._held_back.append(NamedChunk({**blank, "choices": [{**choice, "logprobs": None}]}, name))
             return b""
 
     def _show_pieces(self, pieces: Sequence[dict[str, Any]], name: bytes = b"") -> bytes:
@@ -278,12 +292,15 @@ class TurnStream:
         """Return what waited for a next chunk that does not come."""
         if self._resume is None or self.cut_choices:
             return b""
-        return self._show_pieces([piece for held in self._held.values() for piece in held.release()])
+        try:
+            return self._show_pieces([piece for held in self._held.values() for piece in held.release()])
+        except (UnreadableAnswer, *MALFORMED):
+            return b""  # of a stream that is unreadable
 
     def lose(self) -> bool:
         """Note that the worker was lost: choices without an end are cut. Return False where what has come is nothing to
         go on from."""
-        if self._failure is not None or not self.growing.growing:
+        if self._resume is None or self._failure is not None or not self.growing.growing:
             return False
         for index, choice in self.growing.growing.items():
             if choice.finish is None:
@@ -334,103 +351,3 @@ class TurnStream:
     def end_carried(self) -> None:
         """Note that what was cut has ended."""
         self._held_back.append(Event.read(LAST_EVENT))
-
-
-class TurnTap(Tap):
-    """Relays the stream of a turn up to what ends its answer.
-
-    Args:
-        end: awaited once, at the last event or the stream's end, unless a choice was cut: records the turn, and ends
-            the reply. A worker may keep its connection busy for long behind the last event, and an agent may leave as
-            soon as it has read it.
-        attempt: the request that this is the reply to; None where nothing is carried on.
-    """
-
-    layer = "openai_sessions"
-
-    def __init__(
-        self,
-        send: Send,
-        metrics: UnreadCounter,
-        stream: TurnStream,
-        writer: ReplyWriter,
-        end: Callable[[], Awaitable[None]],
-        attempt: Attempt | None = None,
-    ) -> None:
-        super().__init__(send, metrics)
-        self._stream = stream
-        self._writer = writer
-        self._end = end
-        self._attempt = attempt
-        #: Whether the turn was read to its end: errors are those of its record, and not the worker's.
-        self.has_ended = False
-
-    def passes(self, start: Message) -> bool:
-        """A refusal that is no JSON, which has no form of an API's."""
-        if self._attempt is not None:
-            self._attempt.note_engine()
-        return start["status"] != 200 and self.kind is not Kind.JSON
-
-    def unread(self, reason: str) -> None:
-        """An answer that cannot be read is not given either.
-
-        Raises:
-            UnusableAnswer: always, but for refusals.
-        """
-        super().unread(reason)
-        if self.start["status"] == 200:
-            raise UnusableAnswer(f"the worker's answer cannot be read: {reason}")
-
-    async def whole(self, body: bytes) -> bytes:
-        """A refusal.
-
-        Raises:
-            UnusableAnswer: it is an answer, and no stream of events.
-        """
-        if self.start["status"] == 200:
-            raise UnusableAnswer("the worker's answer is no stream of events")
-        return self._writer.refusal(body, self.start["status"])
-
-    async def event(self, event: Event) -> bytes:
-        """Return what the agent is shown of an event."""
-        self.keep(self._stream, len(event.raw), more=True)
-        shown = self._stream.feed(event)
-        if self._stream.undecided:
-            shown += await self._decide()
-        if not event.is_last:
-            return shown
-        await self.give(shown)
-        await self._finish_turn()
-        return b""
-
-    async def ended(self) -> None:
-        """Read the end of a stream. Where the worker has not said that it ends, the agent is told so all the same.
-        Bytes behind the last whole event are the engine's own, and are not given."""
-        if self._stream.cut_choices:
-            await self._finish_turn()
-            return
-        if self.events.is_cut:
-            self._stream.broken = "the worker's stream ended inside an event"
-        else:
-            self._stream.is_open = not self.events.rest.strip()
-        if self._stream.cut is None and not self._stream.told_error:
-            self._stream.feed(Event.read(LAST_EVENT))
-        await self._finish_turn()
-
-    async def _decide(self) -> bytes:
-        stream, attempt, shown = self._stream, self._attempt, []
-        assert attempt is not None
-        undecided, stream.undecided = stream.undecided, []
-        for chunk, name in undecided:
-            cut = await attempt.was_cut(chunk["choices"][0]["finish_reason"])
-            if cut:
-                await attempt.learn_engine()
-            shown.append(stream.decide(chunk, name, cut=cut))
-        return b"".join(shown)
-
-    async def _finish_turn(self) -> None:
-        await self.give_shown()
-        self._finished = True  # what still comes is dropped
-        if not self._stream.cut_choices:
-            self.has_ended = True
-            await self._end()

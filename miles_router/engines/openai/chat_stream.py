@@ -208,7 +208,10 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
             ):
                 raise UnreadableAnswer("invalid_tokens", "the ids of a stream are no lists")
             self._ids = extra["output_ids"]
-        self.prompt = extra.get("input_ids") or self.prompt
+        if extra.get("input_ids"):
+            if not isinstance(extra["input_ids"], list):
+                raise UnreadableAnswer("invalid_tokens", "the ids of a prompt are no list")
+            self.prompt = extra["input_ids"]
         if (cached := cached_tokens(extra)) is not None:
             self._cached_tokens = cached
 
