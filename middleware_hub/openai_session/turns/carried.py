@@ -94,6 +94,7 @@ class CarriedTurn(ContinuedRequest):
         self.lost = 0
         self._plan = plan
         self._parsers = parsers
+        self._prompts: dict[int, Sequence[int]] = {}  # of a choice that had only queued, its generation knows none
         self._rows: dict[int, CarriedRows] = {}
         self._ended_at_cut: set[int] = set()
 
@@ -151,6 +152,7 @@ class CarriedTurn(ContinuedRequest):
         generation = ChatGeneration(self.fields, index, prompt, attempt.facts)
         generation.begin(part)
         generation.abort = finish
+        self._prompts[index] = prompt
         tokens, rid = len(prompt) + len(part["output_ids"]), part["meta_info"].get("id")
         self._rows[index] = CarriedRows(self._plan.deliveries, index, tokens, rid)
         return generation
@@ -164,7 +166,7 @@ class CarriedTurn(ContinuedRequest):
         await self.carry_on(generations)
         for each in generations:
             answer, rows = self.answers.get(each.index, each.answer), self._rows[each.index]
-            tokens = [*each.prompt, *answer["output_ids"]]
+            tokens = [*self._prompts[each.index], *answer["output_ids"]]
             if each.index in self._ended_at_cut:
                 await rows.ask(self.questions(), self.services.router.rows, tokens)
             rows.deliver(len(tokens))
@@ -191,8 +193,8 @@ class CarriedTurn(ContinuedRequest):
 
     def came(self, generation: ResumableGeneration) -> None:
         """Take the rows of an attempt: the next asks for those behind them."""
-        assert isinstance(generation, ChatGeneration)
-        self._rows[generation.index].take(generation.given + generation.tokens)
+        before = generation.answer["output_ids"] if generation.answer is not None else ()
+        self._rows[generation.index].take(len(self._prompts[generation.index]) + len(before) + generation.tokens)
 
 
 class CarriedAnswer(CarriedTurn):
