@@ -32,6 +32,7 @@ from miles_router.middlewares.generation import (
     MessageReader,
     ResumableGeneration,
     ResumeServices,
+    Seam,
     UnreadCounter,
 )
 
@@ -190,6 +191,11 @@ class CarriedTurn(ContinuedRequest):
         """Leave the delivery of a choice's rows with the exchange of its attempts."""
         with self._rows[generation.index].left_on(exchange):
             yield
+
+    async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+        """As the base does, with the rows that are held now."""
+        self._rows[generation.index].renew()
+        await super().sample(attempt, generation, seam, body)
 
     def came(self, generation: ResumableGeneration) -> None:
         """Take the rows of an attempt: the next asks for those behind them."""

@@ -57,6 +57,11 @@ class CarriedRows:
                 self._attempts[kind].prefixes = [self._prefix(kind)]
             yield
 
+    def renew(self) -> None:
+        """Have the next attempt ask again for rows that were let go meanwhile."""
+        for kind, delivery in self._attempts.items():
+            delivery.prefixes = [self._prefix(kind)]
+
     def take(self, tokens: int) -> None:
         """Take the rows of an attempt, behind which the choice has so many tokens, prompt included."""
         self._note(self._attempts.take(0, tokens, self._rid), tokens)
@@ -103,8 +108,15 @@ def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
     Raises:
         UnreadableAnswer: they are none.
     """
-    data = np.frombuffer(decoded(encoded), "<i4")
-    if not len(data) or len(data) % count or data.min() < kind.least or data.max() > np.iinfo(kind.types[-1]).max:
+    raw = decoded(encoded)
+    data = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
+    if (
+        len(raw) % 4
+        or not len(data)
+        or len(data) % count
+        or data.min() < kind.least
+        or data.max() > np.iinfo(kind.types[-1]).max
+    ):
         raise UnreadableAnswer("incomplete", f"{len(data)} ids are no {count} rows")
     fits = next(each for each in kind.types if data.max() <= np.iinfo(each).max)
     return data.reshape(count, -1).astype(fits)

@@ -81,12 +81,12 @@ class RestStream(Tap):
         choices = [{**choice, "index": 0} for choice in chunk["choices"]]
         self.growing.add({**chunk, "choices": choices}, self._version)
         for choice in choices:
+            new = (choice.get("delta") or {}).get("content") or ""
+            self._text.append(new)
             if (finish := choice.get("finish_reason")) is not None:
                 self._end = {"type": finish, "matched": choice.get("matched_stop")}
                 await self._attempt.learn_engine()
                 continue
-            new = (choice.get("delta") or {}).get("content") or ""
-            self._text.append(new)
             certain = self._text[:-1] if may_end(new, self._generation.stops) else self._text
             assert self.choice is not None
             await self._show("".join(certain), self.choice.entries)
@@ -210,6 +210,7 @@ class CarriedStream(CarriedTurn):
         if not generation.live:
             await super().sample(attempt, generation, seam, body)
             return
+        self._rows[generation.index].renew()
         pool, flight = self.services.router.pool, attempt.exchange.flight
 
         async def show(text: str, entries: Sequence[Any]) -> None:

@@ -290,6 +290,8 @@ class WholeTurn(TurnSampling):
         if self.resume is not None:
             carried = CarriedAnswer(self.resume, services.app, scope, receive, body, self.plan, services.parsers)
             self._collected, self._joined = await carried.sampled()
+            if self._joined is not None:
+                _whole_answer(self._collected, self.plan.request.choices)
         else:
             self._collected = TurnReply(services.router.metrics)
             await self._collected.call(services.app, scope, replay(body, receive))

@@ -336,6 +336,8 @@ class TurnStream:
             "matched_stop": None,
             **fields,
         }
+        if fields.get("logprobs"):
+            self.first_token_at = self.first_token_at or time.time()
         chunk = {**self.growing.envelope, "choices": [choice]}
         shown = []
         for piece in (chunk,) if self._raw is None else self._raw.chunks(chunk):
