@@ -160,6 +160,8 @@ async def test_a_turn_that_is_aborted_in_the_queue_is_resumed_and_tells_its_prom
         for sample in samples:
             assert said["usage"]["prompt_tokens"] == len(sample["tokens"]) - 8
             assert [run["version"] for run in sample["weight_versions"]] == ["2"]
+        if stream:
+            assert all(record["first_token_at"] is not None for record in await trial.records(session))
 
 
 @pytest.mark.parametrize("stream", [False, True])
