@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from miles_router.asgi.exchange import Exchange, Receive, Scope
-from miles_router.asgi.replies import Collected
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope
+from miles_router.asgi.replies import OK, Collected, Kind, Tap, drop
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
@@ -240,3 +240,26 @@ class FollowingAnswer(Collected):
         if not self.is_json:
             raise CannotResume(f"the worker answered {self.status}, and no JSON that can be read")
         return self.parse()
+
+
+class FollowingStream(Tap):
+    """A stream that carries one generation on. Nothing of it is given to the client as it came."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(drop)
+        self.attempt = attempt
+
+    def passes(self, start: Message) -> bool:
+        """Let no reply pass.
+
+        Raises:
+            CannotResume: it is a refusal, or no stream of events.
+        """
+        if start["status"] != OK or self.kind is not Kind.EVENTS:
+            raise CannotResume(f"the worker answered {start['status']}, and no stream")
+        self.attempt.note_engine()
+        return False
+
+    def unread(self, reason: str) -> None:
+        """Raise CannotResume: what cannot be read carries nothing on."""
+        raise CannotResume(f"the worker's stream cannot be read: {reason}")

@@ -5,7 +5,7 @@ from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
 from miles_router.generation.attempt import Attempt, ResumeServices
 from miles_router.generation.chat import ChatGeneration
-from miles_router.generation.continued_request import ContinuedRequest
+from miles_router.generation.continued_request import ContinuedRequest, FollowingStream
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.message import MessageReader
 from miles_router.generation.questions import EngineQuestions
@@ -18,6 +18,7 @@ __all__ = [
     "ChatGeneration",
     "ContinuedRequest",
     "EngineQuestions",
+    "FollowingStream",
     "Heartbeat",
     "HeartbeatForm",
     "MessageReader",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from miles_router.asgi.exchange import Message
-from miles_router.asgi.replies import OK, TOO_LARGE, Kind, Tap, drop
+from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
 from miles_router.engines.answers import (
     OUTPUT_LISTS,
     VERSIONS,
@@ -21,6 +21,7 @@ from miles_router.engines.answers import (
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
 from miles_router.generation.attempt import LAYER, Attempt
+from miles_router.generation.continued_request import FollowingStream
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.joining import ROWS
 from miles_router.generation.seam import Seam
@@ -69,7 +70,7 @@ class ResumableStream(ResumableRequest):
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """The events that follow."""
-        following = _FollowingStream(self, attempt, generation, seam)
+        following = _CarriedOnStream(self, attempt, generation, seam)
         with suppress(_Enough):
             await attempt.ask(following, self.scope, self.receive, body)
         if not following.has_end and not generation.done:
@@ -203,26 +204,16 @@ class _OpeningStream(Tap):
         return generation.abort is not None
 
 
-class _FollowingStream(Tap):
-    """A stream that carries one generation on."""
+class _CarriedOnStream(FollowingStream):
+    """Its events are given as the client's own."""
 
     def __init__(self, request: ResumableStream, attempt: Attempt, generation: ResumableGeneration, seam: Seam) -> None:
-        super().__init__(drop)
+        super().__init__(attempt)
         #: Whether the worker has said that the generation ends.
         self.has_end = False
         self._request = request
-        self._attempt = attempt
         self._generation = generation
         self._seam = seam
-
-    def passes(self, start: Message) -> bool:
-        if start["status"] != OK or self.kind is not Kind.EVENTS:
-            raise CannotResume(f"the worker answered {start['status']}, and no stream")
-        self._attempt.note_engine()
-        return False
-
-    def unread(self, reason: str) -> None:
-        raise CannotResume(f"the worker's stream cannot be read: {reason}")
 
     async def event(self, event: Event) -> bytes:
         if event.data and not event.is_last:
@@ -235,7 +226,7 @@ class _FollowingStream(Tap):
             raise CannotResume("the worker's stream goes on behind its end")
         finish = generation.add(answer).get("finish_reason")
         self.keep(generation.index, nbytes, more=generation.incremental is not False)
-        self._attempt.exchange.flight.rids.update(generation.rids)
+        self.attempt.exchange.flight.rids.update(generation.rids)
         self.has_end = finish is not None
         joined, stopped = generation.so_far(), False
         if generation.answer is not None:
@@ -244,8 +235,8 @@ class _FollowingStream(Tap):
         if self.has_end or stopped:
             generation.verify(joined)
         if self.has_end and not stopped:
-            await self._attempt.learn_engine()
-            await self._request.note_end(self._attempt, generation, finish)
+            await self.attempt.learn_engine()
+            await self._request.note_end(self.attempt, generation, finish)
             if not generation.done:
                 return  # what it brought is shown with what follows
         if self.has_end or stopped:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
+import orjson
 import pytest
 
+from middleware_hub.openai_session.turns.carried_stream import RestStream
+from miles_router.engines.events import Event
+from miles_router.middlewares.generation import Attempt, ChatGeneration
 from tests.support.http import CutReply, RawReply
 from tests.support.scripted_chat import (
     DONE,
@@ -14,10 +20,13 @@ from tests.support.scripted_chat import (
     JSON,
     PROMPT,
     able,
+    chat_answer,
     chat_events,
+    chat_reply,
     delta,
     event,
     finish_event,
+    meta_of,
     streamed,
 )
 from tests.support.scripted_worker import RESET, ScriptedWorker, chunked_head, reply, script
@@ -30,6 +39,7 @@ HI: list[Any] = [user("What is 17 + 25?")]
 ROLE = event([{**delta("", 0), "delta": {"role": "assistant", "content": ""}}])
 HEL = event([delta("Hel")])
 ABORT = finish_event("abort")
+ENTRY = {"token": "", "bytes": [], "logprob": -0.5, "top_logprobs": []}
 REFUSALS = {
     "json": script(reply(b'{"error": {"message": "no"}}', 400, JSON)),
     "text": script(reply(b"gone", 400, [("Content-Type", "text/plain")])),
@@ -133,3 +143,45 @@ async def test_a_text_that_waited_is_shown_before_a_stream_that_ends_early_fails
     answer, broken = await asked(trial, session)
     assert broken
     assert answer.body.index(b'"a>"') < answer.body.index(b"upstream_broken")
+
+
+@pytest.mark.parametrize("odd", ["fewer choices than were asked for", "a choice without a place"])
+async def test_a_cut_whole_answer_that_lacks_something_is_refused(stage: Stage, odd: str) -> None:
+    worker, trial = await trial_of(stage, partial_rollout="resume")
+    session, gate, fewer = await trial.create(), asyncio.Event(), odd.startswith("fewer")
+    meta = meta_of([7], finish_reason={"type": "abort", "message": "x"}, prompt_tokens=3)
+    cut = chat_answer([7], "Hel", finish_reason="abort", meta_info=meta, logprobs={"content": [ENTRY]})
+    if not fewer:
+        del cut["choices"][0]["index"]
+    for path in ("/pause_generation", "/continue_generation"):
+        worker.standing[path] = script(reply(b"{}", headers=JSON))
+    worker.next(script(gate, reply(orjson.dumps(cut), headers=JSON)))
+    rest = meta_of([8], prompt_tokens=4)
+    worker.always(script(chat_reply([8], "lo", meta_info=rest, logprobs={"content": [ENTRY]})))
+    async with under_way(trial.turn(session, HI, max_tokens=2, n=2 if fewer else 1)) as turn:
+        await until(lambda: bool(worker.requests), "it was asked")
+        assert (await trial.ask("POST", "/pause_generation", {"mode": "abort"})).status == 200
+        gate.set()
+        await until(lambda: trial.router.app.router.gate.held or turn.done(), "it was cut")
+        await trial.ask("POST", "/continue_generation", {})
+        answer = await turn
+    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert await trial.records(session) == []
+
+
+async def test_a_part_keeps_the_text_of_the_chunk_that_ends_it() -> None:
+    shown: list[str] = []
+
+    async def show(text: str, entries: Sequence[Any]) -> None:
+        shown.append(text)
+
+    async def nothing() -> None:
+        """The engine is known."""
+
+    attempt = cast(Attempt, SimpleNamespace(learn_engine=nothing))
+    rest = RestStream(attempt, cast(ChatGeneration, SimpleNamespace(stops=[], given=3)), lambda: "1", show)
+    for text, finish in (("a", None), (" end", "stop")):
+        said = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [ENTRY]}, "finish_reason": finish}
+        await rest.event(Event.read(event([said])))
+    await rest.event(Event.read(told(output_ids=[[1, 2]])))
+    assert (rest.part()["text"], rest.part()["output_ids"], shown) == ("a end", [1, 2], ["a"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -65,9 +65,13 @@ class TurnReply(Collected):
             return
         await self._attempt.learn_engine()
         try:
-            finishes = [finish_of(choice) for choice in orjson.loads(body)["choices"]]
+            choices = orjson.loads(body)["choices"]
+            finishes = [finish_of(choice) for choice in choices]
+            sound = all(type(each["index"]) is int and isinstance(each["message"], dict) for each in choices)
         except (*MALFORMED, orjson.JSONDecodeError):
             return  # no answer: its reader says so
+        if not sound:
+            return
         self.cut = [place for place, finish in enumerate(finishes) if await self._attempt.was_cut(finish)]
 
 
@@ -186,14 +190,12 @@ class CarriedTurn(ContinuedRequest):
         """Return the rest of a choice."""
         return rest_of(answer)
 
-    @contextmanager
-    def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> Iterator[None]:
+    def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
         """Leave the delivery of a choice's rows with the exchange of its attempts."""
-        with self._rows[generation.index].left_on(exchange):
-            yield
+        return self._rows[generation.index].left_on(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """As the base does, with the rows that are held now."""
+        """Have a worker carry a choice on; it is asked for the rows behind those that are held now."""
         self._rows[generation.index].renew()
         await super().sample(attempt, generation, seam, body)
 

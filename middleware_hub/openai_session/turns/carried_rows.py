@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,24 +47,20 @@ class CarriedRows:
         self._rid = rid
         self._held: dict[RowKind, AlignedRows] = {}
         self._attempts = RowDeliveries({kind: RowDelivery(kind) for kind in deliveries})
-        self._note(deliveries.take(index, tokens, rid), tokens)
+        self._note(deliveries.take(index, tokens, rid))
 
-    @contextmanager
-    def left_on(self, exchange: Exchange) -> Iterator[None]:
+    def left_on(self, exchange: Exchange) -> AbstractContextManager[None]:
         """Have the rows of attempts under this exchange delivered."""
-        with self._attempts.left_on(exchange):
-            for kind in self._attempts:
-                self._attempts[kind].prefixes = [self._prefix(kind)]
-            yield
+        return self._attempts.left_on(exchange)
 
     def renew(self) -> None:
-        """Have the next attempt ask again for rows that were let go meanwhile."""
+        """Have the next attempt ask for the rows behind those that are held now; some may have been let go."""
         for kind, delivery in self._attempts.items():
             delivery.prefixes = [self._prefix(kind)]
 
     def take(self, tokens: int) -> None:
         """Take the rows of an attempt, behind which the choice has so many tokens, prompt included."""
-        self._note(self._attempts.take(0, tokens, self._rid), tokens)
+        self._note(self._attempts.take(0, tokens, self._rid))
 
     async def ask(self, questions: EngineQuestions, channels: Mapping[RowKind, RowChannel], ids: Sequence[int]) -> None:
         """Ask an engine for the rows of these ids that have not come: those of a lost worker never do."""
@@ -89,11 +85,8 @@ class CarriedRows:
             else:
                 delivery.missing = self._attempts[kind].missing or delivery.missing
 
-    def _note(self, rows: RowsByKind, tokens: int) -> None:
-        for kind, found in rows.items():
-            if found.rows is not None:
-                self._held[kind] = found.rows
-                self._attempts[kind].prefixes = [self._prefix(kind)]
+    def _note(self, rows: RowsByKind) -> None:
+        self._held |= {kind: found.rows for kind, found in rows.items() if found.rows is not None}
 
     def _prefix(self, kind: RowKind) -> RowPrefix | None:
         held = self._held.get(kind)

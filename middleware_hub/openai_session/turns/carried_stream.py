@@ -16,11 +16,12 @@ from miles_router.engines.openai.chat_stream import ROW_NAMES, GrowingChat, Grow
 from miles_router.engines.openai.held_deltas import TOKEN_ID, may_end, token_bytes
 from miles_router.engines.openai.text_reader import LiveText
 from miles_router.errors import RouterError, UpstreamBroken
-from miles_router.middlewares import Kind, Message, Tap, Watch
+from miles_router.middlewares import Watch
 from miles_router.middlewares.generation import (
     Attempt,
     CannotResume,
     ChatGeneration,
+    FollowingStream,
     ResumableGeneration,
     Seam,
 )
@@ -30,7 +31,7 @@ NO_TEXT: Mapping[str, Any] = {"reasoning_content": None}
 ShowMore = Callable[[str, Sequence[Any]], Awaitable[None]]
 
 
-class RestStream(Tap):
+class RestStream(FollowingStream):
     """The stream of an attempt that carries one choice on, as raw text."""
 
     layer = "openai_sessions"
@@ -38,9 +39,8 @@ class RestStream(Tap):
     def __init__(
         self, attempt: Attempt, generation: ChatGeneration, version: Callable[[], str | None], show: ShowMore
     ) -> None:
-        super().__init__(_drop)
+        super().__init__(attempt)
         self.growing = GrowingChat(may_be_cut=True)
-        self._attempt = attempt
         self._generation = generation
         self._version = version
         self._show = show
@@ -51,21 +51,6 @@ class RestStream(Tap):
     def choice(self) -> GrowingChatChoice | None:
         """The choice; None while nothing has come of it."""
         return self.growing.growing.get(0)
-
-    def passes(self, start: Message) -> bool:
-        """Refuse what is no stream.
-
-        Raises:
-            CannotResume: it is none.
-        """
-        if start["status"] != 200 or self.kind is not Kind.EVENTS:
-            raise CannotResume(f"the worker answered {start['status']}, and no stream")
-        self._attempt.note_engine()
-        return False
-
-    def unread(self, reason: str) -> None:
-        """Raise CannotResume."""
-        raise CannotResume(f"the worker's stream cannot be read: {reason}")
 
     async def event(self, event: Event) -> bytes:
         """Take an event, and show what it brings."""
@@ -85,7 +70,7 @@ class RestStream(Tap):
             self._text.append(new)
             if (finish := choice.get("finish_reason")) is not None:
                 self._end = {"type": finish, "matched": choice.get("matched_stop")}
-                await self._attempt.learn_engine()
+                await self.attempt.learn_engine()
                 continue
             certain = self._text[:-1] if may_end(new, self._generation.stops) else self._text
             assert self.choice is not None
@@ -309,14 +294,13 @@ async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
     Raises:
         CannotResume: they may be those of other tokens.
     """
-    told = [token for entry in choice.entries if type(token := entry.get(TOKEN_ID)) is int]
+    told = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
     if told and len(told) == len(choice.entries):
         return told
-    ids = await names([token_bytes(entry) for entry in choice.entries])
+    try:
+        ids = await names([token_bytes(entry) for entry in choice.entries])
+    except MALFORMED as error:
+        raise CannotResume("a token of a stream that did not end has no bytes") from error
     if ids is None:
         raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
     return ids
-
-
-async def _drop(message: Message) -> None:
-    """Give nothing to a client."""
