@@ -290,8 +290,6 @@ class WholeTurn(TurnSampling):
         if self.resume is not None:
             carried = CarriedAnswer(self.resume, services.app, scope, receive, body, self.plan, services.parsers)
             self._collected, self._joined = await carried.sampled()
-            if self._joined is not None:
-                _whole_answer(self._collected, self.plan.request.choices)
         else:
             self._collected = TurnReply(services.router.metrics)
             await self._collected.call(services.app, scope, replay(body, receive))
@@ -304,7 +302,7 @@ class WholeTurn(TurnSampling):
             await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
 
     async def answer(self) -> SampledAnswer:
-        answer = self._again or self._joined or _whole_answer(self._collected, self.plan.request.choices)
+        answer = self._again or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
         unread: dict[int, str] = {}
         try:
             if self.plan.raw is not None:
@@ -386,16 +384,19 @@ class WholeTurn(TurnSampling):
     async def _json(self, body: bytes, receive: Receive) -> Any:
         collected = TurnReply(self.services.router.metrics)
         await collected.call(self.services.app, self.inner_scope(body), replay(body, receive))
-        return collected.parse() if collected.is_json else None
+        return _parsed(collected)
 
 
-def _whole_answer(collected: Collected, choices: int) -> dict[str, Any]:
+def _parsed(collected: Collected) -> Any:
+    return collected.parse() if collected.is_json else None
+
+
+def _whole_answer(answer: Any, choices: int) -> dict[str, Any]:
     """Return the engine's answer, which has so many choices.
 
     Raises:
         UnusableAnswer: it is none.
     """
-    answer = collected.parse() if collected.is_json else None
     if not isinstance(answer, dict):
         raise UnusableAnswer("the worker's answer is no JSON that can be read")
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
