@@ -22,6 +22,7 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.audits import TextAuditor
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.dashboard.rollouts import KIND, TextRollouts
+from middleware_hub.radix_tree.holders import TextHolders
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
@@ -75,10 +76,11 @@ class RadixTreeMiddleware:
         self._encoder = AsyncEncoder.of(router)
         self._agreement = TokenizerAgreement.of(router)
         rows = TextRows(router.rows, write=router.config.state_rows)
-        self._archive = TextArchive(self.cache, router.store, router.owners, rows, max_tokens=max_tokens)
+        self._archive = TextArchive(self.cache, router.store, rows, max_tokens=max_tokens)
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._rollouts = router.episodes[KIND] = TextRollouts(router, self.cache)
-        self._retrieval = Retrieval(self._recorder, self._rollouts, router.owners)
+        self._holders = TextHolders(self._recorder, router.owners)
+        self._retrieval = Retrieval(self._recorder, self._rollouts, self._holders, router.owners)
         self._audits = Audits.of(router)
         self._audits.add(KIND, TextAuditor(self._rollouts, self._audits.asker))
         router.publish(NAME, self.cache.statistics)
@@ -107,9 +109,7 @@ class RadixTreeMiddleware:
 
     async def _require(self, scope: Scope, request: GenerateRequest) -> None:
         texts = [await self._recorder.text_of(prompt) for prompt in request.prompts]
-        for text in texts:
-            await self._archive.load(text)
-        await self.router.owners.require_text(scope, texts, self.cache.continues)
+        await self._holders.require(scope, texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give ids for text on the way in, record on the way out; every other path is none of our business."""
@@ -120,7 +120,7 @@ class RadixTreeMiddleware:
         body = await exchange.read(receive)
         try:
             request = read_request(exchange.loads(body))
-            if self.router.owners.several:
+            if self.router.owners.several and not self.router.owners.is_forwarded(scope):
                 await self._require(scope, request)
             with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
                 prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]

@@ -180,7 +180,7 @@ def _run(options: argparse.Namespace) -> None:
     loaded = _load(options)
     from miles_router.compat import run
 
-    run(loaded.config, replaceable=True)
+    run(loaded.config)
 
 
 def _show_config(options: argparse.Namespace) -> None:

@@ -106,20 +106,18 @@ def _config(settings: Mapping[str, Any], middlewares: list[MiddlewareSpec]) -> R
     return RouterConfig(**given, middlewares=tuple(middlewares))
 
 
-def run(config: RouterConfig, args: Namespace | None = None, *, replaceable: bool = False) -> None:
-    """Configure logging, build the app and serve it. `replaceable`: as `supervise`."""
+def run(config: RouterConfig, args: Namespace | None = None) -> None:
+    """Configure logging, build the app and serve it."""
     log.configure(config.log_level, config.log_format)
     try:
         if config.processes > 1:
             from miles_router.serving.supervisor import supervise
 
-            supervise(config, args, replaceable=replaceable)
+            supervise(config, args)
         else:
             from miles_router.app import create_app
-            from miles_router.serving.replacing import kept
             from miles_router.serving.server import serve
 
-            kept().close()
             serve(create_app(config, args=args))
     finally:
         log.flush()  # a process that a framework has started runs nothing at its exit

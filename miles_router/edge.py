@@ -16,7 +16,6 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first_header
-from miles_router.asgi.moving import ASKED, Elsewhere, note_of
 from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from miles_router.traces.traces import Traces
 
 logger = logging.getLogger(__name__)
-#: In place of a status.
-HANDED_OVER = -1
 access_logger = logging.getLogger("miles_router.access")
 
 
@@ -64,6 +61,7 @@ class RouterApp:
         self._max_answer_bytes = config.max_answer_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
+        self._owners = router.owners
         self._restoring = () if router.store is None else tuple(each for each in layers if isinstance(each, Restores))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
@@ -84,14 +82,14 @@ class RouterApp:
         )
         scope[SCOPE_KEY] = exchange
         outlet = Outlet(send, scope, exchange.request_id)
-        refused = 0
+        refused, counts = 0, True
         try:
             scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
-            await self._restore(scope)
-            await self._enter(scope)(scope, receive, outlet)
-        except Elsewhere:
-            refused = HANDED_OVER
-            raise
+            if self._owners.several:
+                counts = await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
+            else:
+                await self._restore(scope)
+                await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:
                 self._report(error, exchange, scope, began=outlet.status != 0)
@@ -103,18 +101,28 @@ class RouterApp:
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            if refused != HANDED_OVER:  # who goes on counts it
+            if counts:
                 self._finished(scope, exchange, outlet.status or refused, started_at)
 
     async def _restore(self, scope: Scope) -> None:
         """Have layers bring back what the request names. A session's own key is known once it is read."""
-        if self._restoring and (self._has_entered(scope) or not self.doors.is_shut(scope["path"], scope["headers"])):
+        if self._restoring and not self.doors.is_shut(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
 
-    def _has_entered(self, scope: Scope) -> bool:
-        """Whether it has entered in the process that asks."""
-        return note_of(scope) == ASKED
+    async def _here(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request in this process."""
+        await self._restore(scope)
+        await self._enter(scope)(scope, receive, send)
+
+    def _check_door(self, scope: Scope) -> None:
+        """Refuse what nobody lets in. Which key it is, the process that answers asks. Raises as `_enter`."""
+        door = self.doors.of(scope["path"])
+        if self.doors.is_shut(scope["path"], scope["headers"]):
+            self.doors.enter(door, scope["path"], scope["headers"])
+        if door.foreign is not None and not door.key.required:
+            refuse_foreign(scope, door.foreign, self._public_url)
+        scope[SCOPE_KEY].check_announced_size(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
         """Who answers, once the request may enter.
@@ -125,10 +133,9 @@ class RouterApp:
             BodyTooLarge: the request announces more than anybody here takes.
         """
         door = self.doors.of(scope["path"])
-        if not self._has_entered(scope):
-            scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
-            if door.foreign is not None and not door.key.required:
-                refuse_foreign(scope, door.foreign, self._public_url)
+        scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
+        if door.foreign is not None and not door.key.required:
+            refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].flight.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
         return self._routes if door.own else self._stack

@@ -6,7 +6,6 @@
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
     │   ├── ForeignOrigin           403 foreign_origin
-    │   ├── NodeUnproven            403 node_unproven: it says that another machine has sent it, and does not show it
     │   ├── NotFound                404 not_found
     │   │   └── UnknownModel        404 model_not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
@@ -18,7 +17,7 @@
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
-    ├── OwnerLost                   502 owner_lost: its machine was lost while it was asked, and may have done it
+    ├── OwnerLost                   502 owner_lost: its process was lost while it was asked, and may have done it
     ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
@@ -91,15 +90,6 @@ class ForeignOrigin(BadRequest):
 
     status = 403
     type = "foreign_origin"
-
-
-class NodeUnproven(BadRequest):
-    """The request says that another machine of the router has forwarded it, and does not show that; or it was altered
-    on its way, or sent before."""
-
-    status = 403
-    type = "node_unproven"
-    headers: ClassVar[Mapping[str, str]] = {"X-Miles-Router-Node": "refused"}
 
 
 class NotFound(BadRequest):
@@ -194,7 +184,7 @@ class OwnerUnavailable(RouterError):
 
 
 class OwnerLost(RouterError):
-    """The machine that has what a request is about was lost while it was asked: it may have done what was asked."""
+    """The process that has what a request is about was lost while it was asked: it may have done what was asked."""
 
     status = 502
     type = "owner_lost"

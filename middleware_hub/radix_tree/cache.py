@@ -119,9 +119,14 @@ class RadixTreeCache:
         self.statistics.reused_tokens += len(trajectory)
         return PrefixMatch(trajectory, ends, chars, entry)
 
-    def continues(self, text: str) -> bool:
-        """Whether a text goes on from something that was sampled. That somebody looked is no use of it."""
-        return bool(self._longest(text)[2])
+    def reusable_chars(self, text: str) -> int:
+        """Return how many of a text's first characters `match` would spell. To look is no use of an entry."""
+        return self._longest(text)[2]
+
+    def has(self, text: str) -> bool:
+        """Return whether `retrieve` would find a text. To look is no use of an entry."""
+        node = self._tree.at(text)
+        return node is not None and bool(node.shown_entries or node.entries)
 
     def _longest(self, text: str) -> tuple[Entry | None, int, int]:
         """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`."""

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.holders import HOLDS, TextHolders
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
@@ -33,8 +34,9 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "
 class Retrieval:
     """Answers from one cache."""
 
-    def __init__(self, recorder: TextRecorder, rollouts: TextRollouts, owners: Owners) -> None:
+    def __init__(self, recorder: TextRecorder, rollouts: TextRollouts, holders: TextHolders, owners: Owners) -> None:
         self._recorder = recorder
+        self._holders = holders
         self._rollouts = rollouts
         self._owners = owners
         self._cache = recorder.cache
@@ -48,7 +50,10 @@ class Retrieval:
             StateError: nobody can tell what is recorded.
         """
         exchange = Exchange.of(request.scope)
-        asked = _checked(exchange.loads(await exchange.read(request.receive)))
+        asked = exchange.loads(await exchange.read(request.receive))
+        if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and HOLDS in asked:
+            return Response(orjson.dumps([[*each] for each in await self._holders.held(asked[HOLDS])]), media_type=JSON)
+        _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
             if texts is None:
@@ -72,7 +77,7 @@ class Retrieval:
         Raises:
             Elsewhere: another has it, and answers.
         """
-        owner = await self._owners.owner_of_text(scope, text)
+        (owner,) = await self._holders.owners_of(scope, [text])
         if owner is not None:
             raise Elsewhere(owner)
 
@@ -96,9 +101,8 @@ class Retrieval:
         """Many texts, each from the process that has it."""
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
-        for place, text in enumerate(texts):
-            await pace.step()
-            places.setdefault(await self._owners.owner_of_text(scope, text), []).append(place)
+        for place, owner in enumerate(await self._holders.owners_of(scope, texts)):
+            places.setdefault(owner, []).append(place)
         for owner, theirs in places.items():
             if owner is None:
                 each = [await self._one_of_many(texts[place], pace, strict=strict) for place in theirs]
@@ -196,7 +200,7 @@ def _write_json(found: Sequence[Retrieved], *, many: bool, with_logprobs: bool) 
     return b"".join(list_parts(written) if many else written[0])
 
 
-def _checked(asked: Any) -> Mapping[str, Any]:
+def _check(asked: Any) -> None:
     if not isinstance(asked, Mapping):
         raise BadRequest("the request body must be a JSON object")
     if unknown := set(asked) - FIELDS:
@@ -210,14 +214,13 @@ def _checked(asked: Any) -> Mapping[str, Any]:
         if asked.get("text") is None and asked.get("rid") is None:
             raise BadRequest("text, texts or rid is required")
         _check_text(asked.get("text"))
-        return asked
+        return
     if asked.get("text") is not None or asked.get("rid") is not None:
         raise BadRequest("texts goes with neither text nor rid")
     if not texts or len(texts) > MAX_TEXTS:
         raise BadRequest(f"texts must hold 1 to {MAX_TEXTS} texts")
     for text in texts:
         _check_text(text if isinstance(text, str) else "")
-    return asked
 
 
 def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> None:

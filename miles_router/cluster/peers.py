@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,20 +18,20 @@ class Peers:
         count: of all.
         directory: where they find each other; only this user may enter it. It outlives each of them, and lies in memory
             (`/dev/shm`) where nothing is to touch the disk.
+        urls: where each of them alone is reached.
+        shown: whether clients may know that.
     """
 
     index: int
     count: int
     directory: Path
+    urls: Sequence[str] = ()
+    shown: bool = True
 
     @property
     def others(self) -> tuple[int, ...]:
         """The indices of all but this one."""
         return tuple(index for index in range(self.count) if index != self.index)
-
-    def socket_of(self, index: int) -> str:
-        """Where a process takes what others send it."""
-        return str(self.directory / f"process-{index}.sock")
 
     @property
     def slots(self) -> frozenset[int]:

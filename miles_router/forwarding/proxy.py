@@ -25,7 +25,7 @@ from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
-from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.reply import CountsBytes, Reply
 from miles_router.forwarding.translated import HeldReply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
@@ -164,7 +164,7 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     return end
 
 
-async def relay(reply: AnyReply, send: Send, metrics: Metrics, end: StreamEnd | None = None) -> None:
+async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None) -> None:
     """Give a client a reply as it arrives.
 
     Raises:

@@ -11,7 +11,6 @@ from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.outlet import Sink, Source
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.metrics import Metrics
 
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
@@ -19,6 +18,12 @@ JOIN_LIMIT = 64 * 1024
 END = 4096
 #: Is shown a piece of a body, and says whether it has seen enough.
 Look = Callable[[bytes], bool]
+
+
+class CountsBytes(Protocol):
+    """Counts the bytes of bodies that clients were given."""
+
+    bytes_out: int
 
 
 class ReplySource(Source, Protocol):
@@ -117,7 +122,7 @@ class Reply:
             await self._more()
         return self._chunks[0] if self._chunks else b""
 
-    async def pour(self, sink: Sink, metrics: Metrics) -> None:
+    async def pour(self, sink: Sink, metrics: CountsBytes) -> None:
         """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
         left to `read`.
 

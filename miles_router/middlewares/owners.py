@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -9,11 +10,18 @@ from typing import Any
 
 import orjson
 
-from miles_router.asgi.exchange import Scope
-from miles_router.errors import OwnerUnavailable
+from miles_router.asgi.exchange import Receive, Scope, Send
+from miles_router.errors import OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics
-from miles_router.middlewares.contract import HasOwners
-from miles_router.middlewares.roots import Root
+from miles_router.middlewares.contract import ASGIApp, HasOwners
+
+
+class Elsewhere(RouterError):
+    """Another process answers the request, of which nothing was answered. Attributes: owner: that process."""
+
+    def __init__(self, owner: int) -> None:
+        super().__init__(f"process {owner} answers this")
+        self.owner = owner
 
 
 class HeldNames:
@@ -48,28 +56,37 @@ class Owners:
         """While this is entered, the processes reach each other."""
         yield
 
+    async def answer(
+        self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
+    ) -> bool:
+        """Answer a request `here`, or relay the answer of the process that has what it is about. Return whether this
+        process is the one that counts it. Nobody calls it where there is one process.
+
+        Args:
+            check: called before a request is forwarded, with its body unread; refuses what nobody would let in.
+
+        Raises:
+            BadRequest: it says that another process has forwarded it, and how is not readable.
+            OwnerUnavailable: the process that has it does not take it.
+            OwnerLost: that was lost before its answer began, and may have done what was asked.
+        """
+        raise NotImplementedError("there is no other process")
+
     def require(self, scope: Scope, name: str) -> None:
         """Go on only in the process that has what is named so; the request's body was read.
 
         Raises:
             Elsewhere: another process has it, and answers.
+            OwnerUnavailable: another process has sent it here, and this one does not have it.
         """
 
-    async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
-        """Go on only in the process that has what these texts continue, or is to have them; the request's body was
-        read. `continues` tells whether a text goes on from something that is held here.
+    def is_asked(self, scope: Scope) -> bool:
+        """Return whether another process asks this one for its part of an answer (`ask`)."""
+        return False
 
-        Raises:
-            Elsewhere: another process has them, and answers.
-        """
-
-    def hold_texts(self, roots: Sequence[Root]) -> None:
-        """Said before `running` is entered: texts outlive processes, and this one has those of these roots, the newest
-        last. Who is asked for one of them while its process is started again waits for that."""
-
-    async def owner_of_text(self, scope: Scope, text: str) -> int | None:
-        """The other process that has what this text continues; None where it is this one, or nobody."""
-        return None
+    def is_forwarded(self, scope: Scope) -> bool:
+        """Return whether another process has sent the request here to be answered, whatever it is about."""
+        return False
 
     def others(self, scope: Scope) -> Sequence[int]:
         """All other processes; none for a request that one of them asks of this one."""
@@ -89,12 +106,21 @@ class Owners:
         Raises:
             OwnerUnavailable: one does not answer: what the others say is not all there is.
         """
-        found, reading = [], _reading(scope)
-        for other in self.others(scope):
-            status, _, body = await self.ask(other, reading, b"")
+        return await self.answers_to(_reading(scope), b"")
+
+    async def answers_to(self, scope: Scope, body: bytes) -> list[Any]:
+        """What all other processes answer to a request with this body, as JSON, in the order of `others`.
+
+        Raises:
+            OwnerUnavailable: one does not answer: what the others say is not all there is.
+        """
+        others = self.others(scope)
+        found = []
+        replies = await asyncio.gather(*(self.ask(other, scope, body) for other in others))
+        for other, (status, _, answer) in zip(others, replies, strict=True):
             if status != 200:
                 raise OwnerUnavailable(f"process {other} answers {status}")
-            found.append(orjson.loads(body))
+            found.append(orjson.loads(answer))
         return found
 
     async def first_answer(self, scope: Scope, body: bytes) -> tuple[int, Mapping[str, str], bytes] | None:

@@ -6,10 +6,8 @@ sessions, texts or rows.
 """
 
 from miles_router.asgi.headers import header_texts, raw_headers
-from miles_router.asgi.moving import Elsewhere
 from miles_router.middlewares.contract import BODY_SAYS, HasOwners, Restores
-from miles_router.middlewares.owners import HeldNames, Owners
-from miles_router.middlewares.roots import Root
+from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import SLOTS
 from miles_router.state.rows import Change, StateRow, header_of, with_header
 from miles_router.state.store import StateStore
@@ -23,7 +21,6 @@ __all__ = [
     "HeldNames",
     "Owners",
     "Restores",
-    "Root",
     "StateRow",
     "StateStore",
     "header_of",

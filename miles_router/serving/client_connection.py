@@ -17,7 +17,6 @@ import orjson
 from miles_router.asgi.backlog import MAX_BACKLOG
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import SINK
 from miles_router.errors import RequestTimeout, RouterError, TooManyConnections
 from miles_router.forwarding.framing import CONTINUE, reply_head
@@ -49,10 +48,6 @@ ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 class ClientConnection(asyncio.Protocol):
     """Lets the app answer a client's requests, each at the client's pace."""
-
-    #: Another process goes on with it.
-    leaving = False
-    reads_with: type[RequestReader] = RequestReader
 
     def __init__(self, shared: Shared, server_state: Any, app_state: dict[str, Any]) -> None:
         self._shared = shared
@@ -92,7 +87,7 @@ class ClientConnection(asyncio.Protocol):
             "scheme": "http",
             "root_path": "",
         }
-        self._reader = self.reads_with(template, self._begin, self._end)
+        self._reader = RequestReader(template, self._begin, self._end)
         roomy = self._shared.make_room()
         self._shared.statistics.open += 1
         if roomy:
@@ -283,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting:
             self._start(*self._waiting.popleft())
         self.resume_reading()
-        if self._current is not None or self.leaving or self.closing:
+        if self._current is not None or self.closing:
             return
         if self._refusal is not None:
             self.refuse(*self._refusal)
@@ -291,10 +286,6 @@ class ClientConnection(asyncio.Protocol):
             self.close()
         else:
             self._settle()
-
-    def hand_over(self, request: ClientRequest, elsewhere: Elsewhere) -> None:
-        """Another process answers it; there is none here."""
-        raise NotImplementedError("a router of one process has all sessions and texts") from elsewhere
 
     def break_off(self, request: ClientRequest) -> None:
         """Its reply will never be complete. What came is sent; then the connection ends as no complete reply does."""

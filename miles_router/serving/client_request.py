@@ -8,7 +8,6 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from miles_router.asgi.exchange import Exchange, Message, Scope
-from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import Source
 from miles_router.errors import RouterError
 from miles_router.forwarding.framing import (
@@ -74,10 +73,6 @@ class Line(Protocol):
         """Its reply will never be complete, and must not look so."""
         ...
 
-    def hand_over(self, request: ClientRequest, elsewhere: Elsewhere) -> None:
-        """Another process answers it."""
-        ...
-
     def refuse(self, error: RouterError, name: str) -> None:
         """Answer the request whose id is `name` with `error`, and close."""
         ...
@@ -93,14 +88,12 @@ class ClientRequest:
         "_given",
         "_gone",
         "_head",
-        "_kept",
         "_line",
         "_method",
         "_news",
         "_parts",
         "_source",
         "awaits_continue",
-        "chunked",
         "ended",
         "http_1_0",
         "keep_alive",
@@ -129,9 +122,6 @@ class ClientRequest:
         self._parts: list[bytes] = []
         self._buffered = 0
         self.whole = False  # its last byte has come
-        # Of one that another process may have to answer: its body as it came, until it is known to be ours
-        self._kept: list[bytes] | None = None
-        self.chunked = False
         self._given = False  # and the app has it
         self._gone = False
         self._news: asyncio.Event | None = None
@@ -144,7 +134,6 @@ class ClientRequest:
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Let `app` answer. Whatever it does, the client is never left waiting, and half a reply never looks whole."""
-        elsewhere = False
         try:
             await app(scope, self.receive, self.send)
             if not self._begun and not self._gone:
@@ -152,18 +141,13 @@ class ClientRequest:
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
                 self._line.refuse(RouterError("the router gave no answer"), name)
         except Exception as error:  # the app's own edge answers errors; this is a defect of that
-            if isinstance(error, Elsewhere) and self._kept is not None and self.whole:
-                elsewhere = True
-                if not self._gone:
-                    self._line.hand_over(self, error)
-                return
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
                 self._line.refuse(
                     RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
                 )
         finally:
-            if not self.ended and not self._gone and not elsewhere:
+            if not self.ended and not self._gone:
                 self._line.break_off(self)
 
     # What the app calls
@@ -228,7 +212,7 @@ class ClientRequest:
             http_1_0=self.http_1_0,
             keep_alive=keep_alive,
         )
-        self._begun, self.awaits_continue, self._kept = True, False, None
+        self._begun, self.awaits_continue = True, False
         self._line.flush_soon(self)
 
     def _write(self, data: bytes, last: bool) -> None:
@@ -278,22 +262,12 @@ class ClientRequest:
         if self.ended:
             return
         self.awaits_continue = False  # it did not wait
-        if self._kept is not None:
-            self._kept.append(data)
         self._parts.append(data)
         self._buffered += len(data) + PART
         if self._news is not None:
             self._news.set()
         if self._buffered > HIGH_WATER:
             self._line.pause_reading()
-
-    def keep_body(self, *, chunked: bool) -> None:
-        """Another process may have to answer it: keep the body for that until the reply begins."""
-        self._kept, self.chunked = [], chunked
-
-    def whole_body(self) -> bytes:
-        """The body that was kept, once it has come."""
-        return b"".join(self._kept or ())
 
     def complete(self) -> None:
         """The last byte of the body has come."""

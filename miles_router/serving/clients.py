@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 from typing import Any
 
 from miles_router.asgi.deadlines import Deadlines
@@ -13,8 +12,6 @@ from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.client_connection import ClientConnection
 from miles_router.serving.client_request import ClientRequest
-from miles_router.serving.leaving import Carrier
-from miles_router.serving.movable_connection import MovableConnection
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,6 @@ class ClientConnections:
         limit: connections at once.
         idle_seconds: between two requests.
         head_seconds: from a connection's start, or the first byte of a request, to the end of its head.
-        handover: of a router of several processes.
     """
 
     def __init__(
@@ -45,31 +41,17 @@ class ClientConnections:
         limit: int,
         idle_seconds: float,
         head_seconds: float,
-        handover: Carrier | None = None,
     ) -> None:
         self._app = app
         self._statistics = statistics
         self._limit = limit
         self._idle_seconds = idle_seconds
         self._head_seconds = head_seconds
-        self._handover = handover
         self._shared: Shared | None = None
-        #: The server stops: connections that come now are closed behind their answers.
-        self.stopping = False
 
     def __call__(self, *, server_state: Any, app_state: dict[str, Any], **_: Any) -> ClientConnection:
         """A connection's protocol; `server_state` and `app_state` are uvicorn's."""
-        if self._handover is None:
-            return ClientConnection(self._share(), server_state, app_state)
-        return MovableConnection(self._share(), server_state, app_state, self._handover)
-
-    async def adopt(self, sock: socket.socket, note: bytes, data: bytes, server_state: Any, app_state: Any) -> None:
-        """Go on with a connection of another process, which has read `data` of it. The socket is the connection's."""
-        assert self._handover is not None
-        connection = MovableConnection(self._share(), server_state, app_state, self._handover, (note, data))
-        connection.closing = self.stopping
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
-        connection.adopted()
+        return ClientConnection(self._share(), server_state, app_state)
 
     def _share(self) -> Shared:
         if self._shared is None:

@@ -68,6 +68,8 @@ class Assignment:
     listener: int | None = None
     #: And the one on which it alone listens.
     own: int | None = None
+    #: Where each process that takes requests is reached so.
+    urls: tuple[str, ...] = ()
     #: Of several machines: this one; for the control plane, all of them.
     node: Machine | Machines | None = None
 
@@ -117,7 +119,8 @@ async def _show_life(assigned: Assignment) -> None:
 
 def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
-    peers = Peers(index, assigned.config.processes, assigned.directory)
+    shown = assigned.node is None and not assigned.config.public_url
+    peers = Peers(index, assigned.config.processes, assigned.directory, assigned.urls, shown=shown)
     counts = Counts(assigned.table, peers.count, index)
     duty: DataDuty
     if isinstance(assigned.node, Machine):
@@ -139,7 +142,7 @@ def _serve(assigned: Assignment, index: int) -> None:
         if assigned.node is not None:  # who stands still has lost its leases
             tasks.spawn(_show_life(assigned), name="show life")
 
-    serve_at(app, listener, started, handover=owners.handover, own=own)
+    serve_at(app, listener, started, own=own)
 
 
 def _decide(assigned: Assignment) -> None:

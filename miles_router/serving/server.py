@@ -21,7 +21,6 @@ from miles_router.errors import ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
-from miles_router.serving.leaving import Carrier
 from miles_router.settings.config import RouterConfig
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.slots import CONTROL
@@ -56,11 +55,6 @@ class Server(uvicorn.Server):
         if self.started and self._on_start is not None:
             self._on_start()
 
-    async def adopt(self, sock: socket.socket, note: bytes, data: bytes) -> None:
-        """Go on with another process's connection. As `ClientConnections.adopt`."""
-        connections = cast(ClientConnections, self.config.http)
-        await connections.adopt(sock, note, data, self.server_state, self.lifespan.state)
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -73,21 +67,13 @@ class Server(uvicorn.Server):
             for each in signals:
                 loop.remove_signal_handler(each)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own. What other processes hand over meanwhile is answered, and nothing behind it."""
-        cast(ClientConnections, self.config.http).stopping = True
-        await super().shutdown(sockets)
-
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # the second signal does not wait
         self.should_exit = True
 
 
-def serve(app: RouterApp, handover: Carrier | None = None) -> None:
+def serve(app: RouterApp) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
-
-    Args:
-        handover: of a router of several processes.
 
     Raises:
         ConfigError: the address cannot be listened on, or what outlives the process not be opened.
@@ -98,8 +84,7 @@ def serve(app: RouterApp, handover: Carrier | None = None) -> None:
     raise_file_limit()
     sock = listen(config.host, config.port)
     log.show(banner(config, sock.getsockname()))
-    own = listen(config.host, 0) if handover is not None and config.public_url is None else None
-    serve_at(app, sock, handover=handover, own=own)
+    serve_at(app, sock)
 
 
 def serve_at(
@@ -107,29 +92,24 @@ def serve_at(
     sock: socket.socket,
     started: Callable[[], None] | None = None,
     *,
-    handover: Carrier | None,
-    own: socket.socket | None,
+    own: socket.socket | None = None,
 ) -> None:
     """Serve on a listening socket, which is closed in the end, until SIGTERM or SIGINT.
 
     Args:
         started: called as soon as it takes connections.
-        handover: of a router of several processes.
         own: a socket on which this process alone listens.
     """
     collect_garbage_less()
-    server = Server(uvicorn_config(app, handover), started)
+    server = Server(uvicorn_config(app), started)
     at_once = max(1, ACCEPTS_PER_STEP // app.router.config.processes)
     sockets = [sock, *(sock.dup() for _ in range(at_once - 1))]
-    if handover is not None:
-        handover.adopt = server.adopt
-        if own is not None:
-            sockets.append(own)
-            handover.own_port = own.getsockname()[1]
+    if own is not None:
+        sockets.append(own)
     server.run(sockets=sockets)
 
 
-def uvicorn_config(app: RouterApp, handover: Carrier | None) -> uvicorn.Config:
+def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     connections = ClientConnections(
         app,
@@ -137,7 +117,6 @@ def uvicorn_config(app: RouterApp, handover: Carrier | None) -> uvicorn.Config:
         limit=connection_limit(),
         idle_seconds=KEEP_ALIVE,
         head_seconds=app.router.config.head_timeout,
-        handover=handover,
     )
     return uvicorn.Config(
         app,

@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from miles_router import log, tasks
 from miles_router.cluster.control.table import Counts, make_table
@@ -29,7 +31,6 @@ from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, BEAT, READY, START, SUCCEEDED, Assignment
-from miles_router.serving.replacing import Sockets, become_the_next, kept, refusal
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
 
@@ -45,6 +46,8 @@ SILENT = 10
 #: Seconds beside `shutdown_timeout` in which all must have ended.
 SPARE = 10.0
 STATUS_BYTES = 4096
+#: Where processes reach each other on one machine.
+LOOPBACK = "127.0.0.1"
 #: A directory in memory: nothing of the router touches the disk.
 MEMORY = Path("/dev/shm")
 
@@ -54,8 +57,6 @@ def supervise(
     args: Namespace | None,
     part: Machine | Machines | None = None,
     listening: Callable[[int], None] = lambda port: None,
-    *,
-    replaceable: bool = False,
 ) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
 
@@ -63,7 +64,6 @@ def supervise(
         part: where the router has several machines, what is done here: the requests of one of them, or the control
             plane of all.
         listening: hears the port, before anything is served.
-        replaceable: this process is the command, and may become it again (SIGUSR2).
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -72,15 +72,14 @@ def supervise(
     raise_file_limit()
     with contextlib.ExitStack() as held:
         count = 1 if isinstance(part, Machines) else config.processes
-        sockets = _listeners(config, kept(), count, 0 if part is not None or config.public_url else count)
+        shown = part is None and not config.public_url
+        sockets = _listeners(config, count, own_host=config.host if shown else LOOPBACK)
         held.callback(sockets.close)
         port = sockets.shared[0].getsockname()[1]
         listening(port)
         if isinstance(part, Machine):
             part = replace(part, url=f"http://{part.host}:{port}")
-        supervisor = _supervised(config, args, sockets, part, replaceable)
-        if supervisor.replaced:
-            become_the_next(sockets)
+        supervisor = _supervised(config, args, sockets, part)
     if supervisor.refusal is not None:
         raise ConfigError(supervisor.refusal)
     if supervisor.failed:
@@ -92,14 +91,13 @@ def _supervised(
     args: Namespace | None,
     sockets: Sockets,
     part: Machine | Machines | None,
-    replaceable: bool,
 ) -> Supervisor:
     with contextlib.ExitStack() as held:
         table = make_table(rows_of(config, part))
         held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, table, directory, part, replaceable)
+        supervisor = Supervisor(config, args, sockets, table, directory, part)
         asyncio.run(supervisor.run())
         log.flush()
         return supervisor
@@ -110,19 +108,12 @@ def rows_of(config: RouterConfig, part: Machine | Machines | None) -> int:
     return rows_for(part) if isinstance(part, Machines) else config.processes
 
 
-def _listeners(config: RouterConfig, left: Sockets, count: int, own_count: int) -> Sockets:
-    """A socket for each process, on one port, which nobody has beside them; those that the supervisor before this one
-    has `left` where the port is still the one that is wanted."""
-    port = left.shared[0].getsockname()[1] if left.shared else 0
-    if not port or config.port not in (0, port):
-        left.close()
-        left = Sockets([], [])
-        with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
-            port = alone.getsockname()[1]
-    Sockets(left.shared[count:], left.own[own_count:]).close()
-    shared = [listen(config.host, port, shared=True) for _ in range(len(left.shared), count)]
-    own = [listen(config.host, 0) for _ in range(len(left.own), own_count)]
-    return Sockets([*left.shared[:count], *shared], [*left.own[:own_count], *own])
+def _listeners(config: RouterConfig, count: int, own_host: str) -> Sockets:
+    """Listen for each process on the router's port, which nobody has beside them, and on a port of its own."""
+    with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
+        port = alone.getsockname()[1]
+    shared = [listen(config.host, port, shared=True) for _ in range(count)]
+    return Sockets(shared, [listen(own_host, 0) for _ in range(count)])
 
 
 def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
@@ -136,6 +127,28 @@ def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+
+
+class Sockets(NamedTuple):
+    """What is connected to: a socket for each process on the router's port, and one on a port of its own."""
+
+    shared: list[socket.socket]
+    own: list[socket.socket]
+
+    def close(self) -> None:
+        """Take no more connections."""
+        for each in (*self.shared, *self.own):
+            each.close()
+
+    def urls(self) -> tuple[str, ...]:
+        """Return where each process alone is reached from this machine."""
+        return tuple(f"http://{_reached(*each.getsockname()[:2])}" for each in self.own)
+
+
+def _reached(host: str, port: int) -> str:
+    """Return host and port of a URL for a socket that is bound there."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Child:
@@ -171,19 +184,14 @@ class Supervisor:
         table: int,
         directory: Path,
         part: Machine | Machines | None,
-        replaceable: bool,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
         #: Whether something went otherwise than it should.
         self.failed = False
-        #: Whether the next version takes its place.
-        self.replaced = False
         self._config = config
         self._args = args
         self._sockets = sockets
-        self._replaceable = replaceable
-        self._replacing: asyncio.Task[None] | None = None
         self._table = table
         self._counts = Counts(table, rows_of(config, part))
         self._part = part
@@ -206,8 +214,6 @@ class Supervisor:
         self._over = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(each, self._stop)
-        if self._replaceable:
-            self._loop.add_signal_handler(signal.SIGUSR2, self._replace)
         watching = tasks.spawn(self._watch(), name="signs of life")
         try:
             for child in self._children:
@@ -249,7 +255,7 @@ class Supervisor:
         self._generation += 1
         shared, own_ones = self._sockets
         listener = None if child.index is None and not self._decides else shared[child.index or 0].fileno()
-        own = own_ones[child.index].fileno() if child.index is not None and own_ones else None
+        own = None if child.index is None else own_ones[child.index].fileno()
         assigned = Assignment(
             config=self._config,
             args=self._args,
@@ -261,6 +267,7 @@ class Supervisor:
             status=status,
             listener=listener,
             own=own,
+            urls=self._sockets.urls(),
             node=self._part,
         )
         try:
@@ -353,22 +360,7 @@ class Supervisor:
             logger.error("process_not_started", extra={"fields": fields})
             self._timers.add(self._loop.call_later(LATEST, self._start_unless_ending, child))
 
-    def _replace(self) -> None:
-        if self._shown and not self._ending and self._replacing is None:
-            self._replacing = tasks.spawn(self._replace_if_possible(), name="replace")
-
-    async def _replace_if_possible(self) -> None:
-        reason = await refusal()
-        self._replacing = None
-        if reason is not None:
-            logger.error("replacement_refused", extra={"fields": {"reason": reason}})
-        elif not self._ending:
-            logger.info("replacement_begins")
-            self.replaced = True
-            self._drain()
-
     def _stop(self) -> None:
-        self.replaced = False
         self._sockets.close()  # or clients would still connect
         self._drain()
 

@@ -60,8 +60,9 @@ async def test_sessions_and_their_experts_are_exact_wherever_turns_land(tmp_path
         while await router.metric("miles_router_sessions_turns_total") < 12:  # noqa: ASYNC110
             await asyncio.sleep(STEP)
         assert await router.metric("miles_router_sessions_turns_total") == 12
-        assert await router.metric("miles_router_handover_given_total") > 0
-        assert await router.metric("miles_router_handover_refused_total") == 0
+        assert await router.metric("miles_router_forwarded_requests_total") > 0
+        assert await router.metric("miles_router_forwarded_unavailable_total") == 0
+        assert await router.metric("miles_router_forwarded_lost_total") == 0
 
 
 async def test_texts_and_their_rows_are_found_from_every_process_with_the_reuse_of_one(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path:
         await router.becomes_idle()
 
 
-async def test_what_processes_ask_of_each_other_needs_no_key_and_keeps_its_refusals(tmp_path: Path) -> None:
+async def test_what_processes_ask_of_each_other_brings_the_client_s_key(tmp_path: Path) -> None:
     config = written(tmp_path, LAYERS, hf_checkpoint=checkpoint(), api_key="ours", max_text_chars=200, processes=2)
     given, start = ("--config", str(config)), partial(fork_router, tokenizer=checkpoint())
     async with simulated() as worker, router_process(*given, "--worker-urls", worker.url, start=start) as router:

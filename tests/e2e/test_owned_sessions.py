@@ -117,9 +117,6 @@ async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_p
 
 async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path)
-    for trial in trials:
-        owners: Any = trial.router.app.router.owners
-        owners.handover.own_port = int(trial.router.url.rpartition(":")[2])
     made = (await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})).json()
     assert made["base_url"].startswith("http://router.test/sessions/")
     assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
@@ -150,7 +147,7 @@ async def test_what_one_process_asks_of_another_enters_with_the_client_s_key_and
     routers = await several(stage, tmp_path, 2, worker, middlewares=LAYER, hf_checkpoint=checkpoint(), **keys)
     key = [("Authorization", "Bearer theirs"), *JSON]
     names = [name_of(index, 2) for index in range(2)]
-    for name in names:  # one of the two connections is handed over
+    for name in names:  # one of the two is forwarded
         made = json.dumps({"session_id": name}).encode()
         assert (await routers[0].ask("POST", "/sessions", key, made)).status == 200
         assert (await routers[0].ask("POST", "/sessions", JSON, made)).status == 401
@@ -167,10 +164,11 @@ async def test_what_one_process_asks_of_another_enters_with_the_client_s_key_and
 # What is lost with a process
 
 
-async def restarted(stage: Stage, directory: Path, index: int) -> SessionTrial:
+async def restarted(stage: Stage, directory: Path, index: int, urls: list[str]) -> SessionTrial:
     worker = able(await stage.worker()).always(GOOD)
-    owners = ClusterOwners(Peers(index, 2, directory))
+    owners = ClusterOwners(Peers(index, 2, directory, urls))
     router = await stage.router(worker, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
+    urls[index] = router.url
     return SessionTrial(router, ())
 
 
@@ -179,13 +177,15 @@ def refused(reply: RawReply) -> tuple[int, str]:
 
 
 async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, tmp_path: Path) -> None:
-    first = await restarted(stage, tmp_path, 0)
+    urls = ["", ""]
+    first = await restarted(stage, tmp_path, 0, urls)
     worker = able(await stage.worker()).always(GOOD)
     held, deleted, by_header, new = itertools.islice(names_of(1, 2), 4)
     turn = {"model": "m", "messages": HI}
     async with running_router(
-        worker, owners=ClusterOwners(Peers(1, 2, tmp_path)), middlewares=LAYER, hf_checkpoint=checkpoint()
+        worker, owners=ClusterOwners(Peers(1, 2, tmp_path, urls)), middlewares=LAYER, hf_checkpoint=checkpoint()
     ) as ends:
+        urls[1] = ends.url
         second = SessionTrial(ends, ())
         await first.create(held)
         await first.create(deleted)
@@ -194,7 +194,7 @@ async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, 
         assert by_path.status == 200
         assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])).status == 200
         assert holding([second]) == [2]
-    again = await restarted(stage, tmp_path, 1)
+    again = await restarted(stage, tmp_path, 1, urls)
     await until(lambda: not first.router.leftovers(), "nothing is under way")
     for trial in (first, again):
         assert refused(await trial.ask("GET", f"/sessions/{held}")) == (410, "session_lost")

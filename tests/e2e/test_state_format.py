@@ -58,7 +58,7 @@ HELD: tuple[int, Mapping[str, str]] = (
         "reply": "digest headers path turn_id",
         "response": "created_at cut_call id own seals settings turn usage",
         "untraced": "at path reason request_id",
-        "family": "blocks bytes chars number rank row_bytes serial tokens version",
+        "family": "chars number rank row_bytes serial tokens version",
         "entry": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
         "shown_chars text worker",
         "rows": "parent start type width",

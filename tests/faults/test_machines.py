@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from miles_router.cluster.nodes.machines import HEADER
-from miles_router.cluster.nodes.seen import BEATS, Seen
-from miles_router.cluster.nodes.stamps import FORWARD, Address, Stamps
-from miles_router.cluster.peers import Peers
+from miles_router.cluster.owners.forwarding import HOP
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_machines import HI, LEASE, outcome, running, stack_of, turn, turns
 from tests.support.brake import Brake
 from tests.support.fleet import asked, by_path
 from tests.support.http import RawReply, ask
-from tests.support.machines import Part, RunningMachines, Wire, stand_still, term, wired
+from tests.support.machines import RunningMachines, stand_still, term, wired
 from tests.support.session_trial import SESSIONS, qwen3
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
@@ -89,48 +86,11 @@ async def test_a_request_that_machines_would_send_round_in_a_circle_ends_at_the_
         one, other = router.nodes
         session = (await one.answers("POST", "/sessions")).json()["session_id"]
         await turn(other, session)
-        beat, target = 0, f"/sessions/{session}"
-        peers, lives = Peers(0, 1, tmp_path), router.lives
-        stamps = Stamps(router.machines.secret, Address(0, lives[0]), lives.__getitem__, lambda: beat, Seen(peers))
-
-        async def sent_on() -> RawReply:
-            """As the first machine would send it, if it took the other for the owner."""
-            stamp = stamps.made(FORWARD, 1, "GET", target.encode(), [], b"")
-            return await ask(other.url, "GET", target, [(HEADER.decode(), stamp.decode())])
-
-        while b"come too late" in (answer := await sent_on()).body:
-            beat += 1
+        hop = [(HOP.decode(), "forward-machine")]  # as the first machine sends it that takes the other for the owner
+        answer = await ask(other.url, "GET", f"/sessions/{session}", hop)
         assert type_of(answer) == (503, "owner_unavailable")
         assert b"is moving" in answer.body
         assert await turns(other, session) == 1
-
-
-async def test_no_beat_comes_twice_also_where_nobody_is_left_who_knows_the_last_one(tmp_path: Path) -> None:
-    async with (
-        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
-        contextlib.AsyncExitStack() as stack,
-    ):
-        settings = {"state_dir": str(tmp_path / "state"), **sessions()}
-        router = RunningMachines(tmp_path, stack_of(stack), 2, LEASE, settings)
-        one, other = router.nodes
-        wire = await stack.enter_async_context(wired(other.listener))
-        other.url = f"http://{wire.address}"
-        await router.start()
-        await one.answers("POST", f"/add_worker?url={worker.url}")
-        before = await stamped_beat(one, wire)
-        for part in (router.control, one, other):
-            part.send(signal.SIGKILL)
-        await router.start()
-        assert await stamped_beat(one, wire) > before + BEATS
-
-
-async def stamped_beat(node: Part, wire: Wire) -> int:
-    """Of the stamp by which a machine asks the one behind the wire."""
-    wire.sent.clear()
-    while HEADER + b": ask " not in wire.sent:  # it asks those that it knows to be there
-        await node.answers("GET", "/sessions")
-    _, stamp = wire.sent.split(HEADER + b": ask ")[:2]
-    return int(stamp.split(b" ")[2])
 
 
 async def test_a_machine_whose_network_is_lost_refuses_turns_and_the_others_go_on_with_its_sessions(

@@ -18,7 +18,6 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.middlewares.state import Owners
 from miles_router.state.store import StateStore
 from tests.property.test_radix_tree import PLENTY, STEPS, Model, Step
 from tests.support.cache_integrity import check_integrity
@@ -34,7 +33,7 @@ class Process:
     def __init__(self, directory: Path, model: Model) -> None:
         self.cache = model.cache
         self.store = StateStore(directory)
-        self.archive = TextArchive(self.cache, self.store, Owners(), TextRows({}, write=False), max_tokens=model.budget)
+        self.archive = TextArchive(self.cache, self.store, TextRows({}, write=False), max_tokens=model.budget)
 
     async def step(self, model: Model, step: Step) -> None:
         """As `Model.step`, without its checks."""

@@ -19,7 +19,6 @@ from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.middlewares.rows import RowChannel, TrajectoryRows
-from miles_router.middlewares.state import Owners
 from miles_router.state.store import StateStore
 from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
 from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, RowArray
@@ -67,7 +66,7 @@ class Process:
         self.cache = RadixTreeCache(max_tokens=PLENTY, keep_versions=1)
         self.store = StateStore(directory)
         text_rows = TextRows({ROUTED_EXPERTS: channel}, write=True)
-        self.archive = TextArchive(self.cache, self.store, Owners(), text_rows, max_tokens=PLENTY)
+        self.archive = TextArchive(self.cache, self.store, text_rows, max_tokens=PLENTY)
         self.before: AlignedRows | None = None
         self.texts = ["a", "ab"]
         self.rids: list[str] = []

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from miles_router import log
 from miles_router.app import create_app
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
-from miles_router.serving.server import serve
+from miles_router.serving.server import banner, listen, raise_file_limit, serve_at
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.owned import be_patient
@@ -29,12 +30,17 @@ from tests.support.waiting import until
 class Member:
     """One process of the cluster, on a port of its own."""
 
-    def __init__(self, peers: Peers, settings: dict[str, Any], file: IO[bytes]) -> None:
+    def __init__(self, peers: Peers, sock: socket.socket, settings: dict[str, Any], file: IO[bytes]) -> None:
         self.index = peers.index
         self._log = file
-        asked = {"index": peers.index, "count": peers.count, "directory": str(peers.directory), **settings}
-        command = [sys.executable, "-m", "tests.support.cluster", json.dumps(asked)]
-        self.process = subprocess.Popen(command, stdout=file, stderr=file)
+        own = {"index": peers.index, "count": peers.count, "directory": str(peers.directory), "urls": peers.urls}
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.cluster",
+            json.dumps({**own, "sock": sock.fileno(), **settings}),
+        ]
+        self.process = subprocess.Popen(command, stdout=file, stderr=file, pass_fds=[sock.fileno()])
         self.url = ""
 
     async def serves(self) -> None:
@@ -78,13 +84,16 @@ class Cluster:
         self._count = count
         self._stack = stack
         self._settings = settings
+        #: Held here, so that requests wait in them for a process that is started again.
+        self._sockets = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(count)]
         self.members: list[Member] = []
 
     async def start(self, index: int) -> Member:
         """Start one, again if it was there."""
         name = self._directory / f"{index}-{len(list(self._directory.glob('*.log')))}.log"
         file = self._stack.enter_context(name.open("wb"))
-        member = Member(Peers(index, self._count, self._directory), self._settings, file)
+        urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in self._sockets]
+        member = Member(Peers(index, self._count, self._directory, urls), self._sockets[index], self._settings, file)
         self._stack.callback(_end, member.process)
         await member.serves()
         self.members[index : index + 1] = [member]
@@ -113,13 +122,16 @@ async def cluster(
 def main() -> None:
     """One process."""
     asked = json.loads(sys.argv[1])
-    peers = Peers(asked.pop("index"), asked.pop("count"), Path(asked.pop("directory")))
+    peers = Peers(asked.pop("index"), asked.pop("count"), Path(asked.pop("directory")), asked.pop("urls"))
+    sock = socket.socket(fileno=asked.pop("sock"))
     asked["middlewares"] = tuple(MiddlewareSpec(path) for path in asked["middlewares"])
     asked["worker_urls"] = tuple(asked["worker_urls"])
     config, owners = RouterConfig(**{**QUIETLY, **asked}), ClusterOwners(peers)
     log.configure(config.log_level, config.log_format)
     be_patient()
-    serve(create_app(config, owners=owners), owners.handover)
+    raise_file_limit()
+    app = create_app(config, owners=owners)
+    serve_at(app, sock, lambda: log.show(banner(config, sock.getsockname())))
 
 
 if __name__ == "__main__":

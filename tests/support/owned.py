@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.cluster.owners import links, texts
+from miles_router.cluster.owners import forwarding
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
@@ -87,12 +87,15 @@ OWNED = MiddlewareSpec("tests.support.owned.Owned")
 
 def be_patient() -> None:
     """However slow the machine is, what waits for a process waits until that is there."""
-    links.PATIENCE = texts.GREETING = PATIENCE
+    forwarding.PATIENCE = PATIENCE
 
 
 async def several(stage: Stage, directory: Path, count: int, *workers: Any, **settings: Any) -> list[RunningRouter]:
     """So many routers that share what has one owner, in the event loop of the test. Each on a port of its own."""
     be_patient()
     settings = {"middlewares": (OWNED,), **settings}
-    owners = [ClusterOwners(Peers(index, count, directory)) for index in range(count)]
-    return [await stage.router(*workers, owners=each, **settings) for each in owners]
+    urls: list[str] = []
+    owners = [ClusterOwners(Peers(index, count, directory, urls)) for index in range(count)]
+    routers = [await stage.router(*workers, owners=each, **settings) for each in owners]
+    urls += [router.url for router in routers]
+    return routers

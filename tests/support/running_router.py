@@ -31,8 +31,7 @@ from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
-from miles_router.serving.leaving import Carrier
-from miles_router.serving.server import Server, listen, uvicorn_config
+from miles_router.serving.server import listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
 from tests.support.forks import fork_router
@@ -215,8 +214,7 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
             yield router
         return
     app = create_app(config, owners=owners)
-    handover = None if owners is None else owners.handover
-    async with serving(uvicorn_config(app, handover), listen(config.host, config.port), handover) as (server, url):
+    async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
         yield RunningRouter(app, server, url)
 
 
@@ -256,13 +254,9 @@ def _refusals() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    config: uvicorn.Config, sock: socket.socket, handover: Carrier | None = None
-) -> AsyncIterator[tuple[_Server, str]]:
+async def serving(config: uvicorn.Config, sock: socket.socket) -> AsyncIterator[tuple[_Server, str]]:
     """Serve an app in the loop of the test; the server and its URL."""
     server = _Server(config)
-    if handover is not None:
-        handover.adopt = partial(Server.adopt, cast(Server, server))
     running = spawn(server.serve(sockets=[sock]), name="server under test")
     try:
         await until(lambda: server.started or running.done(), "the server serves")

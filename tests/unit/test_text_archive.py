@@ -14,7 +14,7 @@ from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
 from miles_router.errors import StateDamaged
-from miles_router.middlewares.state import Change, Owners
+from miles_router.middlewares.state import Change
 from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece
 from tests.support.waiting import until
@@ -29,7 +29,7 @@ class Process(NamedTuple):
     @classmethod
     def on(cls, store: StateStore) -> Process:
         cache = RadixTreeCache(max_tokens=10_000, keep_versions=1)
-        return cls(cache, TextArchive(cache, store, Owners(), TextRows({}, write=False), max_tokens=10_000))
+        return cls(cache, TextArchive(cache, store, TextRows({}, write=False), max_tokens=10_000))
 
     async def look_up(self, text: str) -> PrefixMatch:
         await self.archive.load(text)

@@ -26,7 +26,7 @@ from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.statistics import ArchiveStatistics
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import Pace, spawn
-from miles_router.middlewares.state import SLOTS, Change, Owners, StateStore, header_of
+from miles_router.middlewares.state import SLOTS, Change, StateStore, header_of
 from miles_router.trajectory.rows import AlignedRows
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,10 @@ PAGE = 1000
 class TextArchive:
     """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
 
-    def __init__(
-        self, cache: RadixTreeCache, store: StateStore | None, owners: Owners, rows: TextRows, *, max_tokens: int
-    ) -> None:
+    def __init__(self, cache: RadixTreeCache, store: StateStore | None, rows: TextRows, *, max_tokens: int) -> None:
         self._cache = cache
         self._rows = rows
         self._store = store
-        self._owners = owners
         self._slots = () if store is None else sorted(set(store.slots) & set(range(SLOTS)))
         self._max_tokens = DISK * max_tokens
         self.tokens = 0  # of all families, as `Family.tokens`
@@ -321,16 +318,7 @@ class TextArchive:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, the other processes know which texts this one has. When it is left, the disk knows
-        what was evicted.
-
-        Raises:
-            StateError: of several processes one cannot tell what it has.
-        """
-        if self._store is not None and self._owners.several:
-            await self._open()
-            held = sorted(self._families.values(), key=lambda family: family.serial)
-            self._owners.hold_texts([family.root for family in held])
+        """When this is left, the disk knows what was evicted."""
         try:
             yield
         finally:

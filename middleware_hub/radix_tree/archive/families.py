@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from middleware_hub.radix_tree.archive.entry_rows import parent_in_family
 from middleware_hub.radix_tree.archive.text_rows import FamilyRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
-from miles_router.middlewares.state import Root
 
 #: In front of owners' names: sessions' ids have no such character.
 OWNERS = "|text-"
@@ -24,6 +24,8 @@ OWNERS = "|text-"
 ROOT_CHARS = 65536
 #: An odd number of 64 bits without a pattern, the base of the hash.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+#: Bytes of a root's hash.
+DIGEST = 16
 
 
 class Family:
@@ -35,9 +37,8 @@ class Family:
         loaded: whether its entries are in memory; a new family has none.
     """
 
-    def __init__(self, root: Root, slot: int, chars: int, number: int, *, loaded: bool) -> None:
-        self.root, self.slot = root, slot
-        self.owner = OWNERS + root.digest.hex()
+    def __init__(self, owner: str, slot: int, chars: int, number: int, *, loaded: bool) -> None:
+        self.owner, self.slot = owner, slot
         #: So many characters of the root have this number.
         self.chars, self.number = chars, number
         self.loaded = loaded
@@ -62,9 +63,9 @@ class Family:
     def of(cls, text: str, slots: Sequence[int]) -> Family:
         """A new family of this root text, in one of these slots."""
         number = int(prefix_numbers(text[:ROOT_CHARS])[-1])
-        root = Root.of(text)
-        slot = slots[root.digest[0] % len(slots)]
-        return cls(root, slot, min(len(text), ROOT_CHARS), number, loaded=True)
+        digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
+        slot = slots[digest[0] % len(slots)]
+        return cls(OWNERS + digest.hex(), slot, min(len(text), ROOT_CHARS), number, loaded=True)
 
     @classmethod
     def read(cls, owner: str, slot: int, head: bytes) -> Family:
@@ -74,8 +75,7 @@ class Family:
             KeyError, ValueError: its head is none.
         """
         known: dict[str, Any] = orjson.loads(head)
-        root = Root.read(owner.removeprefix(OWNERS), known["blocks"], known["bytes"])
-        family = cls(root, slot, known["chars"], known["number"], loaded=False)
+        family = cls(owner, slot, known["chars"], known["number"], loaded=False)
         family.tokens, family.serial = known["tokens"], known["serial"]
         family.version, family.rank = known["version"], known["rank"]
         family.rows.nbytes = known["row_bytes"]
@@ -84,8 +84,7 @@ class Family:
     def head(self) -> bytes:
         """What is known of it before it is loaded."""
         names = ("chars", "number", "tokens", "serial", "version", "rank")
-        root = {"blocks": self.root.blocks.hex(), "bytes": self.root.length}
-        return orjson.dumps({**root, "row_bytes": self.rows.nbytes, **{name: getattr(self, name) for name in names}})
+        return orjson.dumps({"row_bytes": self.rows.nbytes, **{name: getattr(self, name) for name in names}})
 
     @property
     def name(self) -> tuple[int, str]:

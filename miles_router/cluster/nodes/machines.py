@@ -8,8 +8,6 @@ from pathlib import Path
 
 #: Seconds of a lease.
 LEASE = 8.0
-#: Of the header by which a request of another machine is known, its name.
-HEADER = b"x-miles-router-node"
 
 
 @dataclass(frozen=True)

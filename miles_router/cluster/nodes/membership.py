@@ -75,9 +75,6 @@ class Membership(Link):
         self._nodes: Mapping[int, int] = {}
         #: Where other machines that are there are reached; and who hears of one that is there no more.
         self.urls: Mapping[int, str] = {}
-        self._lives: Mapping[int, str] = {}
-        #: The last that was heard of the control plane's.
-        self.beat = 0
         self.lost: Callable[[str], None] = lambda url: None
 
     # What may be done
@@ -106,10 +103,6 @@ class Membership(Link):
     def url_of(self, node: int) -> str | None:
         """Where another machine is reached; None where it is not there."""
         return self.urls.get(node)
-
-    def life_of(self, node: int) -> str | None:
-        """The life of whoever starts the processes of another machine; None where it is not there."""
-        return self._lives.get(node)
 
     # Renewing
 
@@ -264,10 +257,7 @@ class Membership(Link):
         told: Any = message.fields["sections"].get(NODES)
         if told is not None:
             self._nodes, before = dict(told["slots"]), self.urls
-            self.beat = told["beat"]
-            others = {int(node): each for node, each in told["places"].items() if int(node) != self.node.index}
-            self.urls = {node: url for node, (url, _) in others.items()}
-            self._lives = {node: life for node, (_, life) in others.items()}
+            self.urls = {int(node): url for node, url in told["places"].items() if int(node) != self.node.index}
             for url in {*before.values()} - {*self.urls.values()}:
                 self.lost(url)
         await super()._follow(message)

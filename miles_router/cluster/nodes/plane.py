@@ -209,7 +209,7 @@ class MachinesDuty(ControlDuty):
         sections = super()._written()
         seats = [each.seat for each in self._authority.alive(clock())]
         self._urls = {seat.life: self._urls[seat.life] for seat in seats}
-        places = {str(seat.node): [self._urls[seat.life], seat.life] for seat in seats}  # who came last counts
+        places = {str(seat.node): self._urls[seat.life] for seat in seats}  # who came last counts
         owners = sorted([slot, node] for slot, node in self._authority.owners().items())
         sections[NODES] = {"places": places, "slots": owners, "beat": self._beats}
         return sections

@@ -6,93 +6,124 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from miles_router.asgi.exchange import Scope
-from miles_router.asgi.moving import ASKED, Elsewhere, note_of
-from miles_router.cluster.owners.asking import ask
-from miles_router.cluster.owners.handover import FILED, INLINE, ConnectionCarrier
+from miles_router.asgi.exchange import Receive, Scope, Send, replay
+from miles_router.cluster.owners.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Hop, Kept
 from miles_router.cluster.owners.held_names import KeptNames
-from miles_router.cluster.owners.links import Links
-from miles_router.cluster.owners.texts import TextOwners
 from miles_router.cluster.peers import Peers
+from miles_router.errors import OwnerUnavailable
 from miles_router.metrics import Statistics
-from miles_router.middlewares.owners import HeldNames, Owners
-from miles_router.middlewares.roots import Root
+from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
+from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import slot_of
 
 
 class ClusterOwners(Owners):
-    """One of several processes. `handover` is the server's."""
+    """One of several processes."""
 
     several = True
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._links = Links(peers)
-        self.handover = ConnectionCarrier(self._links, self)
-        self._links.takers[INLINE] = self._links.takers[FILED] = self.handover.receive
-        self._texts = TextOwners(peers, self._links)
+        self._forwarding = Forwarding(self._url_of, self._is_machine)
+
+    def _url_of(self, owner: int) -> str | None:
+        return self._peers.urls[owner]
+
+    def _is_machine(self, owner: int) -> bool:
+        return False
 
     def numbers(self) -> Sequence[Statistics]:
         """As `Owners.numbers`."""
-        return [self.handover.statistics]
+        return [self._forwarding.statistics]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """As `Owners.running`."""
-        self._texts.start()
-        self._links.start()
         try:
             yield
         finally:
-            self._links.close()
+            await self._forwarding.close()
 
-    def own_url(self, base_url: str) -> str | None:
-        """As `Owners.own_url`."""
-        if self.handover.own_port is None:
-            return None
-        scheme, _, authority = base_url.partition("://")
-        host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
-        return f"{scheme}://{host}:{self.handover.own_port}"
+    async def answer(
+        self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
+    ) -> bool:
+        """As `Owners.answer`."""
+        hop = Hop.taken(scope)
+        came = scope["headers"]
+        scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
+        name = next((name for layer in self.layers if (name := layer.owner_name(scope)) is not None), None)
+        owner = None if name is None or name == BODY_SAYS else self.owner_of(scope, name)
+        kept = Kept(receive) if name == BODY_SAYS else None
+        if owner is not None:
+            check(scope)
+        else:
+            try:
+                await here(scope, receive if kept is None else kept, send)
+                return hop is None or hop.purpose != ASK
+            except Elsewhere as elsewhere:
+                if kept is None or not kept.whole:
+                    raise
+                owner, receive, scope["headers"] = elsewhere.owner, replay(kept.body, receive), came
+        await self._forwarding.forward(owner, scope, receive, send)
+        return False
 
-    def elsewhere(self, name: str) -> int | None:
-        """The other process that has what is named so."""
+    def owner_of(self, scope: Scope, name: str) -> int | None:
+        """Return the other process that has what is named so; None where it is this one.
+
+        Raises:
+            OwnerUnavailable: it was sent here by another process, and this one does not have it.
+        """
         owner = self._peers.owner_of(slot_of(name))
-        return None if owner == self._peers.index else owner
+        if owner == self._peers.index:
+            return None
+        if hop_of(scope) is not None:
+            raise OwnerUnavailable("this process of the router does not have what it was asked for; ask again")
+        return owner
 
     def require(self, scope: Scope, name: str) -> None:
         """As `Owners.require`."""
-        owner = self.elsewhere(name)
-        if owner is not None and note_of(scope) != ASKED:
+        owner = self.owner_of(scope, name)
+        if owner is not None:
             raise Elsewhere(owner)
 
-    async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
-        """As `Owners.require_text`."""
-        note = note_of(scope)
-        if note != ASKED:
-            await self._texts.require(note, texts, continues)
+    def is_asked(self, scope: Scope) -> bool:
+        """As `Owners.is_asked`."""
+        hop = hop_of(scope)
+        return hop is not None and hop.purpose == ASK
 
-    def hold_texts(self, roots: Sequence[Root]) -> None:
-        """As `Owners.hold_texts`."""
-        self._texts.hold(roots)
-
-    async def owner_of_text(self, scope: Scope, text: str) -> int | None:
-        """As `Owners.owner_of_text`."""
-        return None if note_of(scope) == ASKED else await self._texts.owner(text)
+    def is_forwarded(self, scope: Scope) -> bool:
+        """As `Owners.is_forwarded`."""
+        hop = hop_of(scope)
+        return hop is not None and hop.purpose == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
-        return () if note_of(scope) == ASKED else self._peers.others
+        return () if self.is_asked(scope) else self._peers.others
 
     async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
         """As `Owners.ask`."""
-        return await ask(self.handover, owner, scope, body, headers)
+        return await self._forwarding.ask(owner, scope, body, headers)
+
+    def own_url(self, base_url: str) -> str | None:
+        """As `Owners.own_url`."""
+        if not self._peers.shown:
+            return None
+        scheme, _, authority = base_url.partition("://")
+        host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
+        return f"{scheme}://{host}:{self._peers.urls[self._peers.index].rpartition(':')[2]}"
 
     def new_name(self) -> str:
         """As `Owners.new_name`."""
-        while self.elsewhere(name := secrets.token_hex(16)) is not None:
+        while self._peers.owner_of(slot_of(name := secrets.token_hex(16))) != self._peers.index:
             pass
         return name
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
         """As `Owners.held_names`."""
         return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
+
+
+def hop_of(scope: Scope) -> Hop | None:
+    """Return how a request has come from another process; None where a client has sent it here."""
+    hop: Hop | None = scope["extensions"][HOPPED]
+    return hop

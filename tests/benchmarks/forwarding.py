@@ -1,12 +1,11 @@
-"""What it costs to bring a request to its owner: CPU of two routers, requests at their owner beside requests at the
+"""What it costs to forward a request to its owner: CPU of two routers, requests at their owner beside requests at the
 other one.
 
-    python -m tests.benchmarks.handover [--rounds 5] [--machines]
+    python -m tests.benchmarks.forwarding [--rounds 5] [--machines]
 
-Of two processes of one machine, which hand the connection over; with `--machines` of two machines (both are this one),
-of which one forwards the request. Both kinds are asked in turns, so that what else the machine does falls on both; each
-line is the median of the rounds. The CPU is that of both processes together, user and system, as the scheduler counts
-it.
+Of two processes of one machine; with `--machines` of two machines (both are this one). Both kinds are asked in turns,
+so that what else the machine does falls on both. Each line is the median of the rounds, in CPU of both processes
+together, user and system, as the scheduler counts it.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ async def processes(worker: str) -> AsyncIterator[Pair]:
 @contextlib.asynccontextmanager
 async def two_machines(worker: str) -> AsyncIterator[Pair]:
     """A process of each of two machines, which are this one."""
-    with tempfile.TemporaryDirectory(prefix="handover-") as state:
+    with tempfile.TemporaryDirectory(prefix="forwarding-") as state:
         settings: Any = {"middlewares": LAYERS, "hf_checkpoint": tokenizer_directory("qwen3"), "state_dir": state}
         async with machines(2, lease=LEASE, **settings) as made:
             one, other = made.nodes
@@ -180,6 +179,6 @@ async def _main(rounds: int, *, of_machines: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--machines", action="store_true", help="two machines, of which one forwards the request")
+    parser.add_argument("--machines", action="store_true", help="two machines, with a state directory that they share")
     options = parser.parse_args()
     asyncio.run(_main(options.rounds, of_machines=options.machines))

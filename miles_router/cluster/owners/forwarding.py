@@ -1,0 +1,210 @@
+"""Requests that one process of a router has another one answer, over ordinary HTTP.
+
+A request is forwarded once: it goes out with a header that says so, and whoever gets it answers or refuses. The header
+grants nothing. Keys are asked for where the request is answered, from the client's own headers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from miles_router import tasks
+from miles_router.asgi.doors import READING
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
+from miles_router.asgi.watch import Watch
+from miles_router.errors import BadRequest, OwnerLost, OwnerUnavailable, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Pulse
+from miles_router.forwarding.proxy import relay
+from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.upstream import Upstream
+from miles_router.metrics import Statistics, counter
+
+#: The header, and what it says: answer this, or tell your own part of what all answer together. A machine's processes
+#: may forward it once more among themselves.
+HOP = b"x-miles-router-hop"
+FORWARD, ASK, TO_MACHINE = b"forward", b"ask", b"-machine"
+#: Among a scope's extensions: the hop by which a request came, and its headers as they came.
+HOPPED, CAME = "miles_router.hop", "miles_router.came"
+#: Of the client's headers, those that are looked at where its request came in.
+DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
+#: A turn that has this header is done once, however often it is sent.
+TURN_ID = b"x-turn-id"
+#: Seconds in which a process must take a connection, and in which it must answer what is asked of it.
+CONNECT, PATIENCE = 5.0, 30.0
+#: Bytes of such an answer, and requests that one process may have under way at another.
+MAX_ANSWER, MAX_UNDER_WAY = 1 << 30, 4096
+
+
+class Hop(NamedTuple):
+    """How a request has come from another process."""
+
+    purpose: bytes
+    to_machine: bool
+
+    def header(self) -> bytes:
+        """As it is sent."""
+        return self.purpose + TO_MACHINE if self.to_machine else self.purpose
+
+    @classmethod
+    def taken(cls, scope: Scope) -> Hop | None:
+        """Take the header off a request; None where it has none.
+
+        Raises:
+            BadRequest: it says something else.
+        """
+        found = [value for name, value in scope["headers"] if name == HOP]
+        if not found:
+            return None
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
+        purpose, to_machine, rest = found[0].partition(TO_MACHINE)
+        if len(found) > 1 or rest or purpose not in (FORWARD, ASK):
+            raise BadRequest(f"{HOP.decode()} is for requests between the processes of a router")
+        return cls(purpose, bool(to_machine))
+
+
+class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
+    """Requests that other processes answer for this one."""
+
+    requests = counter("Requests of clients that another process was asked to answer.")
+    questions = counter("Questions to another process for a part of an answer.")
+    unavailable = counter("Of both, those that no process took.")
+    lost = counter("Of both, those whose process was lost before its answer began.")
+    bytes_out = counter("Bytes of answers that were relayed.")
+
+
+class Forwarding:
+    """Sends requests to other processes.
+
+    Args:
+        url_of: where a process is reached; None while it is not there.
+        is_machine: whether an owner is a machine, all of whose processes are reached by one URL.
+    """
+
+    def __init__(self, url_of: Callable[[int], str | None], is_machine: Callable[[int], bool]) -> None:
+        self.statistics = ForwardStatistics()
+        self._url_of = url_of
+        self._is_machine = is_machine
+        self._upstream = Upstream(connect_timeout=CONNECT)
+        self._pulse = Pulse()
+        self._under_way: Counter[int] = Counter()
+
+    async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have another process answer a request, and relay its reply.
+
+        Raises:
+            OwnerUnavailable: it does not take it.
+            OwnerLost: it was lost before its answer began, and may have done what was asked.
+            UpstreamBroken: it was lost inside its answer.
+        """
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        self.statistics.requests += 1
+        with self._counted(owner), Watch(receive):
+            reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body)
+            try:
+                await relay(reply, send, self.statistics)
+            finally:
+                reply.close()
+
+    async def ask(
+        self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Ask another process for its part of the answer to a request. As `Owners.ask`."""
+        own = dict(raw_headers(headers.items()))
+        pairs = [pair for pair in scope["extensions"][CAME] if pair[0] not in own] + [*own.items()]
+        self.statistics.questions += 1
+        work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
+        try:
+            with self._counted(owner):
+                return await tasks.within(PATIENCE, work, name="ask another process")
+        except (OwnerLost, UpstreamError, TimeoutError):
+            raise OwnerUnavailable(f"process {owner} of the router does not answer; ask again") from None
+
+    async def _ask(
+        self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        reply = await self._open(ASK, owner, scope, headers, request_id, body)
+        try:
+            return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
+        finally:
+            reply.close()
+
+    @contextmanager
+    def _counted(self, owner: int) -> Iterator[None]:
+        if self._under_way[owner] >= MAX_UNDER_WAY:
+            self.statistics.unavailable += 1
+            raise OwnerUnavailable(f"too many requests wait for process {owner} of the router; ask again")
+        self._under_way[owner] += 1
+        try:
+            yield
+        finally:
+            self._under_way[owner] -= 1
+
+    async def _open(
+        self, purpose: bytes, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
+    ) -> Reply:
+        url, method = self._url_of(owner), scope["method"]
+        host = first_header(headers, b"host")
+        if url is None:
+            self.statistics.unavailable += 1
+            raise OwnerUnavailable(f"process {owner} of the router has this, and is not there; ask again")
+        kept = end_to_end(headers, DROPPED)
+        kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, Hop(purpose, self._is_machine(owner)).header())]
+        target = scope["raw_path"]
+        if scope["query_string"]:
+            target = b"%b?%b" % (target, scope["query_string"])
+        repeatable = method in READING or purpose == ASK or any(name == TURN_ID for name, _ in kept)
+        try:
+            address = parse_worker_url(url)
+            if host is not None:  # by which the client knows the router
+                address = replace(address, authority=host)
+            return await self._upstream.open(
+                address, method, target, kept, body, pulse=self._pulse, once=not repeatable
+            )
+        except UpstreamUnreachable as error:
+            if error.refused or error.exhausted or repeatable:
+                self.statistics.unavailable += 1
+                raise OwnerUnavailable(
+                    f"process {owner} of the router has this and cannot be reached; ask again"
+                ) from None
+            self.statistics.lost += 1
+            raise OwnerLost(
+                f"process {owner} of the router was lost while it was asked; it may have done what was asked"
+            ) from None
+
+    def lost(self, url: str) -> None:
+        """Give up all requests to a process or machine that may not act any more."""
+        self._upstream.give_up(parse_worker_url(url), self._pulse, "the machine that had this is lost")
+
+    async def close(self) -> None:
+        """Break off everything."""
+        await self._upstream.close()
+
+
+class Kept:
+    """A `receive` that keeps the body that it gives, for a request of which only that says whose it is."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
+        self.whole = False
+
+    async def __call__(self) -> Any:
+        """Return the next message."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._body.write(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
+        return message
+
+    @property
+    def body(self) -> bytes:
+        """All that was given."""
+        return self._body.getvalue()
