@@ -119,17 +119,18 @@ class RadixTreeCache:
         self.statistics.reused_tokens += len(trajectory)
         return PrefixMatch(trajectory, ends, chars, entry)
 
-    def reusable_chars(self, text: str) -> int:
-        """Return how many of a text's first characters `match` would spell. To look is no use of an entry."""
-        return self._longest(text)[2]
+    def sampled_chars(self, text: str) -> int:
+        """Return how many of a text's first characters are spelled up to a sampled token. To look is no use of one."""
+        return self._longest(text, given=False)[2]
 
     def has(self, text: str) -> bool:
         """Return whether `retrieve` would find a text. To look is no use of an entry."""
         node = self._tree.at(text)
         return node is not None and bool(node.shown_entries or node.entries)
 
-    def _longest(self, text: str) -> tuple[Entry | None, int, int]:
-        """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`."""
+    def _longest(self, text: str, *, given: bool = True) -> tuple[Entry | None, int, int]:
+        """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`. The prefix ends with a
+        sampled token or, if `given`, with all of the text."""
         node, agreed = self._tree.descend(text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
         for above in node.upwards():
@@ -140,7 +141,7 @@ class RadixTreeCache:
             ending = {*above.entries[-CANDIDATES:], *above.shown_entries[-CANDIDATES:]}
             candidates = {*ending, above.newest} if above is node else ending
             for entry in sorted(filter(None, candidates), key=_serial, reverse=True):
-                tokens, chars = entry.reusable(limit, whole=limit == len(text))
+                tokens, chars = entry.reusable(limit, whole=given and limit == len(text))
                 if chars > best[2]:
                     best = (entry, tokens, chars)
                 if chars == limit:

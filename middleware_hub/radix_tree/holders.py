@@ -6,10 +6,9 @@ A record is there before the last byte of its answer has gone out, so whoever ca
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import orjson
 
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.middlewares import Scope
@@ -48,7 +47,7 @@ class TextHolders:
         for text in texts:
             await self._recorder.archive.load(text)
             cache = self._recorder.cache
-            found.append(Held(cache.has(text), cache.reusable_chars(text)))
+            found.append(Held(cache.has(text), cache.sampled_chars(text)))
         return found
 
     async def require(self, scope: Scope, texts: Sequence[str]) -> None:
@@ -78,5 +77,6 @@ class TextHolders:
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]
         question = {**scope, "method": "POST", "raw_path": QUESTION, "query_string": b""}
-        told = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
+        body = json.dumps({HOLDS: texts}).encode()  # halves of surrogate pairs are no UTF-8
+        told = await self._owners.answers_to(question, body)
         return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]

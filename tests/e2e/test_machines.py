@@ -42,10 +42,10 @@ HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
 
 @contextlib.asynccontextmanager
 async def running(
-    worker: SimulatedWorker | ScriptedWorker, directory: Path, **settings: Any
+    worker: SimulatedWorker | ScriptedWorker, directory: Path, lease: float = LEASE, **settings: Any
 ) -> AsyncIterator[RunningMachines]:
     """Two machines before one worker, which was registered at one of them."""
-    async with machines(lease=LEASE, state_dir=str(directory), **settings) as made:
+    async with machines(lease=lease, state_dir=str(directory), **settings) as made:
         answer = await made.nodes[0].ask("POST", f"/add_worker?url={worker.url}")
         assert answer.status == 200, made.control.log()
         yield made

@@ -61,6 +61,9 @@ async def test_a_group_that_arrives_everywhere_at_once_goes_on_from_its_own_answ
         text = SYSTEM + "One question: "
         answers = await asyncio.gather(*(trials[place % 4].generate(text=text) for place in range(8)))
         assert held(trials) == [2] * 4, "each encodes the prompt itself"
+        for trial in trials:
+            await trial.generate(text=text)
+        assert held(trials) == [3] * 4, "also where others have answered it before"
         given = {each.generations[0].rid: each.generations[0] for each in trials[0].door}
         prompts = {tuple(each.input_ids) for each in given.values()}
         assert len(prompts) == 1, "and all have the same ids"
@@ -70,7 +73,7 @@ async def test_a_group_that_arrives_everywhere_at_once_goes_on_from_its_own_answ
             (ids,) = trials[0].given()
             before = [*sampled.input_ids, *sampled.output_ids]
             assert ids[: len(before)] == before
-        assert held(trials) == [4] * 4
+        assert held(trials) == [5] * 4
 
 
 async def test_a_beginning_that_many_share_moves_nothing(stage: Stage, tmp_path: Path) -> None:
@@ -79,6 +82,17 @@ async def test_a_beginning_that_many_share_moves_nothing(stage: Stage, tmp_path:
         for prompt in range(7):
             await trials[prompt % 2].generate(text=SYSTEM + f"Question {prompt}: ")
         assert sorted(held(trials)) == [3, 5], "what was only given is nobody's"
+
+
+async def test_a_text_with_half_a_surrogate_pair_is_asked_for_like_any(stage: Stage, tmp_path: Path) -> None:
+    async with trials_of(stage, tmp_path, 2) as trials:
+        body = b'{"text": "Say \\ud83d: ", "sampling_params": {"max_new_tokens": 4}}'
+        for trial in trials:
+            reply = await ask(trial.router.url, "POST", "/generate", JSON, body)
+            assert reply.status == 200, reply.body
+        assert held(trials) == [1, 1]
+        found = await ask(trials[1].router.url, "POST", "/retrieve_from_text", JSON, b'{"text": "Say \\ud83d: "}')
+        assert found.status == 200, found.body
 
 
 async def test_whoever_has_most_of_a_text_has_it(stage: Stage, tmp_path: Path) -> None:

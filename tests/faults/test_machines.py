@@ -39,7 +39,8 @@ async def test_a_control_plane_that_stood_still_tells_engines_nothing_once_anoth
 ) -> None:
     worker = await stage.worker()
     worker.always(by_path())
-    async with running(worker, tmp_path) as router:
+    # Longer than a control plane takes to start, or the machines' leases run out and they end
+    async with running(worker, tmp_path, lease=20.0) as router:
         one, _ = router.nodes
         first, router.control = router.control, router.part("next")
         await stand_still(first, tmp_path)
