@@ -42,7 +42,7 @@ HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
 
 @contextlib.asynccontextmanager
 async def running(
-    worker: SimulatedWorker | ScriptedWorker, directory: Path, lease: float = LEASE, **settings: Any
+    worker: SimulatedWorker | ScriptedWorker, directory: Path, *, lease: float = LEASE, **settings: Any
 ) -> AsyncIterator[RunningMachines]:
     """Two machines before one worker, which was registered at one of them."""
     async with machines(lease=lease, state_dir=str(directory), **settings) as made:
@@ -70,7 +70,7 @@ async def outcome(node: Part, session: str) -> int:
 async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_its_own_is_stopped(
     tmp_path: Path,
 ) -> None:
-    sessions = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
+    sessions: Any = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
         running(worker, tmp_path, **sessions) as router,
