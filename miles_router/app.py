@@ -126,6 +126,7 @@ def create_app(
     registrations = Registrations(store, pools)
     admin = duty.admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
+    owners.backlog = clients.backlog
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)

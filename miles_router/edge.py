@@ -82,17 +82,18 @@ class RouterApp:
         )
         scope[SCOPE_KEY] = exchange
         outlet = Outlet(send, scope, exchange.request_id)
-        refused, counts = 0, True
+        refused = 0
         try:
             scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
             if self._owners.several:
-                counts = await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
+                await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
             else:
                 await self._restore(scope)
                 await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:
-                self._report(error, exchange, scope, began=outlet.status != 0)
+                if not exchange.forwarded:
+                    self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
                     await _answer(error, exchange, outlet)
                 refused = error.status
@@ -101,7 +102,7 @@ class RouterApp:
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            if counts:
+            if not exchange.forwarded:  # else the process that answers counts it
                 self._finished(scope, exchange, outlet.status or refused, started_at)
 
     async def _restore(self, scope: Scope) -> None:

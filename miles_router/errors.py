@@ -325,8 +325,11 @@ class UpstreamUnreachable(UpstreamError):
         exhausted: bool = False,
         timed_out: bool = False,
         kept: bool = False,
+        written: bool = False,
     ) -> None:
         super().__init__(message)
+        #: True when the request was written before to a kept connection that was lost, whatever became of the next one.
+        self.written = written
         #: True when a kept connection was lost, and the worker takes new ones: it had most likely closed it while idle.
         self.kept = kept
         #: True when no connection could be made in time: the worker was silent.

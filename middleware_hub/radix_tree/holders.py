@@ -6,12 +6,13 @@ A record is there before the last byte of its answer has gone out, so whoever ca
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import orjson
+
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router.middlewares import Scope
+from miles_router.middlewares import Pace, Scope
 from miles_router.middlewares.state import Elsewhere, Owners
 
 #: Where it is asked, and the field of the question.
@@ -43,8 +44,9 @@ class TextHolders:
         Raises:
             StateError: nobody can tell.
         """
-        found = []
+        found, pace = [], Pace()
         for text in texts:
+            await pace.step()
             await self._recorder.archive.load(text)
             cache = self._recorder.cache
             found.append(Held(cache.has(text), cache.sampled_chars(text)))
@@ -77,6 +79,5 @@ class TextHolders:
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]
         question = {**scope, "method": "POST", "raw_path": QUESTION, "query_string": b""}
-        body = json.dumps({HOLDS: texts}).encode()  # halves of surrogate pairs are no UTF-8
-        told = await self._owners.answers_to(question, body)
+        told = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
         return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]

@@ -52,6 +52,8 @@ class Retrieval:
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
         if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and HOLDS in asked:
+            if not isinstance(asked[HOLDS], list) or not all(isinstance(text, str) for text in asked[HOLDS]):
+                raise BadRequest(f"{HOLDS} must be a list of texts")
             return Response(orjson.dumps([[*each] for each in await self._holders.held(asked[HOLDS])]), media_type=JSON)
         _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()

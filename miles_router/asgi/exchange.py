@@ -53,6 +53,7 @@ class Exchange:
         "adapter",
         "error_body",
         "flight",
+        "forwarded",
         "max_answer_bytes",
         "max_body_bytes",
         "notes",
@@ -69,6 +70,8 @@ class Exchange:
         self.notes: dict[str, Any] = {}
         #: Where it is on its way to a worker.
         self.flight = Flight()
+        #: Another process answers it.
+        self.forwarded = False
         #: How an error of the router's own is written: a layer that speaks another API sets it.
         self.error_body: ErrorBody = _body_of
         #: The name of the pool that takes it; None for the default one, which the layers are there for.

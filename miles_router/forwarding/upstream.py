@@ -179,7 +179,11 @@ class Upstream:
                     raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
-                connection, kept = await self._connect(address), False
+                try:
+                    connection, kept = await self._connect(address), False
+                except UpstreamUnreachable as unreachable:
+                    unreachable.written = True
+                    raise
                 if once:
                     connection.just_made = True
                     self.keep(address, connection)

@@ -10,10 +10,14 @@ from typing import Any
 
 import orjson
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.errors import OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import ASGIApp, HasOwners
+
+#: Seconds in which a process must say what it has, where all are asked.
+PATIENCE = 30.0
 
 
 class Elsewhere(RouterError):
@@ -46,6 +50,8 @@ class Owners:
     several = False
     #: The layers whose things have one process each.
     layers: Sequence[HasOwners] = ()
+    #: What waits for clients, over all connections.
+    backlog = Backlog()
 
     def numbers(self) -> Sequence[Statistics]:
         """What is counted about it."""
@@ -58,9 +64,9 @@ class Owners:
 
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
-    ) -> bool:
-        """Answer a request `here`, or relay the answer of the process that has what it is about. Return whether this
-        process is the one that counts it. Nobody calls it where there is one process.
+    ) -> None:
+        """Answer a request `here`, or relay the answer of the process that has what it is about. Nobody calls it where
+        there is one process.
 
         Args:
             check: called before a request is forwarded, with its body unread; refuses what nobody would let in.
@@ -92,11 +98,16 @@ class Owners:
         """All other processes; none for a request that one of them asks of this one."""
         return ()
 
-    async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+    async def ask(
+        self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
         """Have another process answer the same request with this body: status, headers and body.
 
+        Args:
+            patience: seconds in which it must have answered; None: the client's own.
+
         Raises:
-            OwnerUnavailable: it cannot be reached.
+            OwnerUnavailable: it cannot be reached, or does not answer in time.
         """
         raise NotImplementedError("there is no other process")
 
@@ -116,7 +127,7 @@ class Owners:
         """
         others = self.others(scope)
         found = []
-        replies = await asyncio.gather(*(self.ask(other, scope, body) for other in others))
+        replies = await asyncio.gather(*(self.ask(other, scope, body, PATIENCE) for other in others))
         for other, (status, _, answer) in zip(others, replies, strict=True):
             if status != 200:
                 raise OwnerUnavailable(f"process {other} answers {status}")

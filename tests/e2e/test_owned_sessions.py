@@ -122,6 +122,22 @@ async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, 
     assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
 
 
+async def test_a_client_that_names_no_host_is_told_where_it_has_connected(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path)
+    body = json.dumps({"session_id": name_of(1, 2)}).encode()
+    async with await Client.connect(trials[0].router.url) as client:
+        await client.send(b"POST /sessions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        made = (await client.read("POST")).json()
+    assert made["base_url"].startswith(f"{trials[0].router.url}/sessions/")
+
+
+async def test_an_audit_of_a_session_that_nobody_has_is_404_everywhere(stage: Stage, tmp_path: Path) -> None:
+    for trial in await small(stage, tmp_path):
+        for index in range(2):
+            gone = await trial.ask("POST", f"/episodes/{name_of(index, 2)}/audit", {})
+            assert (gone.status, gone.error_type) == (404, "not_found")
+
+
 async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path, 3)
     names = [await trials[place % 3].create() for place in range(7)]

@@ -18,7 +18,7 @@ from miles_router.cluster.owners import forwarding
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.serving import server
-from tests.support.http import Client, Pairs, RawReply, request, whole_or_cut
+from tests.support.http import Client, RawReply, request, whole_or_cut
 from tests.support.owned import OWNED, name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
@@ -27,7 +27,9 @@ from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
-TURN = [("X-Turn-Id", "1")]
+#: A turn of a session that the other of two processes has.
+TURN = f"/sessions/{name_of(1, 2)}/v1/chat/completions"
+ID = [("X-Turn-Id", "1")]
 
 
 def times(answer: RawReply) -> int:
@@ -65,17 +67,22 @@ async def test_a_request_whose_owner_is_not_there_is_refused_by_name(
 
 
 class Fickle:
-    """Another process. It answers so many requests, and is lost over the one behind them."""
+    """Another process. It answers so many requests, and is lost over the one behind them: that connection alone, or
+    all of it."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, *, ends: bool = False) -> None:
         self.taken = 0
         self._answers = answers
+        self._ends = ends
+        self._serving: asyncio.Server
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readline():
             await reader.readuntil(b"\r\n\r\n")
             self.taken += 1
             if self.taken == self._answers + 1:
+                if self._ends:
+                    self._serving.close()
                 break
             writer.write(reply())
         writer.close()
@@ -83,44 +90,47 @@ class Fickle:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """While it is there; its URL."""
-        serving = await asyncio.start_server(self._take, "127.0.0.1", 0)
-        async with serving:
-            yield f"http://127.0.0.1:{serving.sockets[0].getsockname()[1]}"
+        self._serving = await asyncio.start_server(self._take, "127.0.0.1", 0)
+        async with self._serving:
+            yield f"http://127.0.0.1:{self._serving.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
-    ("method", "headers", "status", "error"),
+    ("method", "path", "status", "error"),
     [
-        ("GET", [], 503, "owner_unavailable"),
+        ("GET", "", 503, "owner_unavailable"),
         ("POST", TURN, 503, "owner_unavailable"),
-        ("POST", [], 502, "owner_lost"),
+        ("POST", "", 502, "owner_lost"),
     ],
     ids=["reading", "turn", "writing"],
 )
+@pytest.mark.parametrize("answers", [0, 1], ids=["new connection", "kept connection"])
 async def test_what_an_owner_may_have_done_that_was_lost_is_said(
-    stage: Stage, tmp_path: Path, method: str, headers: Pairs, status: int, error: str
+    stage: Stage, tmp_path: Path, method: str, path: str, status: int, error: str, answers: int
 ) -> None:
-    other = Fickle(0)
+    other = Fickle(answers, ends=True)
     async with other.serving() as url:
         first = await first_of_two(stage, tmp_path, url)
-        lost = await first.ask(method, f"/owned/{name_of(1, 2)}", headers)
-        assert (lost.status, lost.error_type, other.taken) == (status, error, 1)
+        for _ in range(answers):
+            assert (await first.ask("GET", f"/owned/{name_of(1, 2)}")).status == 200
+        lost = await first.ask(method, path or f"/owned/{name_of(1, 2)}", ID)
+        assert (lost.status, lost.error_type, other.taken) == (status, error, answers + 1)
         await quiet(first)
 
 
 @pytest.mark.parametrize(
-    ("method", "headers", "status", "taken"),
-    [("GET", [], 200, 3), ("POST", TURN, 200, 3), ("POST", [], 502, 2)],
+    ("method", "path", "status", "taken"),
+    [("GET", "", 200, 3), ("POST", TURN, 200, 3), ("POST", "", 502, 2)],
     ids=["reading", "turn", "writing"],
 )
 async def test_a_request_is_sent_again_where_that_does_nothing_twice(
-    stage: Stage, tmp_path: Path, method: str, headers: Pairs, status: int, taken: int
+    stage: Stage, tmp_path: Path, method: str, path: str, status: int, taken: int
 ) -> None:
     other = Fickle(1)
     async with other.serving() as url:
         first = await first_of_two(stage, tmp_path, url)
         assert (await first.ask("GET", f"/owned/{name_of(1, 2)}")).status == 200
-        again = await first.ask(method, f"/owned/{name_of(1, 2)}", headers)
+        again = await first.ask(method, path or f"/owned/{name_of(1, 2)}", ID)
         assert (again.status, other.taken) == (status, taken)
         await quiet(first)
 
@@ -152,13 +162,15 @@ async def test_a_client_that_claims_to_be_a_process_gains_nothing(stage: Stage, 
     key, hop = ("Authorization", "Bearer theirs"), ("X-Miles-Router-Hop", purpose)
     ours, theirs = name_of(0, 2), name_of(1, 2)
     for target, body in ((f"/owned/{theirs}", b""), ("/owned", named(theirs))):
-        assert (await first.ask("POST", target, [key, hop], body)).error_type == "owner_unavailable"
+        refused = await first.ask("POST", target, [key, hop], body)
+        assert refused.error_type == ("not_found" if purpose == "ask" else "owner_unavailable")
     assert (await first.ask("POST", f"/owned/{ours}", [hop])).status == 401
     assert times(await first.ask("POST", f"/owned/{ours}", [key, hop])) == 1
     for wrong in ([hop, hop], [("X-Miles-Router-Hop", "3")], [("X-Miles-Router-Hop", f"{purpose}-machines")]):
         assert (await first.ask("POST", f"/owned/{ours}", [key, *wrong])).error_type == "invalid_request"
     layer: Any = second.app.layers[0]
     assert layer.times == {}
+    assert sum(first.app.router.metrics.requests.values()) == 7, "all of them are counted"
     await quiet(first, second)
 
 
@@ -175,6 +187,8 @@ async def test_a_client_that_leaves_while_its_owner_answers_is_noticed_there(sta
         assert (await second.ask("GET", f"/owned/{name}?release")).status == 200
         layer.gates.clear()
     assert layer.times == {name: 2}, "what nobody waited for was not done"
+    left = [router.app.router.metrics.client_disconnects for router in (first, second)]
+    assert left == [0, 2], "each is counted once, where it was answered"
 
 
 async def test_a_body_that_is_too_large_is_refused_where_it_lands(stage: Stage, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from miles_router.cluster.owners import forwarding
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
+from miles_router.middlewares import owners as owning
 from miles_router.middlewares.state import BODY_SAYS
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
@@ -27,9 +27,10 @@ CHUNK = 64 * 1024
 
 
 class Owned:
-    """Answers `/owned/{name}` in the process that has this name; `/owned` where the body's `name` is. The answer says
-    which process that was, how many times it has been asked for the name, and how long and what the body was; `?bytes`
-    asks for so many more, as a stream, and `?hold` answers once `/owned/{name}?release` was asked."""
+    """Answers `/owned/{name}` in the process that has this name, which has the session of that name, too; `/owned` where
+    the body's `name` is. The answer says which process that was, how many times it has been asked for the name, and how
+    long and what the body was; `?bytes` asks for so many more, as a stream, and `?hold` answers once
+    `/owned/{name}?release` was asked."""
 
     def __init__(self, app: ASGIApp, *, router: Router) -> None:
         self.app = app
@@ -44,6 +45,8 @@ class Owned:
         path = scope["path"]
         if path == PREFIX:
             return BODY_SAYS
+        if path.startswith("/sessions/"):
+            return str(path.split("/")[2])
         return path.removeprefix(f"{PREFIX}/") if path.startswith(f"{PREFIX}/") else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +90,7 @@ OWNED = MiddlewareSpec("tests.support.owned.Owned")
 
 def be_patient() -> None:
     """However slow the machine is, what waits for a process waits until that is there."""
-    forwarding.PATIENCE = PATIENCE
+    owning.PATIENCE = PATIENCE
 
 
 async def several(stage: Stage, directory: Path, count: int, *workers: Any, **settings: Any) -> list[RunningRouter]:

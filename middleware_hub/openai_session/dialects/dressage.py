@@ -281,7 +281,8 @@ class DressageDialect:
         all_of_them = [told, *await self._sessions.store.owners.answers(request.scope)]
         summed = {name: sum(each[name] for each in all_of_them) for name in own}
         groups = {name for each in all_of_them for name in each["names"]}  # one may be in several
-        return as_response({**summed, "groups": len(groups)})
+        named = {"names": sorted(groups)} if self._sessions.store.owners.is_asked(request.scope) else {}
+        return as_response({**summed, "groups": len(groups), **named})
 
     def _groups(self) -> set[Name]:
         return {_group(session) for session in self._sessions.store if session.ending.status is SessionStatus.FINALIZED}

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
 from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.owners.ownership import ClusterOwners, hop_of
+from miles_router.cluster.owners.ownership import ClusterOwners, check_hop, hop_of
 from miles_router.cluster.peers import Peers
 from miles_router.errors import OwnerUnavailable
 from miles_router.slots import slot_of
@@ -52,6 +52,8 @@ class MachinesOwners(ClusterOwners):
         if node is None and process != self._peers.index and (hop is None or hop.to_machine):
             return process
         self._membership.check()
+        if self.is_asked(scope):
+            check_hop(scope)
         raise OwnerUnavailable("this is moving from one machine to another; ask again")
 
     def others(self, scope: Scope) -> Sequence[int]:

@@ -1,10 +1,6 @@
-"""Which process of a router has which session or text, and how a client's connection gets there.
+"""Which process of a router has which session, and requests that are forwarded there.
 
-links       packets from process to process, with descriptors beside them
-handover    connections as such packets
-asking      requests that one process asks of another
-ownership   what layers ask: whose a name or a text is
+forwarding  a request that another process answers, over HTTP
+ownership   what the edge and layers ask: whose a name is, and what all others have
 held_names  what a process held, for the one that comes after it
-texts       where texts belong
-roots       the directory by which that is known
 """

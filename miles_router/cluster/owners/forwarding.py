@@ -6,19 +6,23 @@ grants nothing. Keys are asked for where the request is answered, from the clien
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from miles_router import tasks
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.asgi.watch import Watch
+from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, OwnerLost, OwnerUnavailable, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.gate import endpoint, generates
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.proxy import relay
@@ -34,12 +38,14 @@ FORWARD, ASK, TO_MACHINE = b"forward", b"ask", b"-machine"
 HOPPED, CAME = "miles_router.hop", "miles_router.came"
 #: Of the client's headers, those that are looked at where its request came in.
 DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
-#: A turn that has this header is done once, however often it is sent.
+#: Of a turn in a session.
 TURN_ID = b"x-turn-id"
-#: Seconds in which a process must take a connection, and in which it must answer what is asked of it.
-CONNECT, PATIENCE = 5.0, 30.0
-#: Bytes of such an answer, and requests that one process may have under way at another.
-MAX_ANSWER, MAX_UNDER_WAY = 1 << 30, 4096
+#: Seconds in which a process must take a connection.
+CONNECT = 5.0
+#: Requests that one process may have under way at another, and questions: more of these wait.
+MAX_UNDER_WAY, MAX_QUESTIONS = 4096, 256
+#: Bytes of the answer to a question.
+MAX_ANSWER = 1 << 30
 
 
 class Hop(NamedTuple):
@@ -94,6 +100,7 @@ class Forwarding:
         self._upstream = Upstream(connect_timeout=CONNECT)
         self._pulse = Pulse()
         self._under_way: Counter[int] = Counter()
+        self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
 
     async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Have another process answer a request, and relay its reply.
@@ -107,14 +114,19 @@ class Forwarding:
         body = await exchange.read(receive)
         self.statistics.requests += 1
         with self._counted(owner), Watch(receive):
-            reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body)
+            exchange.forwarded = True
+            try:
+                reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body)
+            except (OwnerUnavailable, OwnerLost):
+                exchange.forwarded = False  # answered here
+                raise
             try:
                 await relay(reply, send, self.statistics)
             finally:
                 reply.close()
 
     async def ask(
-        self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str]
+        self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Ask another process for its part of the answer to a request. As `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
@@ -122,19 +134,20 @@ class Forwarding:
         self.statistics.questions += 1
         work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
         try:
-            with self._counted(owner):
-                return await tasks.within(PATIENCE, work, name="ask another process")
-        except (OwnerLost, UpstreamError, TimeoutError):
+            return await (work if patience is None else tasks.within(patience, work, name="ask another process"))
+        except (UpstreamError, TimeoutError):
+            self.statistics.unavailable += 1
             raise OwnerUnavailable(f"process {owner} of the router does not answer; ask again") from None
 
     async def _ask(
         self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
-        reply = await self._open(ASK, owner, scope, headers, request_id, body)
-        try:
-            return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
-        finally:
-            reply.close()
+        async with self._questions[owner]:
+            reply = await self._open(ASK, owner, scope, headers, request_id, body)
+            try:
+                return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
+            finally:
+                reply.close()
 
     @contextmanager
     def _counted(self, owner: int) -> Iterator[None]:
@@ -151,7 +164,7 @@ class Forwarding:
         self, purpose: bytes, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
     ) -> Reply:
         url, method = self._url_of(owner), scope["method"]
-        host = first_header(headers, b"host")
+        host = first_header(headers, b"host") or _host_of(scope)  # by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
             raise OwnerUnavailable(f"process {owner} of the router has this, and is not there; ask again")
@@ -160,16 +173,17 @@ class Forwarding:
         target = scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
-        repeatable = method in READING or purpose == ASK or any(name == TURN_ID for name, _ in kept)
+        repeatable = method in READING or purpose == ASK or _is_done_once(scope["path"], kept)
         try:
             address = parse_worker_url(url)
-            if host is not None:  # by which the client knows the router
+            if host is not None:
                 address = replace(address, authority=host)
             return await self._upstream.open(
                 address, method, target, kept, body, pulse=self._pulse, once=not repeatable
             )
         except UpstreamUnreachable as error:
-            if error.refused or error.exhausted or repeatable:
+            untaken = (error.refused or error.exhausted) and not error.written
+            if untaken or repeatable:
                 self.statistics.unavailable += 1
                 raise OwnerUnavailable(
                     f"process {owner} of the router has this and cannot be reached; ask again"
@@ -179,6 +193,10 @@ class Forwarding:
                 f"process {owner} of the router was lost while it was asked; it may have done what was asked"
             ) from None
 
+    def share(self, backlog: Backlog) -> None:
+        """Count what waits for slow clients among all that does."""
+        self._upstream.backlog = backlog
+
     def lost(self, url: str) -> None:
         """Give up all requests to a process or machine that may not act any more."""
         self._upstream.give_up(parse_worker_url(url), self._pulse, "the machine that had this is lost")
@@ -186,6 +204,17 @@ class Forwarding:
     async def close(self) -> None:
         """Break off everything."""
         await self._upstream.close()
+
+
+def _is_done_once(path: str, headers: RawHeaders) -> bool:
+    """Whether a request is a turn that its session does once, however often it comes."""
+    return generates(path) and endpoint(path) != GENERATE and any(name == TURN_ID for name, _ in headers)
+
+
+def _host_of(scope: Scope) -> bytes | None:
+    """Where a client that names no host has connected."""
+    server = scope.get("server")
+    return None if server is None else f"{server[0]}:{server[1]}".encode("ascii")
 
 
 class Kept:

@@ -10,7 +10,7 @@ from miles_router.asgi.exchange import Receive, Scope, Send, replay
 from miles_router.cluster.owners.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Hop, Kept
 from miles_router.cluster.owners.held_names import KeptNames
 from miles_router.cluster.peers import Peers
-from miles_router.errors import OwnerUnavailable
+from miles_router.errors import NotFound, OwnerUnavailable
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
@@ -39,6 +39,7 @@ class ClusterOwners(Owners):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """As `Owners.running`."""
+        self._forwarding.share(self.backlog)
         try:
             yield
         finally:
@@ -46,7 +47,7 @@ class ClusterOwners(Owners):
 
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
-    ) -> bool:
+    ) -> None:
         """As `Owners.answer`."""
         hop = Hop.taken(scope)
         came = scope["headers"]
@@ -59,25 +60,24 @@ class ClusterOwners(Owners):
         else:
             try:
                 await here(scope, receive if kept is None else kept, send)
-                return hop is None or hop.purpose != ASK
+                return
             except Elsewhere as elsewhere:
                 if kept is None or not kept.whole:
                     raise
                 owner, receive, scope["headers"] = elsewhere.owner, replay(kept.body, receive), came
         await self._forwarding.forward(owner, scope, receive, send)
-        return False
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
         """Return the other process that has what is named so; None where it is this one.
 
         Raises:
-            OwnerUnavailable: it was sent here by another process, and this one does not have it.
+            NotFound: another process asks whether this one has it.
+            OwnerUnavailable: another process has sent it here, and this one does not have it.
         """
         owner = self._peers.owner_of(slot_of(name))
         if owner == self._peers.index:
             return None
-        if hop_of(scope) is not None:
-            raise OwnerUnavailable("this process of the router does not have what it was asked for; ask again")
+        check_hop(scope)
         return owner
 
     def require(self, scope: Scope, name: str) -> None:
@@ -100,9 +100,11 @@ class ClusterOwners(Owners):
         """As `Owners.others`."""
         return () if self.is_asked(scope) else self._peers.others
 
-    async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+    async def ask(
+        self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
         """As `Owners.ask`."""
-        return await self._forwarding.ask(owner, scope, body, headers)
+        return await self._forwarding.ask(owner, scope, body, headers, patience)
 
     def own_url(self, base_url: str) -> str | None:
         """As `Owners.own_url`."""
@@ -121,6 +123,19 @@ class ClusterOwners(Owners):
     def held_names(self, kind: str, capacity: int) -> HeldNames:
         """As `Owners.held_names`."""
         return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
+
+
+def check_hop(scope: Scope) -> None:
+    """Let pass what a client has sent here, of which this process does not have what it names.
+
+    Raises:
+        NotFound, OwnerUnavailable: as `ClusterOwners.owner_of`.
+    """
+    hop = hop_of(scope)
+    if hop is not None and hop.purpose == ASK:
+        raise NotFound("this process of the router does not have it")
+    if hop is not None:
+        raise OwnerUnavailable("this process of the router does not have what it was asked for; ask again")
 
 
 def hop_of(scope: Scope) -> Hop | None:
