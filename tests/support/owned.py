@@ -27,9 +27,9 @@ CHUNK = 64 * 1024
 
 
 class Owned:
-    """Answers `/owned/{name}` in the process that has this name, which has the session of that name, too; `/owned` where
-    the body's `name` is. The answer says which process that was, how many times it has been asked for the name, and how
-    long and what the body was; `?bytes` asks for so many more, as a stream, and `?hold` answers once
+    """Answers `/owned/{name}` in the process that has this name, which has the session of that name, too; `/owned`
+    where the body's `name` is. The answer says which process that was, how many times it has been asked for the name,
+    and how long and what the body was; `?bytes` asks for so many more, as a stream, and `?hold` answers once
     `/owned/{name}?release` was asked."""
 
     def __init__(self, app: ASGIApp, *, router: Router) -> None:
