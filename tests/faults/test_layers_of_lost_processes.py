@@ -50,8 +50,9 @@ class Agent:
         return reply
 
     async def samples(self, url: str) -> bytes:
-        """What a trainer gets."""
-        reply = await post(url, f"/sessions/{self.name}/samples", {"format": "json"})
+        """What a trainer gets. It asks again where a process may have read the question while it was dying."""
+        while (reply := await post(url, f"/sessions/{self.name}/samples", {"format": "json"})).status == 502:
+            assert reply.error_type == "owner_lost"
         assert reply.status == 200, reply.body
         return reply.body
 
