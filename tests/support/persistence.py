@@ -22,8 +22,8 @@ from tests.support.waiting import PATIENCE, STEP
 
 #: The longest text of a rollout, in characters; then its prompt begins anew.
 LONGEST = 400
-#: What may be asked again: a process is being started again.
-AWAY = ("owner_unavailable", "control_unavailable")
+#: What is asked again: a process is being started again, or was lost while it was asked.
+AWAY = {(503, "owner_unavailable"), (503, "control_unavailable"), (502, "owner_lost")}
 
 
 class Persistence:
@@ -55,7 +55,7 @@ class Persistence:
             if reply.status == 200 and (not body or not body.get("stream") or data.endswith(b"data: [DONE]\n\n")):
                 return data
             refusal = json.loads(data)["error"]["type"]
-            assert (reply.status, refusal in AWAY) == (503, True), data
+            assert (reply.status, refusal) in AWAY, data
             self.broken[refusal] += 1
 
 
