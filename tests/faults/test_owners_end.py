@@ -52,6 +52,7 @@ async def test_what_an_owner_was_answering_breaks_with_it_and_never_looks_comple
             assert (await client.read()).error_type == "owner_unavailable"
             with pytest.raises((CutReply, ConnectionError)):
                 await reader.read_body()
+            assert "broken_off=True" in first.log(), "whoever was killed says nothing of it"
         assert told(await first.ask("GET", f"/owned/{name_of(0, 2)}"))["times"] == 1
 
 

@@ -117,13 +117,13 @@ class Forwarding:
             exchange.forwarded = True
             try:
                 reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body)
-            except (OwnerUnavailable, OwnerLost):
-                exchange.forwarded = False  # answered here
+                try:
+                    await relay(reply, send, self.statistics)
+                finally:
+                    reply.close()
+            except (OwnerUnavailable, OwnerLost, UpstreamError):
+                exchange.forwarded = False  # the owner may have ended, and count nothing
                 raise
-            try:
-                await relay(reply, send, self.statistics)
-            finally:
-                reply.close()
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
