@@ -21,6 +21,7 @@ from tests.support.waiting import soon, until
 pytestmark = pytest.mark.sglang
 
 PROMPT = list(range(100, 140))
+TOKENS = 700
 
 
 async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
@@ -28,8 +29,8 @@ async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
 ) -> None:
     async with AsyncExitStack() as stack:
         doors = [await stack.enter_async_context(Door(worker.url)) for worker in sglang_moe_workers]
-        router = await stack.enter_async_context(running_router(doors[0].url, move_after=0.2))
-        await until(lambda: all(each.facts for each in router.pool), "all is known of the first worker")
+        router = await stack.enter_async_context(running_router(*(door.url for door in doors), move_after=0.2))
+        await until(lambda: all(each.facts for each in router.pool), "all is known of the workers")
 
         def ask(rid: str, tokens: int, *headers: tuple[str, str], **fields: Any) -> asyncio.Task[Any]:
             sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1}
@@ -37,27 +38,38 @@ async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
             named = [*JSON, ("X-Request-Id", rid), *headers]
             return spawn(router.ask("POST", "/generate", named, orjson.dumps(body)), name=rid)
 
-        staying = [ask(f"one-that-stays-{number}", 4000, ("X-Session-Id", "s")) for number in range(2)]
-        moving = ask("one-that-moves", 700, return_logprob=True, return_routed_experts=True)
-        await until(lambda: len(doors[0].begun) == 3, "all run at the first worker")
-        assert (await post(router, f"/add_worker?url={doors[1].url}")).status == 200
+        def at(door: Door) -> list[str]:
+            return [each.body["rid"] for each in door.begun]
+
+        staying = {}
+        for session in ("a", "b"):  # each at a worker of its own
+            for number in range(2):
+                rid = f"{session}-stays-{number}"
+                staying[rid] = ask(rid, 4000, ("X-Session-Id", session))
+                await until(lambda: sum(len(door.begun) for door in doors) == len(staying), "it runs")
+        assert sorted(len(door.begun) for door in doors) == [2, 2]
+        moving = ask("one-that-moves", TOKENS, return_logprob=True, return_routed_experts=True)
+        await until(lambda: sum(len(door.begun) for door in doors) == 5, "it runs as well")
+        (idle,) = [door for door in doors if "one-that-moves" not in at(door)]
+        for rid in at(idle):
+            assert (await post(router, "/abort_request", rid=rid)).status == 200
         metrics = router.app.router.metrics
-        await until(lambda: metrics.moved_generations, "it has moved")
-        assert (await post(router, "/abort_request", rid="one-that-stays-")).status == 200
-        for number in range(2):
-            await post(router, "/abort_request", rid=f"one-that-stays-{number}")
+        await until(lambda: metrics.moved_generations, lambda: f"it has moved: {dict(metrics.unmoved_generations)}")
+        for rid in staying:
+            await post(router, "/abort_request", rid=rid)
         answer = (await soon(moving)).json()
-        assert [(await soon(each)).json()["meta_info"]["finish_reason"]["type"] for each in staying] == ["abort"] * 2
+        ends = [(await soon(each)).json()["meta_info"]["finish_reason"]["type"] for each in staying.values()]
+        assert ends == ["abort"] * 4
         meta = answer["meta_info"]
         assert (meta["finish_reason"], meta["resumed"], meta["id"]) == (
-            {"type": "length", "length": 700},
+            {"type": "length", "length": TOKENS},
             1,
             "one-that-moves",
         )
         pieces = chain(doors, "one-that-moves", answer)
         assert len(pieces) == 2
         assert all(piece.end > piece.start for piece in pieces)
-        assert check(answer, pieces, prompt=PROMPT) == 700
+        assert check(answer, pieces, prompt=PROMPT) == TOKENS
         config = orjson.loads((ensure().moe_model / "config.json").read_bytes())
         check_experts(answer, pieces, row=4 * config["num_hidden_layers"] * config["num_experts_per_tok"])
         assert dict(metrics.unmoved_generations) == {}

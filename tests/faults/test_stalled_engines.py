@@ -20,6 +20,7 @@ from tests.support.scripted_worker import HANG, reply, script
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
+from tests.support.worker_process import WorkerProcess, worker_process
 
 READY, PAUSED, QUARANTINED = WorkerState.READY, WorkerState.PAUSED, WorkerState.QUARANTINED
 #: Of several processes, whose signs of life come by way of another one, on a machine that has other things to do.
@@ -51,6 +52,11 @@ async def one_on_each(router: RunningRouter, sick: SimulatedWorker, well: Simula
 
 def sampled(worker: SimulatedWorker) -> int:
     return sum(len(generation.output_ids) for generation in worker.engine.running.values())
+
+
+async def running(worker: WorkerProcess) -> int:
+    (rank,) = (await ask(worker.url, "GET", "/v1/loads")).json()["loads"]
+    return int(rank["num_running_reqs"])
 
 
 async def stalls(router: RunningRouter) -> int:
@@ -333,13 +339,16 @@ async def test_a_router_that_stood_still_itself_blames_nobody(stage: Stage) -> N
 
 @pytest.mark.alone("it takes descriptors from the test's process")
 async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """It cannot ask, so it learns nothing: neither its checks nor the watch find a fault."""
-    async with SimulatedWorker(token_latency_s=LONG) as worker:
-        router = await stage.router(worker.url, **WATCHING)
+    """It cannot ask, so it learns nothing: neither its checks nor the watch find a fault. The worker has descriptors:
+    where one comes free here, it is asked and answers."""
+    silent = 4.0
+    async with worker_process("--token-latency-ms", str(silent * 1000)) as worker:
+        router = await stage.router(worker.url, **{**PROBING, "health_check_timeout": silent, "stall_timeout": 1.0})
         slow = [generating(router, 2) for _ in range(4)]  # so that no connection is idle
-        await until(lambda: worker.running == len(slow), "each has its connections")
+        while await running(worker) < len(slow):  # noqa: ASYNC110 - another process announces no event
+            await asyncio.sleep(0.02)
         with no_descriptors():
-            await asyncio.sleep(LONG)
+            await asyncio.sleep(silent)
         assert "worker_quarantined" not in [record.message for record in caplog.records]
         assert [(await each).status for each in slow] == [200] * 4
         assert await stalls(router) == 0
