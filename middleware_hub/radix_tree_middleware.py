@@ -127,6 +127,7 @@ class RadixTreeMiddleware:
         except InvalidTrajectory as error:
             raise BadRequest(f"input_ids: {error}") from None  # an engine ends over them
         except (NotRecordable, UnknownShape) as error:
+            self.router.owners.prefer(scope)
             self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return

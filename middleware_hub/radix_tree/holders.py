@@ -53,7 +53,7 @@ class TextHolders:
         return found
 
     async def require(self, scope: Scope, texts: Sequence[str]) -> None:
-        """Go on only in the process that has most of the prompts of a request. New ones stay here.
+        """Go on only in the process that has most of the prompts of a request. New ones go where their key is at home.
 
         Raises:
             Elsewhere: another process has more of them.
@@ -66,6 +66,8 @@ class TextHolders:
         owner = answers[reused.index(most)][0]
         if owner is not None:
             raise Elsewhere(owner)
+        if not most and not self._owners.is_forwarded(scope):
+            self._owners.prefer(scope)
 
     async def owners_of(self, scope: Scope, texts: Sequence[str]) -> list[int | None]:
         """Return for each text the process that has it, or most of it; None where that is this one, or nobody. Raises

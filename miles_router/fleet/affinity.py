@@ -59,10 +59,14 @@ class Affinity:
         found = found or next((given[name] for name in self._headers if given.get(name)), b"")
         return found[:MAX_KEY_LENGTH].decode("latin-1") or None
 
+    def looks_inside(self, path: str) -> bool:
+        """Return whether a field of such a request may give its key."""
+        return path in PATHS and bool(self._fields)
+
     def in_body(self, path: str, body: bytes) -> str | None:
         """Return the key that a field of a chat, a completion, a message or a response gives: its first value that is
         text, at any depth. No body is parsed for that."""
-        if path not in PATHS or not self._fields:
+        if not self.looks_inside(path):
             return None
         edges = body if len(body) <= 2 * EDGE else b"%b\n%b" % (body[:EDGE], body[-EDGE:])
         for field in self._fields:

@@ -33,14 +33,19 @@ class Members:
         return [worker for worker in self if worker.state is WorkerState.READY]
 
     @property
+    def known(self) -> Sequence[Worker]:
+        """All workers, removed ones that still finish included."""
+        return [*self, *self._leaving.values()]
+
+    @property
     def busy(self) -> Sequence[Worker]:
         """The workers with requests in flight, removed ones that still finish included."""
-        return [worker for worker in (*self, *self._leaving.values()) if worker.in_flight]
+        return [worker for worker in self.known if worker.in_flight]
 
     @property
     def in_flight(self) -> int:
         """Leases held on all workers, removed ones that still finish included."""
-        return sum(w.in_flight for w in self) + sum(w.in_flight for w in self._leaving.values())
+        return sum(worker.in_flight for worker in self.known)
 
     def get(self, name: str) -> Worker:
         """The worker with this normal URL or id.

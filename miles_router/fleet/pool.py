@@ -76,6 +76,8 @@ class WorkerPool(Members):
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
+        #: Supposes what other processes choose among these units, before this one chooses for a request of no session.
+        self.let_others_choose: Callable[[Sequence[Unit]], None] | None = None
         self._weights_changed = False  # of some worker, some time
 
     @property
@@ -251,6 +253,8 @@ class WorkerPool(Members):
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
+            if self.let_others_choose is not None:
+                self.let_others_choose(at_home)
             unit = policy.choose(candidates, need_of((None, 0, 0, tokens, body, 0)))
         else:
             home = known.unit if known.unit in candidates else None

@@ -21,11 +21,17 @@ PATIENCE = 30.0
 
 
 class Elsewhere(RouterError):
-    """Another process answers the request, of which nothing was answered. Attributes: owner: that process."""
+    """Another process answers the request, of which nothing was answered.
 
-    def __init__(self, owner: int) -> None:
+    Attributes:
+        owner: that process.
+        needed: whether this one must not answer it.
+    """
+
+    def __init__(self, owner: int, *, needed: bool = True) -> None:
         super().__init__(f"process {owner} answers this")
         self.owner = owner
+        self.needed = needed
 
 
 class HeldNames:
@@ -84,6 +90,13 @@ class Owners:
         Raises:
             Elsewhere: another process has it, and answers.
             OwnerUnavailable: another process has sent it here, and this one does not have it.
+        """
+
+    def prefer(self, scope: Scope) -> None:
+        """Go on only in the process where the key in a request's headers is at home; the request's body was read.
+
+        Raises:
+            Elsewhere: another process has it, and answers.
         """
 
     def is_asked(self, scope: Scope) -> bool:

@@ -22,15 +22,15 @@ from miles_router import log, tasks
 from miles_router.app import create_app
 from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.duty import MachineDuty
 from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.nodes.plane import MachinesDuty, end_process, rows_for
+from miles_router.cluster.nodes.plane import MachinesDuty, end_process
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
+from miles_router.fleet.affinity import Affinity
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig
 
@@ -62,8 +62,7 @@ class Assignment:
     index: int | None
     #: No other process of this router has, or had, this number.
     generation: int
-    #: Descriptors: the table, where the supervisor is told, and the socket that it listens on.
-    table: int
+    #: Descriptors: where the supervisor is told, and the socket that it listens on.
     status: int
     listener: int | None = None
     #: And the one on which it alone listens.
@@ -121,18 +120,18 @@ def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
     shown = assigned.node is None and not assigned.config.public_url
     peers = Peers(index, assigned.config.processes, assigned.directory, assigned.urls, shown=shown)
-    counts = Counts(assigned.table, peers.count, index)
+    affinity = Affinity(assigned.config.affinity_names)
     duty: DataDuty
     if isinstance(assigned.node, Machine):
         seat = Seat(assigned.node.life, assigned.node.index, index)
         membership = Membership(
-            assigned.node, seat, counts, generation=assigned.generation, fenced=_kill_this, surplus=end_process
+            assigned.node, seat, generation=assigned.generation, fenced=_kill_this, surplus=end_process
         )
-        duty = MachineDuty(membership, peers, counts)
+        duty = MachineDuty(membership, peers, affinity)
         owners: ClusterOwners = duty.owners
     else:
-        duty = DataDuty(peers, counts, generation=assigned.generation)
-        owners = ClusterOwners(peers)
+        duty = DataDuty(peers, generation=assigned.generation)
+        owners = ClusterOwners(peers, affinity)
     app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
     own = None if assigned.own is None else socket.socket(fileno=assigned.own)
     listener = socket.socket(fileno=assigned.listener)
@@ -170,9 +169,8 @@ def _decide(assigned: Assignment) -> None:
 def _control(assigned: Assignment) -> ControlDuty:
     machines = assigned.node
     if not isinstance(machines, Machines):
-        return ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
-    counts = Counts(assigned.table, rows_for(machines))
-    return MachinesDuty(assigned.directory, counts, machines, socket.socket(fileno=assigned.listener), _succeeded)
+        return ControlDuty(assigned.directory)
+    return MachinesDuty(assigned.directory, machines, socket.socket(fileno=assigned.listener), _succeeded)
 
 
 def _succeeded() -> None:

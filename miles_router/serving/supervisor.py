@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from miles_router import log, tasks
-from miles_router.cluster.control.table import Counts, make_table
+from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, BEAT, READY, START, SUCCEEDED, Assignment
 from miles_router.serving.server import banner, listen, raise_file_limit
@@ -93,19 +92,12 @@ def _supervised(
     part: Machine | Machines | None,
 ) -> Supervisor:
     with contextlib.ExitStack() as held:
-        table = make_table(rows_of(config, part))
-        held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, table, directory, part)
+        supervisor = Supervisor(config, args, sockets, directory, part)
         asyncio.run(supervisor.run())
         log.flush()
         return supervisor
-
-
-def rows_of(config: RouterConfig, part: Machine | Machines | None) -> int:
-    """How many rows the table of requests in flight has."""
-    return rows_for(part) if isinstance(part, Machines) else config.processes
 
 
 def _listeners(config: RouterConfig, count: int, own_host: str) -> Sockets:
@@ -181,7 +173,6 @@ class Supervisor:
         config: RouterConfig,
         args: Namespace | None,
         sockets: Sockets,
-        table: int,
         directory: Path,
         part: Machine | Machines | None,
     ) -> None:
@@ -192,8 +183,7 @@ class Supervisor:
         self._config = config
         self._args = args
         self._sockets = sockets
-        self._table = table
-        self._counts = Counts(table, rows_of(config, part))
+        self._senders = Senders(directory)
         self._part = part
         #: Only the control plane of several machines is run here.
         self._decides = isinstance(part, Machines)
@@ -263,7 +253,6 @@ class Supervisor:
             directory=self._directory,
             index=child.index,
             generation=self._generation,
-            table=self._table,
             status=status,
             listener=listener,
             own=own,
@@ -274,7 +263,7 @@ class Supervisor:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
-        return text, [each for each in (status, self._table, listener, own) if each is not None]
+        return text, [each for each in (status, listener, own) if each is not None]
 
     def _hear(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
@@ -317,7 +306,7 @@ class Supervisor:
             os.close(each)
         child.running = None
         if child.index is not None:
-            self._counts.clear(child.index)
+            self._senders.end(child.index)
         if self._ending:
             self.failed |= status != 0 and child.ready  # one that was still starting knows of no order to end
             self._go_on_ending()

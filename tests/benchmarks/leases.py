@@ -3,7 +3,7 @@ what is learned from the end of an answer.
 
 python -m tests.benchmarks.leases [--workers 128] [--ranks 1] [--repeat 15] [--processes 2]
 
-With several processes the leases are those of one of them, while another one's change between any two.
+With several processes the leases are those of one of them, which was told that the others choose as often as it does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from statistics import median
 
 import orjson
 
-from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.pools import DecidingPool, FollowingPool
 from miles_router.cluster.control.state import written_workers
-from miles_router.cluster.control.table import Counts, make_table
 from miles_router.engines.footprint import sampled_tokens
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
@@ -49,10 +48,9 @@ def pools(processes: int, workers: int, ranks: int) -> list[WorkerPool]:
     if processes == 1:
         fleet(alone := WorkerPool(), workers, ranks)
         return [alone]
-    table, serials = make_table(processes), itertools.count()
-    counts = Counts(table, processes)
-    fleet(control := DecidingPool(counts, Columns(counts), lambda: next(serials)), workers, ranks)
-    following = [FollowingPool(Counts(table, processes, row), lambda *_: None) for row in range(processes)]
+    serials = itertools.count()
+    fleet(control := DecidingPool(lambda: next(serials)), workers, ranks)
+    following = [FollowingPool(lambda *_: None) for _ in range(processes)]
     for pool in following:
         pool.follow(written_workers(control), lambda: 0)
         for worker in pool:

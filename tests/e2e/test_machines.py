@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,13 +15,13 @@ import pytest
 
 from miles_router import cli
 from miles_router.app import create_app
-from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.nodes.duty import MachineDuty
 from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
+from miles_router.fleet.affinity import Affinity
 from miles_router.serving.process import SUCCEEDED
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
@@ -271,11 +270,9 @@ def test_without_ray_the_command_says_what_to_install(
 
 
 def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
-    table, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
-    counts = Counts(table, 1, 0)
-    os.close(table)
-    membership = Membership(machine, Seat("life", 0, 0), counts, generation=1, fenced=abort, surplus=abort)
-    duty = MachineDuty(membership, Peers(0, 1, tmp_path), counts)
+    machine = Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
+    membership = Membership(machine, Seat("life", 0, 0), generation=1, fenced=abort, surplus=abort)
+    duty = MachineDuty(membership, Peers(0, 1, tmp_path), Affinity())
     texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
     config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="RadixTreeMiddleware keeps what only its own machine can find"):

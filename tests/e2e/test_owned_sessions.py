@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
+from miles_router.fleet.affinity import Affinity
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
@@ -182,7 +183,7 @@ async def test_what_one_process_asks_of_another_enters_with_the_client_s_key_and
 
 async def restarted(stage: Stage, directory: Path, index: int, urls: list[str]) -> SessionTrial:
     worker = able(await stage.worker()).always(GOOD)
-    owners = ClusterOwners(Peers(index, 2, directory, urls))
+    owners = ClusterOwners(Peers(index, 2, directory, urls), Affinity())
     router = await stage.router(worker, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
     urls[index] = router.url
     return SessionTrial(router, ())
@@ -199,7 +200,10 @@ async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, 
     held, deleted, by_header, new = itertools.islice(names_of(1, 2), 4)
     turn = {"model": "m", "messages": HI}
     async with running_router(
-        worker, owners=ClusterOwners(Peers(1, 2, tmp_path, urls)), middlewares=LAYER, hf_checkpoint=checkpoint()
+        worker,
+        owners=ClusterOwners(Peers(1, 2, tmp_path, urls), Affinity()),
+        middlewares=LAYER,
+        hf_checkpoint=checkpoint(),
     ) as ends:
         urls[1] = ends.url
         second = SessionTrial(ends, ())

@@ -17,6 +17,7 @@ import pytest
 from miles_router.cluster.owners import forwarding
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
+from miles_router.fleet.affinity import Affinity
 from miles_router.serving import server
 from tests.support.http import Client, RawReply, request, whole_or_cut
 from tests.support.owned import OWNED, name_of, several
@@ -43,7 +44,7 @@ def named(name: str) -> bytes:
 
 async def first_of_two(stage: Stage, directory: Path, other: str) -> RunningRouter:
     """The first of two processes, whose other one is reached at this URL."""
-    owners = ClusterOwners(Peers(0, 2, directory, ["", other]))
+    owners = ClusterOwners(Peers(0, 2, directory, ["", other]), Affinity())
     return await stage.router(owners=owners, middlewares=(OWNED,))
 
 

@@ -3,21 +3,19 @@ same whole, and nothing is left when all is given back. Processes die in between
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.control.state import SharedPool, own_numbers, written_workers
-from miles_router.cluster.control.table import Counts, make_table
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastTokens
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from tests.support.tiers import examples
+from tests.support.told_pools import ToldPools
 
 ADDRESSES = [parse_worker_url(f"http://worker-{number}") for number in range(3)]
 PROCESSES = st.integers(0, 1)
@@ -28,23 +26,9 @@ class MachineOfProcesses(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = make_table(2)
-        counts, serials = Counts(self.table, 2), iter(range(10**9))
-        self.control = DecidingPool(counts, Columns(counts), lambda: next(serials))
-        self.generation = 0
-        self.data = [self.started(0), self.started(1)]
+        self.pools = ToldPools(2)
+        self.control, self.data = self.pools.control, self.pools.data
         self.leases: list[list[Lease]] = [[], []]
-        self.drained = 0
-
-    def started(self, row: int) -> FollowingPool:
-        self.generation += 1
-        pool = FollowingPool(Counts(self.table, 2, row), lambda kind, worker, reason: None)
-        self.follow(pool)
-        return pool
-
-    def follow(self, pool: FollowingPool) -> None:
-        numbers = own_numbers(self.generation)
-        pool.follow(written_workers(self.control), lambda: next(numbers))
 
     @rule(address=st.sampled_from(ADDRESSES))
     def add(self, address: WorkerUrl) -> None:
@@ -69,7 +53,11 @@ class MachineOfProcesses(RuleBasedStateMachine):
 
     @rule(row=PROCESSES)
     def catch_up(self, row: int) -> None:
-        self.follow(self.data[row])
+        self.pools.follow(self.data[row])
+
+    @rule()
+    def tell(self) -> None:
+        self.pools.tell()
 
     @rule(row=PROCESSES, key=st.none() | st.sampled_from("abc"), tokens=st.integers(0, 9))
     def lease(self, row: int, key: str | None, tokens: int) -> None:
@@ -91,20 +79,17 @@ class MachineOfProcesses(RuleBasedStateMachine):
 
     @rule(row=PROCESSES)
     def die(self, row: int) -> None:
-        self.control.counts.clear(row)
         self.leases[row] = []
-        self.data[row] = self.started(row)
+        self.data[row] = self.pools.started()
 
     @rule()
     def settle(self) -> None:
-        for pool in self.data:
-            self.follow(pool)
-        self.control.settle(self.control.ending)
+        self.pools.follow(*self.data)
+        self.pools.shown()
 
     @invariant()
     def nothing_is_negative(self) -> None:
         for pool in (self.control, *self.data):
-            pool.counts.refresh()
             for worker in pool:
                 assert worker.in_flight >= 0
                 assert all(unit.in_flight >= 0 for unit in worker.units)
@@ -122,15 +107,13 @@ class MachineOfProcesses(RuleBasedStateMachine):
         for pool in self.data:
             for key in "abc":
                 pool.homes.forget(key)
-        self.control.counts.refresh()
-        pools: list[SharedPool] = [self.control, *self.data]
+        self.pools.tell()
+        pools: list[WorkerPool] = [self.control, *self.data]
         for each in pools:
-            each.counts.refresh()
             for worker in each:
                 numbers = {(unit.in_flight, unit.tokens, unit.sessions) for unit in worker.units}
                 assert (worker.in_flight, numbers) == (0, {(0, 0, 0)}), worker
         assert not self.control.in_flight
-        os.close(self.table)
 
 
 TestMachineOfProcesses = MachineOfProcesses.TestCase

@@ -19,6 +19,7 @@ from miles_router import log
 from miles_router.app import create_app
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
+from miles_router.fleet.affinity import Affinity
 from miles_router.serving.server import banner, listen, raise_file_limit, serve_at
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from tests.support.http import Pairs, RawReply, ask
@@ -126,7 +127,7 @@ def main() -> None:
     sock = socket.socket(fileno=asked.pop("sock"))
     asked["middlewares"] = tuple(MiddlewareSpec(path) for path in asked["middlewares"])
     asked["worker_urls"] = tuple(asked["worker_urls"])
-    config, owners = RouterConfig(**{**QUIETLY, **asked}), ClusterOwners(peers)
+    config, owners = RouterConfig(**{**QUIETLY, **asked}), ClusterOwners(peers, Affinity())
     log.configure(config.log_level, config.log_format)
     be_patient()
     raise_file_limit()

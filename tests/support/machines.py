@@ -20,9 +20,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.cluster.control.table import make_table
 from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.cluster.nodes.plane import rows_for
 from miles_router.serving.process import ALIVE, READY, START, Assignment
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
@@ -54,7 +52,7 @@ class Part:
         with self._log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", START, str(given)],
-                pass_fds=[given, status, assigned.table, self.listener.fileno()],
+                pass_fds=[given, status, self.listener.fileno()],
                 stdout=file,
                 stderr=file,
             )
@@ -226,11 +224,9 @@ class RunningMachines:
         return self._directory / "control"
 
     def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
-        table = make_table(rows_for(self.machines) if index is None else 1)
-        self._stack.callback(os.close, table)
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
         return Assignment(
-            self._config, None, os.getpid(), directory, index, next(self._generations), table, -1, node=node
+            self._config, None, os.getpid(), directory, index, next(self._generations), -1, node=node
         )
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from miles_router.cluster.control.data import DataDuty
-from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.pools import DecidingPool, FollowingPool
 from miles_router.cluster.control.state import SharedPool, followed, memory_orders, own_numbers, written
-from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.peers import Peers
 from miles_router.engines.actions import Order, Pause
 from miles_router.fleet.caches import set_apart
@@ -37,13 +34,13 @@ def fleet_of(pool: SharedPool) -> Fleet:
 class Pair:
     """A fleet that is decided, and one that follows it."""
 
-    def __init__(self, table: int) -> None:
+    def __init__(self) -> None:
         set_apart()
-        counts, serials = Counts(table, 2), iter(range(1, 100))
-        self.pool = DecidingPool(counts, Columns(counts), lambda: next(serials), failure_threshold=1)
+        serials = iter(range(1, 100))
+        self.pool = DecidingPool(lambda: next(serials), failure_threshold=1)
         self.decided = fleet_of(self.pool)
         self.told: list[tuple[str, str, str | None]] = []
-        self.followers = [FollowingPool(Counts(table, 2, row), lambda *_: None) for row in range(2)]
+        self.followers = [FollowingPool(lambda *_: None) for _ in range(2)]
         self.fleets = [fleet_of(each) for each in self.followers]
         self.numbers = [own_numbers(row) for row in range(2)]
         self.followers[0].listeners.append(self._note)
@@ -59,10 +56,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    table = make_table(2)
-    yield Pair(table)
-    os.close(table)
+def pair() -> Pair:
+    return Pair()
 
 
 def test_workers_their_states_and_what_was_said_of_them_are_the_same(pair: Pair) -> None:
@@ -167,8 +162,8 @@ def test_a_data_process_settles_no_weights(pair: Pair) -> None:
     assert (worker.state, pair.followers[0].weight_version) == (WorkerState.READY, "1")
 
 
-def test_bounds_of_the_router_are_shared_out_and_nothing_moves(pair: Pair) -> None:
-    duty = DataDuty(Peers(0, 3, Path("nowhere")), pair.pool.counts, generation=1)
+def test_bounds_of_the_router_are_shared_out_and_nothing_moves() -> None:
+    duty = DataDuty(Peers(0, 3, Path("nowhere")), generation=1)
     config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
     assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
     assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"

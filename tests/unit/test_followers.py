@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
-from miles_router.cluster.control.table import Counts, make_table
 from miles_router.errors import RouterError
 from miles_router.tasks import cancelled, spawn
 from tests.support.waiting import PATIENCE, soon, until
@@ -43,11 +41,11 @@ class Data:
 class Scene:
     """A control plane's followers, and what is decided."""
 
-    def __init__(self, table: int, patience: float = PATIENCE) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
         self.decided: dict[str, Any] = {"pool a": 0}
-        self.rows = [Counts(table, 2, row) for row in range(2)]
-        self.counts = Counts(table, 2)
-        self.followers = Followers(self.counts, lambda: dict(self.decided), patience=patience)
+        #: Who sends requests.
+        self.senders: list[int] = []
+        self.followers = Followers(lambda: self.senders, lambda: dict(self.decided), patience=patience)
         self.leading: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
@@ -72,18 +70,11 @@ class Scene:
                 writer.close()
 
 
-@pytest.fixture
-def table() -> Iterator[int]:
-    made = make_table(2)
-    yield made
-    os.close(made)
-
-
-async def test_it_is_known_everywhere_when_the_last_has_followed(table: int) -> None:
-    scene, one, other = Scene(table), Data(), Data()
+async def test_it_is_known_everywhere_when_the_last_has_followed() -> None:
+    scene, one, other = Scene(), Data(), Data()
     async with scene.connected(11, one), scene.connected(22, other):
-        scene.rows[0].send(11)
-        scene.rows[1].send(22)
+        scene.senders.append(11)
+        scene.senders.append(22)
         known = asyncio.ensure_future(scene.followers.caught_up())
         await until(lambda: one.heard and other.heard, "both have heard")
         one.may.set()
@@ -94,12 +85,12 @@ async def test_it_is_known_everywhere_when_the_last_has_followed(table: int) -> 
         assert [each["sections"] for each in other.heard] == [{"pool a": 0}]
 
 
-async def test_who_follows_is_told_what_changed_and_in_order(table: int) -> None:
-    scene, one = Scene(table), Data()
+async def test_who_follows_is_told_what_changed_and_in_order() -> None:
+    scene, one = Scene(), Data()
     one.may.set()
     scene.decided["pool b"] = 1
     async with scene.connected(11, one):
-        scene.rows[0].send(11)
+        scene.senders.append(11)
         await soon(scene.followers.caught_up())
         for number in range(1, 4):
             scene.decided["pool a"] = number
@@ -112,10 +103,10 @@ async def test_who_follows_is_told_what_changed_and_in_order(table: int) -> None
     assert [each["at"] for each in one.heard] == [1, 2, 3, 4]
 
 
-async def test_who_sends_and_is_not_connected_is_waited_for(table: int) -> None:
-    scene, one = Scene(table), Data()
+async def test_who_sends_and_is_not_connected_is_waited_for() -> None:
+    scene, one = Scene(), Data()
     one.may.set()
-    scene.rows[0].send(11)
+    scene.senders.append(11)
     known = asyncio.ensure_future(scene.followers.caught_up())
     await asyncio.sleep(0)
     assert not known.done()
@@ -124,9 +115,9 @@ async def test_who_sends_and_is_not_connected_is_waited_for(table: int) -> None:
         assert one.heard
 
 
-async def test_who_is_connected_and_about_to_send_is_waited_for(table: int) -> None:
+async def test_who_is_connected_and_about_to_send_is_waited_for() -> None:
     """It may have followed what was decided before, and begins to send by that."""
-    scene, one = Scene(table), Data()
+    scene, one = Scene(), Data()
     async with scene.connected(11, one):
         known = asyncio.ensure_future(scene.followers.caught_up())
         await until(lambda: one.heard, "it has heard")
@@ -135,8 +126,8 @@ async def test_who_is_connected_and_about_to_send_is_waited_for(table: int) -> N
         await soon(known)
 
 
-async def test_who_was_about_to_send_and_is_lost_is_waited_for_no_longer(table: int) -> None:
-    scene, one = Scene(table), Data()
+async def test_who_was_about_to_send_and_is_lost_is_waited_for_no_longer() -> None:
+    scene, one = Scene(), Data()
     async with scene.connected(11, one) as channel:
         known = asyncio.ensure_future(scene.followers.caught_up())
         await until(lambda: one.heard, "it has heard")
@@ -144,22 +135,22 @@ async def test_who_was_about_to_send_and_is_lost_is_waited_for_no_longer(table: 
         await soon(known)
 
 
-async def test_who_has_ended_is_waited_for_no_longer(table: int) -> None:
-    scene = Scene(table)
-    scene.rows[0].send(11)
+async def test_who_has_ended_is_waited_for_no_longer() -> None:
+    scene = Scene()
+    scene.senders.append(11)
     known = asyncio.ensure_future(scene.followers.caught_up())
     await asyncio.sleep(0)
-    scene.counts.clear(0)
+    scene.senders.clear()
     await soon(known)
 
 
-async def test_who_has_connected_anew_is_not_ended_for_what_it_does_not_say_where_it_was_before(table: int) -> None:
-    scene, deaf, one = Scene(table, patience=0.5), Data(), Data()
+async def test_who_has_connected_anew_is_not_ended_for_what_it_does_not_say_where_it_was_before() -> None:
+    scene, deaf, one = Scene(patience=0.5), Data(), Data()
     one.may.set()
     sender = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # noqa: ASYNC220
     try:
         async with scene.connected(sender.pid, deaf):
-            scene.rows[0].send(sender.pid)
+            scene.senders.append(sender.pid)
             known = asyncio.ensure_future(scene.followers.caught_up())
             await until(lambda: deaf.heard, "it is asked to follow")
             async with scene.connected(sender.pid, one):
@@ -175,19 +166,19 @@ async def test_who_has_connected_anew_is_not_ended_for_what_it_does_not_say_wher
 
 
 @pytest.mark.parametrize("connected", [True, False])
-async def test_who_does_not_follow_in_time_is_ended_before_anything_goes_on(table: int, connected: bool) -> None:
-    scene, one = Scene(table, patience=0.1), Data()
+async def test_who_does_not_follow_in_time_is_ended_before_anything_goes_on(connected: bool) -> None:
+    scene, one = Scene(patience=0.1), Data()
     sender = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # noqa: ASYNC220
     async with contextlib.AsyncExitStack() as stack:
         if connected:
             await stack.enter_async_context(scene.connected(sender.pid, one))
-        scene.rows[0].send(sender.pid)
+        scene.senders.append(sender.pid)
         await soon(scene.followers.caught_up())
         assert sender.poll() == -9
 
 
-async def test_an_abort_is_everybody_s_and_a_process_that_is_lost_has_nothing_to_say(table: int) -> None:
-    scene, one, other = Scene(table), Data(), Data()
+async def test_an_abort_is_everybody_s_and_a_process_that_is_lost_has_nothing_to_say() -> None:
+    scene, one, other = Scene(), Data(), Data()
     one.may.set()
     other.may.set()
     async with scene.connected(11, one), scene.connected(22, other) as channel:
@@ -197,9 +188,9 @@ async def test_an_abort_is_everybody_s_and_a_process_that_is_lost_has_nothing_to
         assert len(await soon(requests.abort("r"))) == 1
 
 
-async def test_who_asks_one_that_fails_over_it_is_told_and_the_others_go_on(table: int) -> None:
+async def test_who_asks_one_that_fails_over_it_is_told_and_the_others_go_on() -> None:
     """A layer of one's own may fail while its process is asked."""
-    scene, one = Scene(table), Data()
+    scene, one = Scene(), Data()
     one.may.set()
     async with scene.connected(11, one):
         requests = AllRequests("a", scene.followers)

@@ -23,10 +23,11 @@ from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
+from miles_router.cluster.control.elsewhere import Row
 from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
 from miles_router.cluster.control.pools import FollowingPool
+from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.control.state import followed, own_numbers
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.duty import Duty
 from miles_router.cluster.peers import Peers
 from miles_router.control.control import Control
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two tries to reach the control plane, and for which a request waits for it.
 AGAIN, PATIENCE = 0.05, 30.0
+#: What the control plane says that is followed in its order.
+ORDERED = frozenset({"follow", "ping", "counts", "counted"})
 #: How often a request that changes nothing is repeated.
 REPEATS = 3
 #: Of a request, what counted at the door alone.
@@ -57,14 +60,15 @@ class Link:
     """The connection to the control plane, made again whenever it is lost.
 
     Args:
+        begin: is called before this process sends its first request.
         generation: of this process; no other has the same number.
     """
 
-    def __init__(self, path: Path, counts: Counts, generation: int) -> None:
+    def __init__(self, path: Path, begin: Callable[[], None], generation: int) -> None:
         #: Its number for the control plane.
         self.process = os.getpid()
         self._path = path
-        self._counts = counts
+        self._begin = begin
         self._numbers = own_numbers(generation)
         self._pools: Pools
         self._hello: dict[str, Any] = {}
@@ -84,7 +88,7 @@ class Link:
         connecting = tasks.spawn(self._stay_connected(), name="control plane")
         try:
             await self._followed.wait()
-            self._counts.send(os.getpid())
+            self._begin()
             yield
         finally:
             await tasks.cancelled(connecting)
@@ -99,7 +103,9 @@ class Link:
             except OSError:
                 await asyncio.sleep(AGAIN)
                 continue
-            self._channel = channel = Channel(reader, writer, self._handlers(), frozenset({"follow", "ping"}))
+            self._channel = channel = Channel(
+                reader, writer, self._handlers(), frozenset({"follow", "ping", "counts", "counted"})
+            )
             reading = tasks.spawn(channel.run(), name="control plane's channel")
             try:
                 channel.tell("hello", **self._hello, at=self._at, sections=self._sections)
@@ -119,6 +125,8 @@ class Link:
             "at": self._at_worker,
             "signs": self._signs,
             "numbers": self._tell_numbers,
+            "counts": self._tell_counts,
+            "counted": self._counted,
         }
 
     # Following
@@ -134,9 +142,8 @@ class Link:
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        assert isinstance(fleet.pool, FollowingPool)
         assert isinstance(control, DistantControl)
-        followed(record, fleet, fleet.pool, lambda: next(self._numbers))
+        followed(record, fleet, _following(pool), lambda: next(self._numbers))
         pool.peopled |= record["peopled"]
         self._pools.named |= pool.peopled and bool(pool.name)
         control.silence_is_no_sign = record["may_silence"]
@@ -182,6 +189,14 @@ class Link:
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
         return Message({"families": families, "info": {"facts": self._admin.facts(), "held": held}})
 
+    async def _tell_counts(self, message: Message) -> Message:
+        return Message({"rows": {pool.name: _following(pool).elsewhere.own() for pool in self._pools}})
+
+    async def _counted(self, message: Message) -> None:
+        for pool in self._pools:
+            if pool.name in message.fields["rows"]:
+                _following(pool).elsewhere.told(Row(*message.fields["rows"][pool.name]))
+
     # Asking
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
@@ -217,6 +232,12 @@ class Link:
         return await self.ask("http", body, **fields)
 
 
+def _following(pool: ModelPool) -> FollowingPool:
+    found = pool.fleet.pool
+    assert isinstance(found, FollowingPool)
+    return found
+
+
 class DataDuty(Duty):
     """A data process.
 
@@ -227,16 +248,16 @@ class DataDuty(Duty):
 
     checks = False
 
-    def __init__(self, peers: Peers, counts: Counts, *, generation: int) -> None:
+    def __init__(self, peers: Peers, *, generation: int) -> None:
         self.slots = peers.slots
-        self._counts = counts
         self._count = peers.count
         self._link = self._link_to(peers, generation)
         self._stack: list[dict[str, object]] = []
         self._admin: Admin
 
     def _link_to(self, peers: Peers, generation: int) -> Link:
-        return Link(peers.directory / SOCKET, self._counts, generation)
+        senders = Senders(peers.directory)
+        return Link(peers.directory / SOCKET, lambda: senders.begin(peers.index), generation)
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one
@@ -258,7 +279,7 @@ class DataDuty(Duty):
         def report(kind: str, worker: Worker, reason: str) -> None:
             self._link.report(kind, name, worker, made.serials.get(worker), reason)
 
-        made = FollowingPool(self._counts, report, **settings)
+        made = FollowingPool(report, **settings)
         return made
 
     def fleet(self, **parts: Any) -> Fleet:

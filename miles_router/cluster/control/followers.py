@@ -1,7 +1,7 @@
 """The data processes as the control plane sees them: each follows what is decided, in order, and says so.
 
 Whoever sends requests and does not say in time that it has followed is ended: it must not act by what is no longer
-true. Who sends stands in the table, so that nobody is forgotten whose connection is lost.
+true. Who sends is known beside the connections, so that nobody is forgotten whose connection is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
-from miles_router.cluster.control.table import Counts
+from miles_router.cluster.control.elsewhere import Row, joined
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import RouterError, StateError
@@ -43,18 +43,27 @@ class Follower:
         self.at = 0
         self.sections: dict[str, Section] = {}
         self.behind = asyncio.Event()
+        #: Whether it told what it has in flight when it was asked last.
+        self.heard = False
 
 
 class Followers:
     """All of them.
 
     Args:
+        senders: gives the process ids of those that send requests.
         write: gives what is decided now, by name.
         patience: seconds in which one must follow.
     """
 
-    def __init__(self, counts: Counts, write: Callable[[], dict[str, Section]], *, patience: float = FOLLOW) -> None:
-        self._counts = counts
+    def __init__(
+        self,
+        senders: Callable[[], list[int]],
+        write: Callable[[], dict[str, Section]],
+        *,
+        patience: float = FOLLOW,
+    ) -> None:
+        self._senders = senders
         self._write = write
         self._patience = patience
         #: Of what is decided now.
@@ -66,6 +75,8 @@ class Followers:
         self._numbers: dict[int, list[PlainFamily]] = {}
         self._infos: dict[int, dict[str, Any]] = {}
         self._followers: dict[int, Follower] = {}
+        #: What each process has in flight, by pool.
+        self._rows: dict[int, dict[str, Row]] = {}
         self._progress: asyncio.Future[None] | None = None
 
     # Following
@@ -129,7 +140,7 @@ class Followers:
     @property
     def senders(self) -> list[int]:
         """The process ids of those that send requests."""
-        return [process for process in self._counts.senders if process]
+        return self._senders()
 
     async def connected(self) -> None:
         """Return when everybody who sends requests has connected. Who does not is ended."""
@@ -175,6 +186,33 @@ class Followers:
                     loop.remove_reader(descriptor)
             finally:
                 os.close(descriptor)
+
+    # Counting
+
+    async def count(self) -> bool:
+        """Have everybody tell what it has in flight; whether all that send requests have."""
+        senders, followers = self.senders, tuple(self._followers.values())
+        known = {*senders, *self._followers}
+        self._rows = {process: rows for process, rows in self._rows.items() if process in known}
+        await asyncio.gather(*map(self._count, followers))
+        heard = {each.process for each in followers if each.heard}
+        return heard.issuperset(self.senders)
+
+    async def _count(self, follower: Follower) -> None:
+        follower.heard = False
+        with suppress(ChannelLost, TimeoutError):
+            told = await tasks.within(TELL, follower.channel.ask("counts"), name="counts")
+            self._rows[follower.process] = {name: Row(*row) for name, row in told.fields["rows"].items()}
+            follower.heard = True
+
+    def in_flight(self, pool: str, but: int | None = None) -> Row:
+        """What all processes, `but` this one, have in flight in a pool."""
+        return joined(rows[pool] for process, rows in self._rows.items() if process != but and pool in rows)
+
+    def tell_counts(self, pools: Sequence[str]) -> None:
+        """Tell each what all others have in flight."""
+        for follower in self._followers.values():
+            follower.channel.tell("counted", rows={name: self.in_flight(name, follower.process) for name in pools})
 
     # Asking
 

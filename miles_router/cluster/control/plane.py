@@ -25,9 +25,9 @@ from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, Handler, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
-from miles_router.cluster.control.pools import Columns, DecidingPool
+from miles_router.cluster.control.pools import DecidingPool
+from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.control.state import Record, followed, memory_orders, own_numbers, written
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.duty import Duty, without_keys
 from miles_router.control.control import Control
 from miles_router.control.engine_metrics import MEDIA_TYPE
@@ -73,12 +73,10 @@ class ControlDuty(Duty):
     sends = False
     slots = (CONTROL,)
 
-    def __init__(self, directory: Path, counts: Counts) -> None:
+    def __init__(self, directory: Path) -> None:
         #: Who answers requests; set once it is made.
         self.edge: RouterApp
         self._path = directory / SOCKET
-        self._counts = counts
-        self._columns = Columns(counts)
         self._serials = itertools.count(1)
         self._config: RouterConfig  # as it was given: what this process leaves out, others do
         self._pools: Pools
@@ -87,11 +85,11 @@ class ControlDuty(Duty):
         self._ready = asyncio.Event()
         self._admin: WholeAdmin
         self._registrations: Registrations
-        self.followers = self._followers(counts)
+        self.followers = self._followers(directory)
         set_apart()
 
-    def _followers(self, counts: Counts) -> Followers:
-        return Followers(counts, self._written)
+    def _followers(self, directory: Path) -> Followers:
+        return Followers(Senders(directory).processes, self._written)
 
     # The parts of the router
 
@@ -106,7 +104,7 @@ class ControlDuty(Duty):
 
     def pool(self, name: str, **settings: Any) -> DecidingPool:
         """See `Duty`."""
-        return DecidingPool(self._counts, self._columns, lambda: next(self._serials), **settings)
+        return DecidingPool(lambda: next(self._serials), **settings)
 
     def fleet(self, **parts: Any) -> Fleet:
         """See `Duty`."""
@@ -146,11 +144,15 @@ class ControlDuty(Duty):
         try:
             await self._gather()
             await self._begin(self._newest())
-            beat = tasks.spawn(self._beat(), name="control plane")
+            beating = [
+                tasks.spawn(self._beat(), name="control plane"),
+                tasks.spawn(self._tell_counts(), name="tell counts"),
+            ]
             try:
                 yield
             finally:
-                await tasks.cancelled(beat)
+                for each in beating:
+                    await tasks.cancelled(each)
         finally:
             server.close()
             for channel in tuple(self._channels):
@@ -167,8 +169,10 @@ class ControlDuty(Duty):
 
     async def _count(self) -> bool:
         """Know what is in flight; whether all have told it."""
-        self._counts.refresh()
-        return True
+        whole = await self.followers.count()
+        for pool in self._pools:
+            _deciding(pool).counted(self.followers.in_flight(pool.name))
+        return whole
 
     # Taking over
 
@@ -225,6 +229,12 @@ class ControlDuty(Duty):
     def _moved(self, transition: Transition) -> None:
         """Behind all that changes together."""
         asyncio.get_running_loop().call_soon(self.followers.changed)
+
+    async def _tell_counts(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT)
+            await self._count()
+            self.followers.tell_counts([pool.name for pool in self._pools])
 
     async def _beat(self) -> None:
         while True:

@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from miles_router.cluster.control.table import Counts
 from miles_router.engines.actions import Order
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
-from miles_router.fleet.placement.homes import Homes, SessionHome
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 Record = dict[str, Any]
 
@@ -39,81 +37,13 @@ _COPIED = (
 )
 
 
-class CountedHomes(Homes):
-    """Homes whose tokens and sessions count in the table, and that all processes know."""
-
-    def __init__(self, counts: Counts) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __contains__(self, key: str) -> bool:
-        return super().__contains__(key) or self._counts.home(key) is not None
-
-    def find(self, key: str | None) -> SessionHome | None:
-        """As `Homes.find`; another process may have sent its last request."""
-        home = super().find(key)
-        unit = None if key is None else self._counts.home(key)
-        if key is None or unit is None:
-            return home
-        if home is None:
-            home = self._homes[key] = SessionHome(key, unit)
-        elif home.unit is not unit and not home.running:
-            home.move(unit)
-        return home
-
-    def forget(self, key: str) -> None:
-        """As `Homes.forget`."""
-        super().forget(key)
-        self._counts.forget(key)
-
-    def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
-        """As `Homes.enter`."""
-        before = None if home is None else home.unit
-        home = super().enter(key, home, unit, tokens)
-        if before is not None and before is not unit:
-            self._counts.note(before)
-        self._counts.settle(key, unit)
-        return home  # whoever leases the unit notes it
-
-    def begun(self, key: str) -> bool:
-        """As `Homes.begun`; another process may have begun it."""
-        return super().begun(key) if super().__contains__(key) else self._counts.home(key) is not None
-
-    def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
-        """As `Homes.leave`."""
-        super().leave(home, tokens, answered=answered)
-        self._counts.note(home.unit)
-
-    def stay_away(self, home: SessionHome) -> None:
-        """As `Homes.stay_away`."""
-        super().stay_away(home)
-        self._counts.note(home.unit)
-
-    def expire(self) -> None:
-        """As `Homes.expire`; and what others hold is counted anew."""
-        self._counts.refresh()
-        super().expire()
-
-    def _uncount(self, home: SessionHome) -> None:
-        super()._uncount(home)
-        self._counts.note(home.unit)
-
-
 class SharedPool(WorkerPool):
-    """A pool of which every process has one. Its registrations are numbered, and its units have cells in the table."""
+    """A pool of which every process has one. Its registrations are numbered."""
 
-    def __init__(self, counts: Counts, **settings: Any) -> None:
-        super().__init__(homes=CountedHomes(counts), **settings)
-        self.counts = counts
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         #: The number of each worker's registration.
         self.serials: dict[Worker, int] = {}
-        #: First column and width of each worker's cells.
-        self.blocks: dict[Worker, tuple[int, int]] = {}
-
-    @property
-    def in_flight(self) -> int:
-        """Leases that all processes hold on workers of this pool."""
-        return self.counts.in_flight(self.blocks.values())
 
     def follow(self, records: Iterable[Record], own_number: Callable[[], int]) -> None:
         """Have these workers in these states, and no others. No decision is made here."""
@@ -151,13 +81,8 @@ class SharedPool(WorkerPool):
         del self._workers[worker.url]
         if worker.in_flight:
             self._leaving[worker.url] = worker
-        self._forget(worker)
-        return Transition(worker, worker.state, None, "removed")
-
-    def _forget(self, worker: Worker) -> None:
         del self.serials[worker]
-        self.blocks.pop(worker, None)
-        self.counts.remove(worker)
+        return Transition(worker, worker.state, None, "removed")
 
     def _copy(self, worker: Worker, record: Record, own_number: Callable[[], int]) -> None:
         for name in _COPIED:
@@ -165,17 +90,6 @@ class SharedPool(WorkerPool):
         worker.state = WorkerState(record["state"])
         worker.set_attributes(record["attributes"])
         worker.caches.follow(record["caches"], own_number)
-        block = (record["cells"][0], record["cells"][1])
-        if self.blocks.get(worker) != block:
-            self.blocks[worker] = block
-            self.counts.place(worker, *block)
-
-    def set_ranks(self, worker: Worker, count: int, fault: str | None = None) -> bool:
-        """As `WorkerPool.set_ranks`; each rank has cells of its own as soon as the control plane knows it, too."""
-        changed = super().set_ranks(worker, count, fault)
-        if changed:
-            self.counts.arrange(worker)
-        return changed
 
 
 def written(fleet: Fleet, pool: SharedPool) -> Record:
@@ -205,7 +119,6 @@ def _record(pool: SharedPool, worker: Worker) -> Record:
     return {
         "url": worker.url,
         "serial": pool.serials[worker],
-        "cells": list(pool.blocks[worker]),
         "state": worker.state.value,
         "attributes": worker.attributes,
         "caches": worker.caches.state(),

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from miles_router.cluster.control.data import DataDuty, Link
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.nodes.owners import MachinesOwners
 from miles_router.cluster.peers import Peers
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.fleet.admission_queue import Waiting
+from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.admission import Admission
 from miles_router.pools.pools import Pools
@@ -60,11 +60,11 @@ class MachineDuty(DataDuty):
 
     shares_state = True
 
-    def __init__(self, membership: Membership, peers: Peers, counts: Counts) -> None:
+    def __init__(self, membership: Membership, peers: Peers, affinity: Affinity) -> None:
         self.membership = membership
-        super().__init__(peers, counts, generation=0)
+        super().__init__(peers, generation=0)
         self.slots = membership.claimable
-        self.owners = MachinesOwners(peers, membership)
+        self.owners = MachinesOwners(peers, affinity, membership)
 
     def _link_to(self, peers: Peers, generation: int) -> Link:
         return self.membership

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.data import Link
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.leases import Grant, Seat, Tenancy
 from miles_router.cluster.nodes.machines import Machine, clock
 from miles_router.cluster.nodes.plane import NODES
@@ -50,13 +49,12 @@ class Membership(Link):
         self,
         node: Machine,
         seat: Seat,
-        counts: Counts,
         *,
         generation: int,
         fenced: Callable[[], None],
         surplus: Callable[[], None],
     ) -> None:
-        super().__init__(Path(), counts, 0)
+        super().__init__(Path(), lambda: None, 0)
         self.process = generation << CHANCE | secrets.randbits(CHANCE)
         #: Those that it may open in the store, and those that it has claimed there.
         self.claimable: set[int] = set()
@@ -246,12 +244,6 @@ class Membership(Link):
             writer.close()
             raise
         return reader, writer
-
-    def _handlers(self) -> dict[str, Callable[[Message], Awaitable[Message | None]]]:
-        return {**super()._handlers(), "cells": self._cells}
-
-    async def _cells(self, message: Message) -> Message:
-        return Message({"cells": self._counts.cells()})
 
     async def _follow(self, message: Message) -> None:
         told: Any = message.fields["sections"].get(NODES)

@@ -11,14 +11,15 @@ from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.owners.ownership import ClusterOwners, check_hop, hop_of
 from miles_router.cluster.peers import Peers
 from miles_router.errors import OwnerUnavailable
+from miles_router.fleet.affinity import Affinity
 from miles_router.slots import slot_of
 
 
 class MachinesOwners(ClusterOwners):
     """Of one process of one of several machines. Owners from `peers.count` on are machines."""
 
-    def __init__(self, peers: Peers, membership: Membership) -> None:
-        super().__init__(peers)
+    def __init__(self, peers: Peers, affinity: Affinity, membership: Membership) -> None:
+        super().__init__(peers, affinity)
         self._membership = membership
         membership.lost = self._forwarding.lost
 

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from miles_router import tasks
-from miles_router.cluster.control.channel import ChannelLost, Handler, Message
-from miles_router.cluster.control.followers import TELL, Followers
+from miles_router.cluster.control.channel import Handler, Message
+from miles_router.cluster.control.followers import Followers
 from miles_router.cluster.control.plane import ControlDuty
-from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.leases import EPOCHS, Authority, Seat, Term
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
@@ -47,22 +46,14 @@ NODES = "nodes"
 LOOK = 0.05
 
 
-def rows_for(machines: Machines) -> int:
-    """Of the table that the control plane needs: a process and the one before it, which may still have requests."""
-    return 2 * machines.count * machines.processes
-
-
 class DistantFollowers(Followers):
     """Processes on other machines. Who has leases sends requests."""
 
-    def __init__(self, counts: Counts, write: Callable[[], dict[str, Any]], machines: Machines) -> None:
-        super().__init__(counts, write, patience=machines.lease)
+    def __init__(self, write: Callable[[], dict[str, Any]], machines: Machines) -> None:
+        super().__init__(self._leased, write, patience=machines.lease)
         self.authority: Authority | None = None
-        self._free = [*range(rows_for(machines))]
-        self._rows: dict[int, int] = {}
 
-    @property
-    def senders(self) -> list[int]:
+    def _leased(self) -> list[int]:
         """The numbers of the processes that have leases."""
         return [] if self.authority is None else [each.number for each in self.authority.alive(clock())]
 
@@ -75,28 +66,6 @@ class DistantFollowers(Followers):
             self._followers[process].channel.close()
         while process in self.senders:  # noqa: ASYNC110  # time is what has to pass
             await asyncio.sleep(LOOK)
-
-    async def count(self) -> bool:
-        """Have everybody tell what it has in flight; whether all have."""
-        senders = self.senders
-        for process in [each for each in self._rows if each not in senders and each not in self._followers]:
-            row = self._rows.pop(process)
-            self._counts.clear(row)
-            self._free.append(row)
-        return all(await asyncio.gather(*map(self._count, senders)))
-
-    async def _count(self, process: int) -> bool:
-        follower = self._followers.get(process)
-        if follower is None:
-            return False
-        with suppress(ChannelLost, TimeoutError):
-            told = await tasks.within(TELL, follower.channel.ask("cells"), name="cells")
-            if process not in self._rows and self._free:
-                self._rows[process] = self._free.pop()
-            if process in self._rows:
-                self._counts.put(self._rows[process], told.fields["cells"])
-                return True
-        return False
 
 
 class LeadersFanOut(FanOut):
@@ -143,11 +112,9 @@ class MachinesDuty(ControlDuty):
 
     shares_state = True
 
-    def __init__(
-        self, directory: Path, counts: Counts, machines: Machines, listener: socket.socket, ended: Callable[[], None]
-    ) -> None:
+    def __init__(self, directory: Path, machines: Machines, listener: socket.socket, ended: Callable[[], None]) -> None:
         self._machines = machines
-        super().__init__(directory, counts)
+        super().__init__(directory)
         self._listener = listener
         self._ended = ended
         self._authority: Authority
@@ -157,8 +124,8 @@ class MachinesDuty(ControlDuty):
         #: By which requests between machines are known to be new. It goes on under the next control plane.
         self._beats = 0
 
-    def _followers(self, counts: Counts) -> DistantFollowers:
-        return DistantFollowers(counts, self._written, self._machines)
+    def _followers(self, directory: Path) -> DistantFollowers:
+        return DistantFollowers(self._written, self._machines)
 
     async def _listen(self) -> asyncio.AbstractServer:
         """Listens once it is the only one that may lease."""
@@ -213,12 +180,6 @@ class MachinesDuty(ControlDuty):
         owners = sorted([slot, node] for slot, node in self._authority.owners().items())
         sections[NODES] = {"places": places, "slots": owners, "beat": self._beats}
         return sections
-
-    async def _count(self) -> bool:
-        assert isinstance(self.followers, DistantFollowers)
-        whole = await self.followers.count()
-        await super()._count()
-        return whole
 
     async def _lease(self, message: Message) -> Message:
         """Prolong the leases of a process. The order matters: see `leases`."""

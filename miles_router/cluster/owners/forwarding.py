@@ -102,8 +102,11 @@ class Forwarding:
         self._under_way: Counter[int] = Counter()
         self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
 
-    async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send) -> None:
+    async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send, *, once: bool = False) -> None:
         """Have another process answer a request, and relay its reply.
+
+        Args:
+            once: it is no turn of a session, which would be known again by its id.
 
         Raises:
             OwnerUnavailable: it does not take it.
@@ -116,7 +119,7 @@ class Forwarding:
         with self._counted(owner), Watch(receive):
             exchange.forwarded = True
             try:
-                reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body)
+                reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body, once=once)
                 try:
                     await relay(reply, send, self.statistics)
                 finally:
@@ -161,7 +164,15 @@ class Forwarding:
             self._under_way[owner] -= 1
 
     async def _open(
-        self, purpose: bytes, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
+        self,
+        purpose: bytes,
+        owner: int,
+        scope: Scope,
+        headers: RawHeaders,
+        request_id: str,
+        body: bytes,
+        *,
+        once: bool = False,
     ) -> Reply:
         url, method = self._url_of(owner), scope["method"]
         host = first_header(headers, b"host") or _host_of(scope)  # by which the client knows the router
@@ -173,7 +184,7 @@ class Forwarding:
         target = scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
-        repeatable = method in READING or purpose == ASK or _is_done_once(scope["path"], kept)
+        repeatable = method in READING or purpose == ASK or (not once and _is_done_once(scope["path"], kept))
         try:
             address = parse_worker_url(url)
             if host is not None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
-from miles_router.asgi.exchange import Receive, Scope, Send, replay
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
 from miles_router.cluster.owners.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Hop, Kept
 from miles_router.cluster.owners.held_names import KeptNames
 from miles_router.cluster.peers import Peers
-from miles_router.errors import NotFound, OwnerUnavailable
+from miles_router.errors import NodeUnleased, NotFound, OwnerUnavailable
+from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.gate import generates
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import slot_of
+
+#: Among a scope's extensions: the process where its key is at home does not take it.
+STAYS = "miles_router.stays"
 
 
 class ClusterOwners(Owners):
@@ -22,8 +27,9 @@ class ClusterOwners(Owners):
 
     several = True
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, affinity: Affinity) -> None:
         self._peers = peers
+        self._affinity = affinity
         self._forwarding = Forwarding(self._url_of, self._is_machine)
 
     def _url_of(self, owner: int) -> str | None:
@@ -53,19 +59,58 @@ class ClusterOwners(Owners):
         came = scope["headers"]
         scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
         name = next((name for layer in self.layers if (name := layer.owner_name(scope)) is not None), None)
-        owner = None if name is None or name == BODY_SAYS else self.owner_of(scope, name)
-        kept = Kept(receive) if name == BODY_SAYS else None
-        if owner is not None:
-            check(scope)
-        else:
+        if name is None:
+            await self._answer_at_home(scope, receive, send, here, check)
+        elif name == BODY_SAYS:
+            kept = Kept(receive)
             try:
-                await here(scope, receive if kept is None else kept, send)
-                return
+                await here(scope, kept, send)
             except Elsewhere as elsewhere:
-                if kept is None or not kept.whole:
+                if not kept.whole:
                     raise
-                owner, receive, scope["headers"] = elsewhere.owner, replay(kept.body, receive), came
-        await self._forwarding.forward(owner, scope, receive, send)
+                scope["headers"] = came
+                try:
+                    await self._forwarding.forward(elsewhere.owner, scope, replay(kept.body, receive), send)
+                except OwnerUnavailable:
+                    if elsewhere.needed:
+                        raise
+                    scope["extensions"][STAYS] = True
+                    await here(scope, replay(kept.body, receive), send)
+        elif (owner := self.owner_of(scope, name)) is not None:
+            check(scope)
+            await self._forwarding.forward(owner, scope, receive, send)
+        else:
+            await here(scope, receive, send)
+
+    async def _answer_at_home(
+        self, scope: Scope, receive: Receive, send: Send, here: ASGIApp, check: Callable[[Scope], None]
+    ) -> None:
+        """Answer what no layer has: where its key is at home, for there the worker is known that has its prefix. Where
+        that process does not take it, here: that costs its prefix."""
+        path = scope["path"]
+        if generates(path) and hop_of(scope) is None:
+            key = self._affinity.named(path, scope["headers"])
+            if key is None and self._affinity.looks_inside(path):
+                check(scope)
+                body = await Exchange.of(scope).read(receive)
+                key, receive = self._affinity.in_body(path, body), replay(body, receive)
+            owner = None if key is None else self._home_of(scope, key)
+            if owner is not None:
+                check(scope)
+                body = await Exchange.of(scope).read(receive)
+                receive = replay(body, receive)
+                try:
+                    await self._forwarding.forward(owner, scope, receive, send, once=True)
+                    return
+                except OwnerUnavailable:
+                    receive = replay(body, receive)
+        await here(scope, receive, send)
+
+    def _home_of(self, scope: Scope, key: str) -> int | None:
+        """The other process in which a key is at home; None where it is this one, or nobody knows."""
+        with suppress(NotFound, OwnerUnavailable, NodeUnleased):
+            return self.owner_of(scope, key)
+        return None
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
         """Return the other process that has what is named so; None where it is this one.
@@ -85,6 +130,13 @@ class ClusterOwners(Owners):
         owner = self.owner_of(scope, name)
         if owner is not None:
             raise Elsewhere(owner)
+
+    def prefer(self, scope: Scope) -> None:
+        """As `Owners.prefer`."""
+        key = self._affinity.named(scope["path"], scope["headers"])
+        owner = None if key is None or STAYS in scope["extensions"] else self._home_of(scope, key)
+        if owner is not None:
+            raise Elsewhere(owner, needed=False)
 
     def is_asked(self, scope: Scope) -> bool:
         """As `Owners.is_asked`."""

@@ -1,0 +1,155 @@
+"""Requests in flight at other processes, as far as this one was told, and how it chooses by that.
+
+Ten times a second each process is told what all others have. In between all of them see the same unit as the least
+busy one, and would fill it together. So a process lets the others choose before it does: as many times for each choice
+of its own as they have chosen for each of its own lately. What they are supposed to have chosen is forgotten with the
+next that is told. Units of 32 workers then differ by 4 to 5 requests on 16 processes that have as many requests each,
+where counting alone makes 9 to 30 of it; and by as many as on one process where one of them has all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from miles_router.fleet.members import Members
+from miles_router.fleet.workers import Unit
+
+#: Requests in flight, tokens, sessions.
+Load: TypeAlias = tuple[int, int, int]
+NOTHING: Load = (0, 0, 0)
+ONE: Load = (1, 0, 0)
+#: How much the last tenth of a second weighs in how often a process chooses, and choices from which on that says
+#: anything.
+WEIGHT, FEW = 0.3, 0.01
+#: Of one worker on the wire: its leases, those of ranks that it has no more among them, and `[rank, *load]` of each
+#: unit with a load.
+WorkerRow: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
+
+
+class Row(NamedTuple):
+    """What one process has in one pool, or several of them together.
+
+    Attributes:
+        choices: how often one has chosen since it was started.
+        workers: by URL.
+        processes: of how many this is.
+    """
+
+    choices: int
+    workers: Mapping[str, WorkerRow]
+    processes: int = 1
+
+
+def joined(rows: Iterable[Row]) -> Row:
+    """What several have together."""
+    choices, processes, in_flight = 0, 0, dict[str, int]()
+    units: dict[str, dict[int | None, Load]] = {}
+    for row in rows:
+        choices, processes = choices + row.choices, processes + row.processes
+        for url, (leases, loads) in row.workers.items():
+            in_flight[url] = in_flight.get(url, 0) + leases
+            known = units.setdefault(url, {})
+            for rank, *load in loads:
+                known[rank] = _sum(known.get(rank, NOTHING), load)
+    return Row(
+        choices,
+        {url: (n, [[rank, *load] for rank, load in units[url].items()]) for url, n in in_flight.items()},
+        processes,
+    )
+
+
+def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
+    a, b, c = other
+    return load[0] + sign * (a or 0), load[1] + sign * (b or 0), load[2] + sign * (c or 0)
+
+
+class Elsewhere:
+    """What other processes have in one pool. It is added to the units, so that every policy sees it."""
+
+    def __init__(self, pool: Members) -> None:
+        self._pool = pool
+        self._added: dict[Unit, Load] = {}
+        self._choices = 0
+        #: Choices in a tenth of a second, as of lately: of this process, and of all others together.
+        self._own_pace = self._others_pace = 0.0
+        self._told_choices = (0, 0)
+        #: How many choices of others come before each of this process; and those that are due.
+        self._others_each = 0.0
+        self._due = 0.0
+        #: The units by how busy they are, for each group that was chosen from since others were told.
+        self._heaps: dict[int, tuple[Sequence[Unit], list[tuple[int, float, Unit]]]] = {}
+
+    def own(self) -> Row:
+        """Return what this process has itself."""
+        workers: dict[str, WorkerRow] = {}
+        for worker in self._pool.known:
+            loads = [(unit.rank, _own(unit, self._added.get(unit, NOTHING))) for unit in worker.units]
+            units = [[rank, *load] for rank, load in loads if load != NOTHING]
+            if worker.in_flight or units:
+                workers[worker.url] = (worker.in_flight, units)
+        return Row(self._choices, workers)
+
+    def told(self, others: Row) -> None:
+        """Count what all others have now, in place of what was told before."""
+        for unit, load in self._added.items():
+            _add(unit, load, -1)
+        self._added = {}
+        for url, (_, loads) in others.workers.items():
+            worker = self._pool.find(url)
+            units = {} if worker is None else {unit.rank: unit for unit in worker.units}
+            for rank, *numbers in loads:
+                if rank in units:  # else one of the two does not know its ranks yet
+                    self._added[units[rank]] = load = _sum(NOTHING, numbers)
+                    _add(units[rank], load, 1)
+        self._heaps.clear()
+        self._learn_pace(others)
+
+    def _learn_pace(self, others: Row) -> None:
+        now = self._choices, others.choices
+        own, theirs = (max(0, each - before) for each, before in zip(now, self._told_choices, strict=True))
+        self._told_choices = now
+        self._own_pace += WEIGHT * (own - self._own_pace)
+        self._others_pace += WEIGHT * (theirs - self._others_pace)
+        evenly = float(others.processes)
+        known = self._own_pace > FEW
+        self._others_each = min(evenly, self._others_pace / self._own_pace) if known else evenly
+        self._due = random.random() * self._others_each
+
+    def let_others_choose(self, units: Sequence[Unit]) -> None:
+        """Suppose what others choose among these before this process does."""
+        self._choices += 1
+        due, self._due = self._due, self._due % 1 + self._others_each
+        if due < 1:
+            return
+        _, heap = self._heaps.get(id(units)) or self._heap(units)
+        for _ in range(int(due)):
+            while heap[0][0] < _busy(heap[0][2]):
+                unit = heap[0][2]
+                heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
+            unit = heap[0][2]
+            _add(unit, ONE, 1)
+            self._added[unit] = _sum(self._added.get(unit, NOTHING), ONE)
+            heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
+
+    def _heap(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], list[tuple[int, float, Unit]]]:
+        heap = [(_busy(unit), random.random(), unit) for unit in units]
+        heapq.heapify(heap)
+        made = self._heaps[id(units)] = units, heap  # kept with it, or another one could have its id
+        return made
+
+
+def _busy(unit: Unit) -> int:
+    return unit.in_flight + unit.sessions
+
+
+def _own(unit: Unit, added: Load) -> Load:
+    return _sum((unit.in_flight, unit.tokens, unit.sessions), added, -1)
+
+
+def _add(unit: Unit, load: Load, sign: int) -> None:
+    unit.in_flight += sign * load[0]
+    unit.tokens += sign * load[1]
+    unit.sessions += sign * load[2]
