@@ -225,9 +225,7 @@ class RunningMachines:
 
     def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
-        return Assignment(
-            self._config, None, os.getpid(), directory, index, next(self._generations), -1, node=node
-        )
+        return Assignment(self._config, None, os.getpid(), directory, index, next(self._generations), -1, node=node)
 
 
 @contextlib.asynccontextmanager

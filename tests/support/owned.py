@@ -13,7 +13,7 @@ import orjson
 
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.affinity import NAMES, Affinity
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
 from miles_router.middlewares import owners as owning
 from miles_router.middlewares.state import BODY_SAYS
@@ -99,7 +99,7 @@ async def several(stage: Stage, directory: Path, count: int, *workers: Any, **se
     be_patient()
     settings = {"middlewares": (OWNED,), **settings}
     urls: list[str] = []
-    owners = [ClusterOwners(Peers(index, count, directory, urls), Affinity()) for index in range(count)]
+    owners = [ClusterOwners(Peers(index, count, directory, urls), Affinity(NAMES)) for index in range(count)]
     routers = [await stage.router(*workers, owners=each, **settings) for each in owners]
     urls += [router.url for router in routers]
     return routers

@@ -3,8 +3,7 @@
 Ten times a second each process is told what all others have. In between all of them see the same unit as the least
 busy one, and would fill it together. So a process lets the others choose before it does: as many times for each choice
 of its own as they have chosen for each of its own lately. What they are supposed to have chosen is forgotten with the
-next that is told. Units of 32 workers then differ by 4 to 5 requests on 16 processes that have as many requests each,
-where counting alone makes 9 to 30 of it; and by as many as on one process where one of them has all.
+next that is told.
 """
 
 from __future__ import annotations
