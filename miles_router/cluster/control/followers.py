@@ -43,8 +43,6 @@ class Follower:
         self.at = 0
         self.sections: dict[str, Section] = {}
         self.behind = asyncio.Event()
-        #: Whether it told what it has in flight when it was asked last.
-        self.heard = False
 
 
 class Followers:
@@ -194,16 +192,15 @@ class Followers:
         senders, followers = self.senders, tuple(self._followers.values())
         known = {*senders, *self._followers}
         self._rows = {process: rows for process, rows in self._rows.items() if process in known}
-        await asyncio.gather(*map(self._count, followers))
-        heard = {each.process for each in followers if each.heard}
-        return heard.issuperset(self.senders)
+        told = await asyncio.gather(*map(self._count, followers))
+        return {each.process for each, has in zip(followers, told, strict=True) if has}.issuperset(self.senders)
 
-    async def _count(self, follower: Follower) -> None:
-        follower.heard = False
-        with suppress(ChannelLost, TimeoutError):
+    async def _count(self, follower: Follower) -> bool:
+        with suppress(ChannelLost, TimeoutError, RouterError):  # who failed over it has logged it
             told = await tasks.within(TELL, follower.channel.ask("counts"), name="counts")
             self._rows[follower.process] = {name: Row(*row) for name, row in told.fields["rows"].items()}
-            follower.heard = True
+            return True
+        return False
 
     def in_flight(self, pool: str, but: int | None = None) -> Row:
         """What all processes, `but` this one, have in flight in a pool."""
