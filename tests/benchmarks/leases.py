@@ -16,7 +16,7 @@ from statistics import median
 
 import orjson
 
-from miles_router.cluster.control.elsewhere import Row
+from miles_router.cluster.control.peer_loads import Row
 from miles_router.cluster.control.pools import DecidingPool, FollowingPool
 from miles_router.cluster.control.state import written_workers
 from miles_router.engines.footprint import sampled_tokens
@@ -56,7 +56,7 @@ def pools(processes: int, workers: int, ranks: int) -> list[WorkerPool]:
         pool.follow(written_workers(control), lambda: 0)
         for worker in pool:
             pool.set_ranks(worker, ranks)
-        pool.elsewhere.told(Row(0, {}, processes - 1))
+        pool.peer_loads.told(Row(0, {}, processes - 1))
     return [*following]
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 
-from miles_router.cluster.control.elsewhere import Row, joined
+from miles_router.cluster.control.peer_loads import Row, joined
 from miles_router.cluster.control.pools import DecidingPool, FollowingPool
 from miles_router.cluster.control.state import own_numbers, written_workers
 from miles_router.fleet.worker_url import WorkerUrl
@@ -46,10 +46,10 @@ class ToldPools:
 
     def tell(self) -> None:
         """Everybody tells what it has, and hears what all others have."""
-        rows = [Row(*json.loads(json.dumps(pool.elsewhere.own()))) for pool in self.data]
+        rows = [Row(*json.loads(json.dumps(pool.peer_loads.own()))) for pool in self.data]
         self.control.counted(joined(rows))
         for index, pool in enumerate(self.data):
-            pool.elsewhere.told(joined(rows[:index] + rows[index + 1 :]))
+            pool.peer_loads.told(joined(rows[:index] + rows[index + 1 :]))
 
     def shown(self) -> dict[str, int]:
         """Requests in flight as the control plane shows them, which lets go of workers that are done."""

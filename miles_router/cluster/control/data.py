@@ -23,7 +23,7 @@ from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
-from miles_router.cluster.control.elsewhere import Row
+from miles_router.cluster.control.peer_loads import Row
 from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
 from miles_router.cluster.control.pools import FollowingPool
 from miles_router.cluster.control.senders import Senders
@@ -190,12 +190,12 @@ class Link:
         return Message({"families": families, "info": {"facts": self._admin.facts(), "held": held}})
 
     async def _tell_counts(self, message: Message) -> Message:
-        return Message({"rows": {pool.name: _following(pool).elsewhere.own() for pool in self._pools}})
+        return Message({"rows": {pool.name: _following(pool).peer_loads.own() for pool in self._pools}})
 
     async def _counted(self, message: Message) -> None:
         for pool in self._pools:
             if pool.name in message.fields["rows"]:
-                _following(pool).elsewhere.told(Row(*message.fields["rows"][pool.name]))
+                _following(pool).peer_loads.told(Row(*message.fields["rows"][pool.name]))
 
     # Asking
 

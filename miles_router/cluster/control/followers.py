@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
-from miles_router.cluster.control.elsewhere import Row, joined
+from miles_router.cluster.control.peer_loads import Row, joined
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import RouterError, StateError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from miles_router.cluster.control.elsewhere import NOTHING, Elsewhere, Row
+from miles_router.cluster.control.peer_loads import NOTHING, PeerLoads, Row
 from miles_router.cluster.control.state import SharedPool
 from miles_router.fleet.workers import Worker, WorkerState
 
@@ -78,8 +78,8 @@ class FollowingPool(SharedPool):
     def __init__(self, report: Callable[[str, Worker, str], None], **settings: Any) -> None:
         super().__init__(**settings)
         #: What others have.
-        self.elsewhere = Elsewhere(self)
-        self.let_others_choose = self.elsewhere.let_others_choose
+        self.peer_loads = PeerLoads(self)
+        self.let_others_choose = self.peer_loads.let_others_choose
         self._settling = True  # for ever: which weights are the fleet's is decided elsewhere
         #: Tells the control plane.
         self.report = report

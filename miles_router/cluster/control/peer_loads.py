@@ -65,7 +65,7 @@ def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
     return load[0] + sign * (a or 0), load[1] + sign * (b or 0), load[2] + sign * (c or 0)
 
 
-class Elsewhere:
+class PeerLoads:
     """What other processes have in one pool. It is added to the units, so that every policy sees it."""
 
     def __init__(self, pool: Members) -> None:
