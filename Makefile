@@ -61,7 +61,7 @@ soak: install ## half an hour of everything at once: nothing may grow, every tok
 	@$(BIN)/python -m tests.soak $(SOAK)
 
 unit: install tokenizers agents chromium ## the tests that need no SGLang
-	@$(PYTEST) -m "not sglang"
+	@$(PYTEST) -m "not sglang" tests
 
 train: install ## a small model learns through the router: real SGLang, GRPO, no GPU; TRAIN='--steps 30 --update in_place'
 	@$(BIN)/python -m tests.training $(TRAIN)
@@ -69,7 +69,7 @@ train: install ## a small model learns through the router: real SGLang, GRPO, no
 coverage: install tokenizers agents chromium ## which branches the tests without SGLang take, in the processes that they start too
 	@$(call say,tests under coverage)
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -n $(JOBS) -m "not sglang and not static"
+	@$(BIN)/coverage run -m pytest -n $(JOBS) -m "not sglang and not static" tests
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 

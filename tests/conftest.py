@@ -24,6 +24,8 @@ from tests.support.tokenizers import loaded_once
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_PROCESSES = 8
+#: What a process of xdist is told.
+NAMES_FILES = "names_files"
 #: Marks of the tests that begin first.
 FIRST = ("sglang", "static")
 #: Where each test takes so long that the others of its file need not wait for it.
@@ -46,13 +48,29 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) + 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest comes first. Where no files are named, what the tier leaves to others does not run."""
+    if not _names_files(config):
+        left = {item for item in items if tiers.is_left(item.nodeid, sglang=needs_sglang(item.nodeid))}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
     for item in items:
         if item.config.getoption("processes") > 1 and (reason := _alone(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=f"of a router of one process alone: {reason}"))
         assert (item.get_closest_marker("sglang") is not None) == needs_sglang(item.nodeid), item.nodeid
     items.sort(key=lambda item: next((place for place, mark in enumerate(FIRST) if mark in item.keywords), len(FIRST)))
+
+
+def _names_files(config: pytest.Config) -> bool:
+    """Whether files or folders stand on the command line; a process of xdist is told."""
+    given = config.args_source is pytest.Config.ArgsSource.ARGS
+    return bool(getattr(config, "workerinput", {}).get(NAMES_FILES, given))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of xdist, which gets the same folder in either case."""
+    node.workerinput[NAMES_FILES] = _names_files(node.config)
 
 
 def _alone(item: pytest.Item) -> str | None:

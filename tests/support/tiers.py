@@ -1,6 +1,7 @@
 """How much a run of the tests does: `pytest --tier ci|nightly|heavy`. Every size that depends on it is given here.
 
-ci        few examples, always the same ones; small proofs on real SGLang
+ci        few examples, always the same ones; small proofs on real SGLang; without what stands below, so that it takes
+          minutes
 nightly   many examples, other ones each time
 heavy     storms, and the proofs on real SGLang at full length
 """
@@ -14,6 +15,64 @@ from hypothesis import HealthCheck, settings
 TIERS = ("ci", "nightly", "heavy")
 #: Of the examples and rounds of the nightly tier, what the others have.
 SHARE, LEAST = 6, 8
+
+#: Left to the nightly tier: many variations of what other files show once, and what takes long.
+NIGHTLY = frozenset(
+    {
+        "tests/docs/test_screenshots.py",
+        "tests/docs/test_snippets.py",
+        "tests/e2e/test_added_engine.py",
+        "tests/e2e/test_audit.py",
+        "tests/e2e/test_audit_command.py",
+        "tests/e2e/test_audit_elsewhere.py",
+        "tests/e2e/test_calls_without_arguments.py",
+        "tests/e2e/test_command.py",
+        "tests/e2e/test_dashboard.py",
+        "tests/e2e/test_histories_sent_back.py",
+        "tests/e2e/test_layers_on_processes.py",
+        "tests/e2e/test_lone_surrogates.py",
+        "tests/e2e/test_long_texts.py",
+        "tests/e2e/test_loop.py",
+        "tests/e2e/test_machines.py",
+        "tests/e2e/test_main_line.py",
+        "tests/e2e/test_odd_call_ids.py",
+        "tests/e2e/test_odd_parts.py",
+        "tests/e2e/test_placement_benchmark.py",
+        "tests/e2e/test_private_names.py",
+        "tests/e2e/test_tokenizer_agreement.py",
+        "tests/e2e/test_unwritten_messages.py",
+        "tests/e2e/test_view.py",
+        "tests/faults/test_invalid_numbers.py",
+        "tests/faults/test_large_answers.py",
+        "tests/faults/test_left_turns.py",
+        "tests/faults/test_machines.py",
+        "tests/faults/test_owners_end.py",
+        "tests/faults/test_state_of_sessions.py",
+        "tests/faults/test_text_kills.py",
+        "tests/fuzz/test_fuzz.py",
+    }
+)
+#: Of these, the tests on real SGLang are left to the heavy tier.
+HEAVY = frozenset(
+    {
+        "tests/contract/test_chat_templates.py",
+        "tests/contract/test_odd_chat.py",
+        "tests/e2e/test_audit_real_sglang.py",
+        "tests/e2e/test_calls_without_arguments_real_sglang.py",
+        "tests/e2e/test_client_real_sglang.py",
+        "tests/e2e/test_cut_turns_real_sglang.py",
+        "tests/e2e/test_doors_real_sglang.py",
+        "tests/e2e/test_exact_tokens.py",
+        "tests/e2e/test_lone_surrogates_real_sglang.py",
+        "tests/e2e/test_messages_real_sglang.py",
+        "tests/e2e/test_moves_real_sglang.py",
+        "tests/e2e/test_old_caches_real_sglang.py",
+        "tests/e2e/test_parsers_real_sglang.py",
+        "tests/e2e/test_real_stalls.py",
+        "tests/e2e/test_session_contract_real_sglang.py",
+        "tests/e2e/test_weight_updates.py",
+    }
+)
 
 Size = TypeVar("Size")
 
@@ -29,6 +88,12 @@ def choose(tier: str) -> None:
     settings.register_profile("nightly", patient, print_blob=True)
     settings.register_profile("few", patient, max_examples=examples(100), derandomize=True, database=None)
     settings.load_profile("nightly" if tier == "nightly" else "few")
+
+
+def is_left(nodeid: str, *, sglang: bool) -> bool:
+    """Whether CI leaves a test to another tier."""
+    file = nodeid.partition("::")[0]
+    return _tier == "ci" and (file in HEAVY if sglang else file in NIGHTLY)
 
 
 def examples(nightly: int) -> int:
