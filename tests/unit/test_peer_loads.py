@@ -107,6 +107,23 @@ def test_a_data_process_decides_nothing_and_says_what_it_saw(pools: ToldPools) -
     assert (a.failures, b.state) == (0, WorkerState.READY), "what was decided counts"
 
 
+def test_nothing_is_supposed_where_nobody_has_told_anything_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pools = 0.0, ToldPools(3)
+    pools.add(A, B)
+    pool = pools.data[0]
+    monkeypatch.setattr(pool.peer_loads, "_now", lambda: now)
+    pools.tell()
+    leases = [pool.lease(LeastInFlight()) for _ in range(10)]
+    assert sum(worker.units[0].in_flight for worker in pool) > 10, "others are supposed to have chosen"
+    assert sum(worker.in_flight for worker in pool) == 10
+    now = 2.0
+    leases.append(pool.lease(LeastInFlight()))
+    assert sum(worker.units[0].in_flight for worker in pool) == 11
+    for lease in leases:
+        lease.release()
+    assert [worker.units[0].in_flight for worker in pool] == [0, 0]
+
+
 # Choosing between two tellings
 
 

@@ -3,14 +3,16 @@
 Ten times a second each process is told what all others have. In between all of them see the same unit as the least
 busy one, and would fill it together. So a process lets the others choose before it does: as many times for each choice
 of its own as they have chosen for each of its own lately. What they are supposed to have chosen is forgotten with the
-next that is told.
+next that is told, and where nothing has been told for a second: nobody knows by then what has ended since.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from miles_router.fleet.members import Members
@@ -19,10 +21,11 @@ from miles_router.fleet.workers import Unit
 #: Requests in flight, tokens, sessions.
 Load: TypeAlias = tuple[int, int, int]
 NOTHING: Load = (0, 0, 0)
-ONE: Load = (1, 0, 0)
 #: How much the last tenth of a second weighs in how often a process chooses, and choices from which on that says
 #: anything.
 WEIGHT, FEW = 0.3, 0.01
+#: Seconds without being told after which nothing is supposed; and groups of units that are kept in order meanwhile.
+STALE, GROUPS = 1.0, 4
 #: Of one worker on the wire: its leases, those of ranks that it has no more among them, and `[rank, *load]` of each
 #: unit with a load.
 WorkerRow: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
@@ -68,9 +71,13 @@ def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
 class PeerLoads:
     """What other processes have in one pool. It is added to the units, so that every policy sees it."""
 
-    def __init__(self, pool: Members) -> None:
+    def __init__(self, pool: Members, now: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
+        self._now = now
+        self._told_at = -math.inf
+        #: What was added to units: what was told, and requests that are supposed.
         self._added: dict[Unit, Load] = {}
+        self._supposed: dict[Unit, int] = {}
         self._choices = 0
         #: Choices in a tenth of a second, as of lately: of this process, and of all others together.
         self._own_pace = self._others_pace = 0.0
@@ -85,7 +92,7 @@ class PeerLoads:
         """Return what this process has itself."""
         workers: dict[str, WorkerRow] = {}
         for worker in self._pool.known:
-            loads = [(unit.rank, _own(unit, self._added.get(unit, NOTHING))) for unit in worker.units]
+            loads = [(unit.rank, self._own(unit)) for unit in worker.units]
             units = [[rank, *load] for rank, load in loads if load != NOTHING]
             if worker.in_flight or units:
                 workers[worker.url] = (worker.in_flight, units)
@@ -93,6 +100,8 @@ class PeerLoads:
 
     def told(self, others: Row) -> None:
         """Count what all others have now, in place of what was told before."""
+        self._suppose_nothing()
+        self._told_at = self._now()
         for unit, load in self._added.items():
             _add(unit, load, -1)
         self._added = {}
@@ -103,8 +112,17 @@ class PeerLoads:
                 if rank in units:  # else one of the two does not know its ranks yet
                     self._added[units[rank]] = load = _sum(NOTHING, numbers)
                     _add(units[rank], load, 1)
-        self._heaps.clear()
         self._learn_pace(others)
+
+    def _own(self, unit: Unit) -> Load:
+        in_flight = unit.in_flight - self._supposed.get(unit, 0)
+        return _sum((in_flight, unit.tokens, unit.sessions), self._added.get(unit, NOTHING), -1)
+
+    def _suppose_nothing(self) -> None:
+        for unit, count in self._supposed.items():
+            unit.in_flight -= count
+        self._supposed = {}
+        self._heaps.clear()
 
     def _learn_pace(self, others: Row) -> None:
         now = self._choices, others.choices
@@ -120,6 +138,9 @@ class PeerLoads:
     def let_others_choose(self, units: Sequence[Unit]) -> None:
         """Suppose what others choose among these before this process does."""
         self._choices += 1
+        if self._now() - self._told_at > STALE:
+            self._suppose_nothing()
+            return
         due, self._due = self._due, self._due % 1 + self._others_each
         if due < 1:
             return
@@ -129,11 +150,13 @@ class PeerLoads:
                 unit = heap[0][2]
                 heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
             unit = heap[0][2]
-            _add(unit, ONE, 1)
-            self._added[unit] = _sum(self._added.get(unit, NOTHING), ONE)
+            unit.in_flight += 1
+            self._supposed[unit] = self._supposed.get(unit, 0) + 1
             heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
 
     def _heap(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], list[tuple[int, float, Unit]]]:
+        if len(self._heaps) == GROUPS:  # of snapshots that were routable before
+            self._heaps.clear()
         heap = [(_busy(unit), random.random(), unit) for unit in units]
         heapq.heapify(heap)
         made = self._heaps[id(units)] = units, heap  # kept with it, or another one could have its id
@@ -142,10 +165,6 @@ class PeerLoads:
 
 def _busy(unit: Unit) -> int:
     return unit.in_flight + unit.sessions
-
-
-def _own(unit: Unit, added: Load) -> Load:
-    return _sum((unit.in_flight, unit.tokens, unit.sessions), added, -1)
 
 
 def _add(unit: Unit, load: Load, sign: int) -> None:
