@@ -13,4 +13,4 @@ ALL_SLOTS = (*range(SLOTS), CONTROL)
 
 def slot_of(name: str) -> int:
     """The slot of a session's id, or of whatever names a thing that has one owner."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") % SLOTS
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % SLOTS

@@ -104,7 +104,8 @@ class Owners:
         return False
 
     def is_forwarded(self, scope: Scope) -> bool:
-        """Return whether another process has sent the request here to be answered, whatever it is about."""
+        """Return whether the request is answered here, whatever text it is about: another process has sent it here, or
+        its session is here."""
         return False
 
     def others(self, scope: Scope) -> Sequence[int]:

@@ -22,6 +22,7 @@ from miles_router import log, tasks
 from miles_router.app import create_app
 from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
+from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.nodes.duty import MachineDuty
 from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine, Machines
@@ -131,7 +132,7 @@ def _serve(assigned: Assignment, index: int) -> None:
         owners: ClusterOwners = duty.owners
     else:
         duty = DataDuty(peers, generation=assigned.generation)
-        owners = ClusterOwners(peers, affinity)
+        owners = ClusterOwners(peers, affinity, Senders(assigned.directory).sends)
     app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
     own = None if assigned.own is None else socket.socket(fileno=assigned.own)
     listener = socket.socket(fileno=assigned.listener)

@@ -183,7 +183,7 @@ class Supervisor:
         self._config = config
         self._args = args
         self._sockets = sockets
-        self._senders = Senders(directory)
+        self._senders = Senders(directory, config.processes)
         self._part = part
         #: Only the control plane of several machines is run here.
         self._decides = isinstance(part, Machines)

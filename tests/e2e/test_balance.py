@@ -15,8 +15,8 @@ from tests.support.waiting import until
 KEYS: dict[str, tuple[str, Pairs]] = {
     "X-SMG-Routing-Key": ("/generate", [("X-SMG-Routing-Key", "{}")]),
     "X-Session-Id": ("/v1/chat/completions", [("X-Session-Id", "{}")]),
-    "session in the path": ("/sessions/{}/v1/models", []),
-    "session in the path, encoded": ("/sessions/%7B{}%7D/x", []),
+    "session in the path": ("/sessions/{}/v1/completions", []),
+    "session in the path, encoded": ("/sessions/%7B{}%7D/generate", []),
 }
 in_turn = pytest.mark.alone("idle workers take turns in each process")
 keyed = pytest.mark.parametrize(("path", "headers"), [*KEYS.values()], ids=[*KEYS])
@@ -69,6 +69,7 @@ async def test_the_least_loaded_worker_is_chosen(stage: Stage) -> None:
     assert {await took(router, workers, "/x") for _ in range(2)} == {*workers}
 
 
+@pytest.mark.alone("two processes may choose alike within a tenth of a second")
 async def test_many_long_requests_are_spread_evenly(stage: Stage) -> None:
     workers = [(await stage.worker()).always(script(HANG)) for _ in range(4)]
     router = await stage.router(*workers)
@@ -81,6 +82,7 @@ async def test_many_long_requests_are_spread_evenly(stage: Stage) -> None:
         client.abort()
 
 
+@pytest.mark.alone("two processes may choose alike within a tenth of a second")
 async def test_a_worker_that_joins_idle_takes_what_comes_until_it_is_level(stage: Stage) -> None:
     old = (await stage.worker()).always(script(HANG))
     router = await stage.router(old)

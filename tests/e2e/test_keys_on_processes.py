@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import orjson
 import pytest
 
+from miles_router.cluster.control.senders import Senders
+from miles_router.cluster.nodes.leases import Seat
+from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.membership import Membership
+from miles_router.cluster.nodes.owners import MachinesOwners
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import NAMES, Affinity
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_owned_texts import LAYER
 from tests.support.cache_trial import Trial, checkpoint
@@ -19,6 +26,7 @@ from tests.support.owned import name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, ScriptedWorker, script
+from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
 
 CHAT = "/v1/chat/completions"
@@ -65,6 +73,50 @@ async def test_a_key_in_the_body_is_one_too(stage: Stage, tmp_path: Path, field:
         assert len(await takers(routers, workers, CHAT, [], body)) == 1
     assert sum(map(forwarded, routers)) == 2 * len(KEYS)
     assert {request.body for worker in workers for request in worker.requests if key.encode() in request.body} == {body}
+
+
+async def test_a_key_that_is_half_a_surrogate_pair_is_one_as_well(stage: Stage, tmp_path: Path) -> None:
+    worker = await stage.worker()
+    routers = await several(stage, tmp_path, 2, worker, middlewares=())
+    for router in routers:
+        body = b'{"model": "m", "messages": [], "prompt_cache_key": "\\ud800"}'
+        assert (await router.ask("POST", CHAT, JSON, body)).status == 200
+    assert sum(map(forwarded, routers)) == 1
+
+
+async def test_what_comes_from_another_machine_goes_on_to_the_process_of_its_key(stage: Stage, tmp_path: Path) -> None:
+    worker, other = await stage.worker(), await stage.worker()
+    machine = Machine(Machines(2, 2, "secret", lease=0.1), 0, "life", "127.0.0.1", tmp_path)
+    membership = Membership(machine, Seat("life", 0, 0), generation=1, fenced=os.abort, surplus=os.abort)
+    owners = MachinesOwners(Peers(0, 2, tmp_path, ["", other.url]), Affinity(NAMES), membership)
+    router = await stage.router(worker, owners=owners)
+    headers = [("X-Session-Id", name_of(1, 2)), ("X-Miles-Router-Hop", "forward-machine"), *JSON]
+    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
+    assert (len(worker.requests), len(other.requests)) == (0, 1)
+    await membership.leave()
+
+
+async def test_nobody_waits_for_the_home_of_a_key_that_is_being_started_again(stage: Stage, tmp_path: Path) -> None:
+    worker, held = await stage.worker(), await stage.worker()
+    senders = Senders(tmp_path, 2)
+    owners = ClusterOwners(Peers(0, 2, tmp_path, ["", held.url]), Affinity(NAMES), Senders(tmp_path).sends)
+    router = await stage.router(worker, owners=owners)
+    for there in (False, True):
+        if there:
+            senders.begin(1)
+        assert (await router.ask("POST", CHAT, [("X-Session-Id", name_of(1, 2)), *JSON], b"{}")).status == 200
+        assert (len(worker.requests), len(held.requests)) == (1, int(there))
+
+
+async def test_a_session_s_own_text_stays_with_it_wherever_its_key_is_at_home(stage: Stage, tmp_path: Path) -> None:
+    layers = (MiddlewareSpec(SESSIONS), *LAYER)
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        routers = await several(stage, tmp_path, 2, worker.url, middlewares=layers, hf_checkpoint=checkpoint())
+        made = (await routers[0].ask("POST", "/sessions", JSON, b"{}")).json()["session_id"]
+        for router in routers:
+            headers = [("X-SMG-Routing-Key", name_of(1, 2)), *JSON]
+            body = orjson.dumps({"text": f"A new text of {id(router)}."})
+            assert (await router.ask("POST", f"/sessions/{made}/generate", headers, body)).status == 200
 
 
 async def test_a_key_counts_only_where_something_generates(stage: Stage, tmp_path: Path) -> None:

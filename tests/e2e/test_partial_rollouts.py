@@ -468,6 +468,7 @@ async def test_an_abort_in_a_pause_that_cuts_nothing_is_somebodys_wish(stage: St
     assert (await soon(generating)).json() == answer([5], ABORT)
 
 
+@pytest.mark.alone("two processes may choose alike within a tenth of a second")
 async def test_what_somebody_else_paused_is_carried_on_by_another_worker(stage: Stage) -> None:
     async with SimulatedWorker(token_latency_s=0.002) as one, SimulatedWorker(token_latency_s=0.002) as two:
         router = await stage.router(one.url, two.url, partial_rollout="resume", health_check_timeout=0.2)

@@ -72,6 +72,7 @@ async def rank_of(router: RunningRouter, headers: Pairs = (), **fields: Any) -> 
     return rank
 
 
+@pytest.mark.alone("two processes may choose alike within a tenth of a second")
 @pytest.mark.parametrize("path", ROUTES)
 async def test_eight_requests_on_a_worker_with_two_ranks_are_four_each(path: str) -> None:
     """From its registration on: what comes before its ranks are known waits for that."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from miles_router.cluster.control.peer_loads import Row, joined, less
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
@@ -122,6 +126,41 @@ def test_nothing_is_supposed_where_nobody_has_told_anything_for_long(monkeypatch
     for lease in leases:
         lease.release()
     assert [worker.units[0].in_flight for worker in pool] == [0, 0]
+
+
+def test_what_others_chose_long_ago_is_no_pace() -> None:
+    """The first that a process is told of others says what they have chosen since they were started."""
+    pools = ToldPools(1)
+    pools.add(A, B)
+    (pool,) = pools.data
+    for choices in (100_000, 100_001, 100_001):
+        pool.peer_loads.told(Row(choices, {}, 7))
+        for _ in range(10):
+            pool.lease(LeastInFlight()).release()
+    pool.peer_loads.told(Row(100_001, {}, 7))
+    for _ in range(10):
+        pool.lease(LeastInFlight())
+    assert sum(worker.units[0].in_flight for worker in pool) <= 12
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 3), min_size=4, max_size=4))))
+def test_all_but_one_have_what_all_have_without_its_part(loads: list[dict[str, list[int]]]) -> None:
+    rows = [Row(n, {url: _worker(each) for url, each in row.items()}) for n, row in enumerate(loads)]
+    for index, row in enumerate(rows):
+        assert _shown(less(joined(rows), row)) == _shown(joined(rows[:index] + rows[index + 1 :]))
+
+
+def _worker(in_flight: list[int]) -> tuple[int, list[list[int]]]:
+    return sum(in_flight), [[rank, count, 0, count] for rank, count in enumerate(in_flight)]
+
+
+def _shown(row: Row) -> Any:
+    workers = {}
+    for url, (leases, units) in row.workers.items():
+        loads = {rank: load for rank, *load in units if any(load)}
+        if leases or loads:
+            workers[url] = (leases, loads)
+    return row.choices, row.processes, workers
 
 
 # Choosing between two tellings

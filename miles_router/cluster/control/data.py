@@ -103,9 +103,7 @@ class Link:
             except OSError:
                 await asyncio.sleep(AGAIN)
                 continue
-            self._channel = channel = Channel(
-                reader, writer, self._handlers(), frozenset({"follow", "ping", "counts", "counted"})
-            )
+            self._channel = channel = Channel(reader, writer, self._handlers(), ORDERED)
             reading = tasks.spawn(channel.run(), name="control plane's channel")
             try:
                 channel.tell("hello", **self._hello, at=self._at, sections=self._sections)
@@ -256,8 +254,7 @@ class DataDuty(Duty):
         self._admin: Admin
 
     def _link_to(self, peers: Peers, generation: int) -> Link:
-        senders = Senders(peers.directory)
-        return Link(peers.directory / SOCKET, lambda: senders.begin(peers.index), generation)
+        return Link(peers.directory / SOCKET, lambda: Senders(peers.directory).begin(peers.index), generation)
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
-from miles_router.cluster.control.peer_loads import Row, joined
+from miles_router.cluster.control.peer_loads import Row, joined, less
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import RouterError, StateError
@@ -43,6 +43,8 @@ class Follower:
         self.at = 0
         self.sections: dict[str, Section] = {}
         self.behind = asyncio.Event()
+        #: Asks it what it has in flight.
+        self.counting: asyncio.Task[bool] | None = None
 
 
 class Followers:
@@ -189,11 +191,25 @@ class Followers:
 
     async def count(self) -> bool:
         """Have everybody tell what it has in flight; whether all that send requests have."""
-        senders, followers = self.senders, tuple(self._followers.values())
-        known = {*senders, *self._followers}
-        self._rows = {process: rows for process, rows in self._rows.items() if process in known}
+        self._forget_the_dead()
+        followers = tuple(self._followers.values())
         told = await asyncio.gather(*map(self._count, followers))
         return {each.process for each, has in zip(followers, told, strict=True) if has}.issuperset(self.senders)
+
+    async def count_who_answers(self, patience: float) -> None:
+        """Have everybody tell; wait so long. Who is late is not asked again before it has told."""
+        self._forget_the_dead()
+        asked = set[asyncio.Task[bool]]()
+        for follower in self._followers.values():
+            if follower.counting is None or follower.counting.done():
+                follower.counting = tasks.spawn(self._count(follower), name=f"count {follower.process}")
+            asked.add(follower.counting)
+        if asked:
+            await asyncio.wait(asked, timeout=patience)
+
+    def _forget_the_dead(self) -> None:
+        known = {*self.senders, *self._followers}
+        self._rows = {process: rows for process, rows in self._rows.items() if process in known}
 
     async def _count(self, follower: Follower) -> bool:
         with suppress(ChannelLost, TimeoutError, RouterError):  # who failed over it has logged it
@@ -202,14 +218,17 @@ class Followers:
             return True
         return False
 
-    def in_flight(self, pool: str, but: int | None = None) -> Row:
-        """What all processes, `but` this one, have in flight in a pool."""
-        return joined(rows[pool] for process, rows in self._rows.items() if process != but and pool in rows)
+    def in_flight(self, pool: str) -> Row:
+        """What all processes have in flight in a pool."""
+        return joined(rows[pool] for rows in self._rows.values() if pool in rows)
 
     def tell_counts(self, pools: Sequence[str]) -> None:
         """Tell each what all others have in flight."""
+        whole = {name: self.in_flight(name) for name in pools}
         for follower in self._followers.values():
-            follower.channel.tell("counted", rows={name: self.in_flight(name, follower.process) for name in pools})
+            own = self._rows.get(follower.process, {})
+            others = {name: less(row, own[name]) if name in own else row for name, row in whole.items()}
+            follower.channel.tell("counted", rows=others)
 
     # Asking
 

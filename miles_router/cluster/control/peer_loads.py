@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from miles_router.fleet.members import Members
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Unit
 
 #: Requests in flight, tokens, sessions.
@@ -63,6 +63,18 @@ def joined(rows: Iterable[Row]) -> Row:
     )
 
 
+def less(row: Row, part: Row) -> Row:
+    """What a row has beside a part of it."""
+    workers = dict(row.workers)
+    for url, (leases, loads) in part.workers.items():
+        whole, units = workers[url]
+        known = {rank: load for rank, *load in units}
+        for rank, *load in loads:
+            known[rank] = [*_sum(_sum(NOTHING, known[rank]), load, -1)]
+        workers[url] = (whole - leases, [[rank, *load] for rank, load in known.items() if any(load)])
+    return Row(row.choices - part.choices, workers, row.processes - part.processes)
+
+
 def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
     a, b, c = other
     return load[0] + sign * (a or 0), load[1] + sign * (b or 0), load[2] + sign * (c or 0)
@@ -71,17 +83,20 @@ def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
 class PeerLoads:
     """What other processes have in one pool. It is added to the units, so that every policy sees it."""
 
-    def __init__(self, pool: Members, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: WorkerPool, now: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
         self._now = now
         self._told_at = -math.inf
         #: What was added to units: what was told, and requests that are supposed.
         self._added: dict[Unit, Load] = {}
         self._supposed: dict[Unit, int] = {}
+        #: Leases of all others.
+        self.leases = 0
         self._choices = 0
         #: Choices in a tenth of a second, as of lately: of this process, and of all others together.
         self._own_pace = self._others_pace = 0.0
         self._told_choices = (0, 0)
+        self._others = 0
         #: How many choices of others come before each of this process; and those that are due.
         self._others_each = 0.0
         self._due = 0.0
@@ -90,6 +105,7 @@ class PeerLoads:
 
     def own(self) -> Row:
         """Return what this process has itself."""
+        self._pool.homes.expire()  # which else nobody does where no requests come
         workers: dict[str, WorkerRow] = {}
         for worker in self._pool.known:
             loads = [(unit.rank, self._own(unit)) for unit in worker.units]
@@ -105,6 +121,7 @@ class PeerLoads:
         for unit, load in self._added.items():
             _add(unit, load, -1)
         self._added = {}
+        self.leases = sum(leases for leases, _ in others.workers.values())
         for url, (_, loads) in others.workers.items():
             worker = self._pool.find(url)
             units = {} if worker is None else {unit.rank: unit for unit in worker.units}
@@ -125,11 +142,12 @@ class PeerLoads:
         self._heaps.clear()
 
     def _learn_pace(self, others: Row) -> None:
-        now = self._choices, others.choices
-        own, theirs = (max(0, each - before) for each, before in zip(now, self._told_choices, strict=True))
-        self._told_choices = now
-        self._own_pace += WEIGHT * (own - self._own_pace)
-        self._others_pace += WEIGHT * (theirs - self._others_pace)
+        own, theirs = self._choices - self._told_choices[0], others.choices - self._told_choices[1]
+        self._told_choices = self._choices, others.choices
+        if others.processes == self._others:  # else theirs is what somebody has chosen since long ago
+            self._own_pace += WEIGHT * (own - self._own_pace)
+            self._others_pace += WEIGHT * (max(0, theirs) - self._others_pace)
+        self._others = others.processes
         evenly = float(others.processes)
         known = self._own_pace > FEW
         self._others_each = min(evenly, self._others_pace / self._own_pace) if known else evenly

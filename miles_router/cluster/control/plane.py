@@ -233,7 +233,7 @@ class ControlDuty(Duty):
     async def _tell_counts(self) -> None:
         while True:
             await asyncio.sleep(BEAT)
-            await self._count()
+            await self.followers.count_who_answers(BEAT)
             self.followers.tell_counts([pool.name for pool in self._pools])
 
     async def _beat(self) -> None:

@@ -84,6 +84,11 @@ class FollowingPool(SharedPool):
         #: Tells the control plane.
         self.report = report
 
+    @property
+    def in_flight(self) -> int:
+        """Leases of all processes, as far as this one was told of the others."""
+        return super().in_flight + self.peer_loads.leases
+
     def record_failure(self, worker: Worker, reason: str) -> None:
         """As `WorkerPool.record_failure`, but that somebody else counts."""
         worker.failures += 1

@@ -1,37 +1,43 @@
-"""Which processes of one machine send requests: a file for each, in the directory of the router's processes.
+"""Which processes of one machine send requests: a cell for each in a file that all have mapped.
 
-Who is connected does not say it: one whose connection is lost still sends.
+Who is connected does not say it: one whose connection is lost still sends. Reading it takes no descriptor, so that it
+can be read where there are none left.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
-from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "sends-"
+CELL = 8
 
 
 class Senders:
-    """The files in a directory."""
+    """One process's view of the file in the directory of the router's processes.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Args:
+        count: of processes, for the one that makes the file.
+    """
+
+    def __init__(self, directory: Path, count: int | None = None) -> None:
+        with (directory / "senders").open("r+b" if count is None else "w+b") as file:
+            if count is not None:
+                file.truncate(count * CELL)
+            self._cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # a cell is one word: never half written
 
     def begin(self, index: int) -> None:
         """Note that this process, which has this index, is about to send."""
-        unnamed = self._directory / f"begins-{index}"
-        unnamed.write_text(str(os.getpid()), encoding="ascii")
-        unnamed.rename(self._directory / f"{PREFIX}{index}")
+        self._cells[index] = os.getpid()
 
     def end(self, index: int) -> None:
         """Note that the process with this index has ended."""
-        (self._directory / f"{PREFIX}{index}").unlink(missing_ok=True)
+        self._cells[index] = 0
+
+    def sends(self, index: int) -> bool:
+        """Whether a process with this index sends."""
+        return self._cells[index] != 0
 
     def processes(self) -> list[int]:
         """Return the process ids of those that send."""
-        found = []
-        for path in self._directory.glob(f"{PREFIX}*"):
-            with suppress(FileNotFoundError):  # it has ended since
-                found.append(int(path.read_text(encoding="ascii")))
-        return found
+        return [process for process in self._cells if process]

@@ -18,18 +18,27 @@ from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import slot_of
 
-#: Among a scope's extensions: the process where its key is at home does not take it.
+#: Among a scope's extensions: it is answered here, whatever its text or its key says. Its session is here, or the
+#: process where its key is at home does not take it.
 STAYS = "miles_router.stays"
 
 
 class ClusterOwners(Owners):
-    """One of several processes."""
+    """One of several processes.
+
+    Args:
+        is_there: whether another process sends requests now. A request for one that does not waits for it, but where a
+            key alone draws it there.
+    """
 
     several = True
 
-    def __init__(self, peers: Peers, affinity: Affinity) -> None:
+    def __init__(
+        self, peers: Peers, affinity: Affinity, is_there: Callable[[int], bool] = lambda process: True
+    ) -> None:
         self._peers = peers
         self._affinity = affinity
+        self._is_there = is_there
         self._forwarding = Forwarding(self._url_of, self._is_machine)
 
     def _url_of(self, owner: int) -> str | None:
@@ -80,6 +89,7 @@ class ClusterOwners(Owners):
             check(scope)
             await self._forwarding.forward(owner, scope, receive, send)
         else:
+            scope["extensions"][STAYS] = True
             await here(scope, receive, send)
 
     async def _answer_at_home(
@@ -88,7 +98,8 @@ class ClusterOwners(Owners):
         """Answer what no layer has: where its key is at home, for there the worker is known that has its prefix. Where
         that process does not take it, here: that costs its prefix."""
         path = scope["path"]
-        if generates(path) and hop_of(scope) is None:
+        hop = hop_of(scope)
+        if generates(path) and (hop is None or (hop.purpose == FORWARD and hop.to_machine)):
             key = self._affinity.named(path, scope["headers"])
             if key is None and self._affinity.looks_inside(path):
                 check(scope)
@@ -108,9 +119,10 @@ class ClusterOwners(Owners):
 
     def _home_of(self, scope: Scope, key: str) -> int | None:
         """The other process in which a key is at home; None where it is this one, or nobody knows."""
+        owner = None
         with suppress(NotFound, OwnerUnavailable, NodeUnleased):
-            return self.owner_of(scope, key)
-        return None
+            owner = self.owner_of(scope, key)
+        return None if owner is None or not (self._is_machine(owner) or self._is_there(owner)) else owner
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
         """Return the other process that has what is named so; None where it is this one.
@@ -146,7 +158,7 @@ class ClusterOwners(Owners):
     def is_forwarded(self, scope: Scope) -> bool:
         """As `Owners.is_forwarded`."""
         hop = hop_of(scope)
-        return hop is not None and hop.purpose == FORWARD
+        return STAYS in scope["extensions"] or (hop is not None and hop.purpose == FORWARD)
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
