@@ -213,3 +213,15 @@ async def test_who_waits_for_an_answer_hears_that_none_will_come() -> None:
     with pytest.raises(ChannelLost):
         await channel.ask("anything")
     ours[1].close()
+
+
+async def test_who_asks_over_a_transport_that_has_failed_is_told_so_before_anybody_has_read_it() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    channel = Channel(reader, writer, {})
+    writer.transport.abort()
+    await asyncio.sleep(0.01)
+    channel.tell("anything")
+    with pytest.raises(ChannelLost):
+        await channel.ask("anything")
+    theirs.close()

@@ -105,8 +105,13 @@ class Channel:
         try:
             fields, blob = await self._handlers[what](message) or Message({})
         finally:  # whoever asked must not wait for what this process has failed over, and logs
-            if number is not None and not self.lost:
+            if number is not None and not self._gone:
                 self._write({**fields, "answers": number}, blob)
+
+    @property
+    def _gone(self) -> bool:
+        """Whether nothing can be written; a transport that has failed knows it before whoever reads."""
+        return self.lost or self._writer.transport.is_closing()
 
     def _write(self, fields: Fields, blob: bytes) -> None:
         text = json.dumps(fields).encode()
@@ -116,7 +121,7 @@ class Channel:
 
     def tell(self, what: str, **fields: Any) -> None:
         """Say something that nobody answers; dropped where the other side does not read, for it is no order."""
-        if not self.lost and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
+        if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
             self._write({**fields, "what": what}, b"")
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
@@ -126,7 +131,7 @@ class Channel:
             ChannelLost: none will come.
             RouterError: the other process has failed over it; its log says why.
         """
-        if self.lost:
+        if self._gone:
             raise ChannelLost(f"{what}: the channel is lost")
         number = next(self._numbers)
         self._asked[number] = waiting = asyncio.get_running_loop().create_future()
