@@ -308,7 +308,8 @@ class Supervisor:
         if child.index is not None:
             self._senders.end(child.index)
         if self._ending:
-            self.failed |= status != 0 and child.ready  # one that was still starting knows of no order to end
+            # Who still starts, or has done all, dies of the order to end.
+            self.failed |= child.ready and status not in (0, -signal.SIGTERM)
             self._go_on_ending()
         elif self._decides and status == SUCCEEDED:
             self.failed = True

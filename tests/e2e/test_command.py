@@ -301,7 +301,7 @@ async def test_sigterm_lets_requests_in_flight_finish_and_exits_0(stage: Stage) 
             await client.send(request("GET", "/stream"))
             await client.read_head()
             assert await client.read_part() == b"one "
-            router.process.send_signal(signal.SIGTERM)
+            router.terminate()
             await until(lambda: refuses(router.url), "new connections are refused")
             gate.set()
             assert await client.read_part() == b"two"

@@ -182,12 +182,21 @@ async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: 
     async with processes([worker]) as router:
         under_way = router.generating(MANY)
         await until(lambda: generations(worker) == MANY, "all generations are at the worker")
-        router.router.process.send_signal(signal.SIGTERM)
+        router.router.terminate()
         await until(lambda: refuses(router.url), "new connections are refused")
         gate.set()
         assert {each.status for each in await asyncio.gather(*under_way)} == {200}
         assert await router.router.stop() == 0
         assert "process_died" not in router.router.stderr()
+
+
+async def test_sigterm_again_while_processes_end_exits_0(stage: Stage) -> None:
+    async with processes([await stage.worker()]) as router:
+        data = await router.data()
+        router.router.terminate()
+        while router.children.keys() & set(data):
+            router.router.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0)
 
 
 async def test_a_port_is_not_shared_with_another_router(stage: Stage) -> None:

@@ -291,6 +291,7 @@ class RouterProcess:
     url: str
     process: _Command
     log: IO[bytes]
+    _terminated: bool = False
 
     def stderr(self) -> str:
         """What it has written so far."""
@@ -304,10 +305,15 @@ class RouterProcess:
         """Resident bytes."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one would kill a process that has done all and ends."""
+        if not self._terminated and self.process.poll() is None:
+            self._terminated = True
+            self.process.send_signal(signal.SIGTERM)
+
     async def stop(self) -> int:
         """SIGTERM; the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        self.terminate()
         await until(lambda: self.process.poll() is not None, "the router has ended")
         assert self.process.returncode is not None
         return self.process.returncode
