@@ -386,6 +386,7 @@ async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stre
         assert trial.starts(CHAT) == [0, len(tokens_of(first)) - 1, len(tokens_of(second)) - 1]
 
 
+@pytest.mark.alone("it lets go of what the test's process holds")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_rows_that_are_let_go_while_a_cut_turn_waits_are_asked_for_again(stage: Stage, stream: bool) -> None:
     settings = {"partial_rollout": "resume"}

@@ -258,6 +258,7 @@ async def equal_turns(trial: Trial, turns: int) -> list[str]:
     return rids
 
 
+@pytest.mark.alone("each process counts what it has: of equal texts, any one is gone on from")
 @pytest.mark.parametrize("turns", [1, 2, 3])
 async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Stage, turns: int) -> None:
     async with simulated_trial(stage) as trial:
@@ -297,6 +298,7 @@ async def test_an_answer_that_begins_like_a_longer_one_is_counted_as_trained(sta
         assert total(told, "trained") == total(told, "sampled") == {"default": 9 + 4 + 6}
 
 
+@pytest.mark.alone("each process counts what it has, and two may have a generation of this text")
 async def test_a_text_alone_names_one_of_equal_generations(stage: Stage) -> None:
     async with simulated_trial(stage) as trial:
         await equal_turns(trial, 1)
