@@ -168,7 +168,7 @@ def _pool(
         questions=probes,
         orders=fan_out,
     )
-    metrics.count(fleet, joins=duty.checks)
+    metrics.count(fleet, sends=duty.sends, decides=duty.checks)
     in_flight = InFlight(private=len(set(data_keys(config))) > 1)
     forwarder = Forwarder(
         fleet=fleet,

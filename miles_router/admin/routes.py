@@ -19,7 +19,6 @@ from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import BOOTSTRAP_PORT, ROLE, Role, Worker, WorkerState
-from miles_router.metrics.statistics import Declaration
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, model_id_problem, shown
@@ -149,15 +148,15 @@ class Admin:
         """What layers show of themselves."""
         return {name: give() for name, give in self._router.statistics.items()}
 
-    def declared(self) -> dict[str, Mapping[str, Declaration]]:
-        """The numbers among that, by name and attribute."""
-        return {name: each.declared() for name, each in self._router.published.items()}
+    def numbers(self) -> dict[str, dict[str, object]]:
+        """The numbers among that."""
+        return {name: each.numbers() for name, each in self._router.published.items()}
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """And what is no declared number."""
-        declared = self.declared()
+        numbers = self.numbers()
         return {
-            name: {each: value for each, value in shown.items() if each not in declared.get(name, ())}
+            name: {each: value for each, value in shown.items() if each not in numbers.get(name, ())}
             for name, shown in self.statistics().items()
         }
 

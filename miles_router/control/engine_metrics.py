@@ -37,7 +37,7 @@ async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: fl
     if not any(outcome.ok for outcome in outcomes):
         raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
-    merged = await asyncio.to_thread(merge, texts)  # hundreds of engines have megabytes
+    merged = await asyncio.to_thread(merge, texts, LABEL)  # hundreds of engines have megabytes
     silent = [outcome for outcome in outcomes if not outcome.ok]
     return merged + "".join(f"# no metrics of {outcome.worker.url}: {_refusals([outcome])}\n" for outcome in silent)
 
@@ -46,21 +46,22 @@ def _request(worker: Worker) -> Outgoing:
     return Outgoing("GET", (worker.engine or USUAL).metrics.encode("ascii"), [(b"accept", b"text/plain")], b"")
 
 
-def merge(texts: Mapping[str, str]) -> str:
-    """Prometheus texts by worker as one text: each family once, with the samples of all workers. Pure."""
+def merge(texts: Mapping[str, str], label: str) -> str:
+    """Prometheus texts of several, by their names, as one text: each family once, with the samples of all, each of
+    which has a label with the name. Pure."""
     families: dict[str, tuple[dict[str, None], list[str]]] = {}  # the lines about it, once each; its samples
-    for url, text in texts.items():
+    for who, text in texts.items():
         family = ""
         for line in text.splitlines():
             if about := ABOUT.match(line):
                 family = about[1]
                 lines, _ = families.setdefault(family, ({}, []))
-                if not any(line[:6] == known[:6] for known in lines):  # HELP and TYPE of the first worker
+                if not any(line[:6] == known[:6] for known in lines):  # HELP and TYPE of the first
                     lines[line.replace(family, _name(family), 1)] = None
             elif sample := SAMPLE.fullmatch(line):
                 name, labels, rest = sample.groups()
                 own = family if family and name.startswith(family) else name
-                families.setdefault(own, ({}, []))[1].append(f"{_name(name)}{{{_labelled(labels, url)}}}{rest}")
+                families.setdefault(own, ({}, []))[1].append(f"{_name(name)}{{{_labelled(labels, label, who)}}}{rest}")
     return "".join(f"{line}\n" for lines, samples in families.values() for line in (*lines, *samples))
 
 
@@ -68,11 +69,11 @@ def _name(name: str) -> str:
     return name.replace(":", "_")
 
 
-def _labelled(labels: str | None, url: str) -> str:
-    """With the worker's, unless it stands there: the worker may itself be a router."""
-    if labels and re.search(rf'(?:^|,)\s*{LABEL}="', labels):
+def _labelled(labels: str | None, label: str, name: str) -> str:
+    """With this one, unless it stands there: a worker may itself be a router."""
+    if labels and re.search(rf'(?:^|,)\s*{label}="', labels):
         return labels
-    return f'{labels.rstrip(", ")},{LABEL}="{url}"' if labels and labels.strip() else f'{LABEL}="{url}"'
+    return f'{labels.rstrip(", ")},{label}="{name}"' if labels and labels.strip() else f'{label}="{name}"'
 
 
 def _refusals(outcomes: Sequence[Outcome]) -> str:

@@ -17,7 +17,7 @@ KEPT = 1200
 class LoopDelay(Statistics, prefix="miles_router"):
     """The worst delay of the last minute. One timer that comes late by as much as the loop was held."""
 
-    worst = gauge("Longest that the event loop was held in the last minute.", name="loop_delay_seconds", together="max")
+    worst = gauge("Longest that the event loop was held in the last minute.", name="loop_delay_seconds")
 
     def __init__(self) -> None:
         super().__init__(worst=self._worst)

@@ -11,11 +11,9 @@ from prometheus_client.registry import Collector
 from miles_router.asgi.backlog import Backlog
 from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
-from miles_router.metrics.plain import PlainFamily, plain
-from miles_router.metrics.statistics import Statistics, Together, counter, gauge, histogram
+from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.state.store import StateStore
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
@@ -52,52 +50,55 @@ class Metrics(Statistics, prefix="miles_router"):
     client_disconnects = counter("Requests whose client left early.")
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
-    transitions = counter(
-        "Changes of a worker's state.", by=("before", "after"), name="worker_transitions", together="max"
-    )
+    transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
     unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
     ignored_ranks = counter("Answers of another rank than the one that was meant.")
     moved_generations = counter("Generations that went on at another worker to even out the load.")
     unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
-    stalled_workers = counter("Workers given up since their engine stood still under requests.", together="max")
+    stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
-    in_flight = gauge("Leases held.", by="worker", together="last")
-    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"), together="last")
-    worker_routable = gauge("1: takes new requests.", by="worker", together="last")
-    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"), together="last")
-    workers = gauge("Registered workers by state.", by="state", together="last")
+    in_flight = gauge("Leases held.", by="worker")
+    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
+    worker_routable = gauge("1: takes new requests.", by="worker")
+    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"))
+    workers = gauge("Registered workers by state.", by="state")
 
     def __init__(self, *fleets: Fleet) -> None:
-        self._fleets: list[Fleet] = []
+        self._sending: list[Fleet] = []
+        self._deciding: list[Fleet] = []
         super().__init__(
-            stalled_workers=lambda: sum(fleet.pool.stalls for fleet in self._fleets),
+            stalled_workers=lambda: sum(fleet.pool.stalls for fleet in self._deciding),
             dropped_log_lines=dropped_lines,
-            in_flight=lambda: {worker.url: worker.in_flight for worker in self._workers()},
+            in_flight=lambda: {worker.url: worker.in_flight for worker in _workers(self._sending)},
             rank_in_flight=lambda: {
-                (worker.url, unit.rank): unit.in_flight for worker in self._workers() for unit in worker.ranks
+                (worker.url, unit.rank): unit.in_flight for worker in _workers(self._sending) for unit in worker.ranks
             },
-            worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in self._workers()},
-            worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in self._workers()},
-            workers=lambda: _states(self._workers()),
+            worker_routable=lambda: {
+                worker.url: worker.state is WorkerState.READY for worker in _workers(self._deciding)
+            },
+            worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in _workers(self._deciding)},
+            workers=lambda: _states(_workers(self._deciding)),
         )
-        self._together: dict[str, Together] = {}
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(self)
-        self._gates: list[Gate] = []
-        self.register(GateStatistics(self._gates))
+        self.register(GateStatistics(self._sending, self._deciding))
         for fleet in fleets:
             self.count(fleet)
 
-    def count(self, fleet: Fleet, *, joins: bool = True) -> None:
-        """Count what happens in this fleet as well. `joins`: workers join it here; a process that follows another one
-        sees a worker first in the state that it has by then."""
-        self._fleets.append(fleet)
-        self._gates.append(fleet.gate)
-        fleet.subscribe(self._transition if joins else self._later_transition)
+    def count(self, fleet: Fleet, *, sends: bool = True, decides: bool = True) -> None:
+        """Count what happens in this fleet as well.
 
-    def _workers(self) -> Iterator[Worker]:
-        return (worker for fleet in self._fleets for worker in fleet.pool)
+        Args:
+            sends, decides: whether this process sends its requests, and decides who its workers are. Of several
+                processes each shows what it does itself, so that a sum over them counts nothing twice.
+        """
+        fleet.subscribe(self._forget_removed)
+        if sends:
+            self._sending.append(fleet)
+        if decides:
+            self._deciding.append(fleet)
+            fleet.subscribe(self._transition)
 
     def register(self, collector: Collector) -> None:
         """Add a middleware's own metrics to `GET /metrics`.
@@ -106,8 +107,6 @@ class Metrics(Statistics, prefix="miles_router"):
             ValueError: one of its names is taken.
         """
         self._registry.register(collector)
-        if isinstance(collector, Statistics):
-            self._together |= {str(each.name): each.together for each in collector.declared().values()}
 
     def finished(self, path: str, status: int, worker: str | None, seconds: float, to_head: float | None) -> None:
         """One request is over. `seconds` is its whole time, `to_head` the time until the worker's reply began."""
@@ -121,26 +120,24 @@ class Metrics(Statistics, prefix="miles_router"):
         """A layer should have read a reply and could not: it was compressed, too long, or of another kind."""
         self.unread_replies[layer, reason] += 1
 
-    def _later_transition(self, transition: Transition) -> None:
-        if transition.before is not None:
-            self._transition(transition)
-
     def _transition(self, transition: Transition) -> None:
         before = transition.before.value if transition.before else "unknown"
         after = transition.after.value if transition.after else "removed"
         self.transitions[before, after] += 1
+
+    def _forget_removed(self, transition: Transition) -> None:
         if transition.after is None:
             # A removed worker's series go with it: a fleet that comes and goes must not grow the table for ever.
             for key in [key for key in self.requests if key[2] == transition.worker.url]:
                 del self.requests[key]
 
-    def families(self) -> list[PlainFamily]:
-        """Everything as plain numbers."""
-        return plain(self._registry.collect(), self._together)
-
     def render(self) -> bytes:
         """The Prometheus text exposition of everything."""
         return generate_latest(self._registry)
+
+
+def _workers(fleets: Iterable[Fleet]) -> Iterator[Worker]:
+    return (worker for fleet in fleets for worker in fleet.pool)
 
 
 def _states(workers: Iterable[Worker]) -> dict[str, int]:
@@ -151,19 +148,19 @@ def _states(workers: Iterable[Worker]) -> dict[str, int]:
 class GateStatistics(Statistics, prefix="miles_router"):
     """Whether generation waits somewhere, why, and how many requests do."""
 
-    closed = gauge("1: generation waits.", by="reason", name="gate_closed", together="last")
+    closed = gauge("1: generation waits.", by="reason", name="gate_closed")
     held = gauge("Requests that wait at the gate.", name="gate_held")
-    pauses = counter("Pauses asked of the fleet.", together="max")
+    pauses = counter("Pauses asked of the fleet.")
 
-    def __init__(self, gates: Sequence[Gate]) -> None:
+    def __init__(self, sending: Sequence[Fleet], deciding: Sequence[Fleet]) -> None:
         super().__init__(
             closed=lambda: {
-                "paused": any(gate.paused_since is not None for gate in gates),
-                "asleep": any(gate.asleep_since is not None for gate in gates),
-                "workers_paused": any(gate.workers_paused_since is not None for gate in gates),
+                "paused": any(fleet.gate.paused_since is not None for fleet in deciding),
+                "asleep": any(fleet.gate.asleep_since is not None for fleet in deciding),
+                "workers_paused": any(fleet.gate.workers_paused_since is not None for fleet in deciding),
             },
-            held=lambda: sum(gate.held for gate in gates),
-            pauses=lambda: sum(gate.pauses for gate in gates),
+            held=lambda: sum(fleet.gate.held for fleet in sending),
+            pauses=lambda: sum(fleet.gate.pauses for fleet in deciding),
         )
 
 

@@ -19,17 +19,13 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 #: Seconds. From a cache hit to a generation of an hour.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-
-#: How the numbers of several processes are one router's: added up; the greatest of them; or what is told last, by who
-#: decides.
-Together = Literal["sum", "max", "last"]
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 FAMILIES: Mapping[str, type[Family]] = {
@@ -80,7 +76,6 @@ class Declaration:
     name: str | None
     by: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-    together: Together = "sum"
 
     def zero(self) -> object:
         """What the attribute begins with."""
@@ -115,29 +110,24 @@ def _plain(number: Any) -> object:
 
 
 @overload
-def counter(
-    help: str, *, name: str | None = None, labels: Mapping[str, str] | None = None, together: Together = "sum"
-) -> int: ...
+def counter(help: str, *, name: str | None = None, labels: Mapping[str, str] | None = None) -> int: ...
 @overload
-def counter(
-    help: str, *, by: str | tuple[str, ...], name: str | None = None, together: Together = "sum"
-) -> Counter[Any]: ...
-def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = None, together: Together = "sum") -> Any:
+def counter(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> Counter[Any]: ...
+def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = None) -> Any:
     """Declare a number that only grows, from 0; with `by`, one for each value of a label.
 
     Args:
         by: the label that its values are keyed by, `counts.refused["batch"] += 1`; with several, keys are tuples.
         name: of the metric, behind the prefix and without `_total`; by default the attribute's.
         labels: with values of their own, for attributes that share a `name`.
-        together: what the numbers of a router's processes are together; one name has one such rule.
     """
-    return Declaration("counter", help, name, _names(by), labels or {}, together)
+    return Declaration("counter", help, name, _names(by), labels or {})
 
 
-def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None, together: Together = "sum") -> Any:
+def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None) -> Any:
     """Declare a number that is read when somebody asks; `Statistics(...)` is given the function that reads it. With
     `by`, that function gives a mapping. Arguments as of `counter`."""
-    return Declaration("gauge", help, name, _names(by), {}, together)
+    return Declaration("gauge", help, name, _names(by))
 
 
 @overload

@@ -20,6 +20,7 @@ from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionS
 from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
+from miles_router.cluster.control.plane import ShardStatistics
 from miles_router.cluster.owners.forwarding import ForwardStatistics
 from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
@@ -155,7 +156,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
     "metrics": partial(
-        metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics, ForwardStatistics, StateStatistics
+        metrics,
+        Metrics,
+        LoopDelay,
+        GateStatistics,
+        ClientStatistics,
+        ForwardStatistics,
+        StateStatistics,
+        ShardStatistics,
     ),
     "fan_out": fan_out,
     "client_paths": client_paths,

@@ -14,6 +14,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support.http import CutReply, RawReply
+from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
@@ -34,12 +35,6 @@ async def info(router: RunningRouter) -> dict[str, Any]:
 async def shown(router: RunningRouter, field: str) -> dict[str, Any]:
     """One field of each worker, by url."""
     return {worker["url"]: worker[field] for worker in (await info(router))["workers"]}
-
-
-async def metric(router: RunningRouter, sample: str) -> float:
-    lines = (await router.ask("GET", "/metrics")).body.decode().splitlines()
-    (value,) = [line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == sample]
-    return float(value)
 
 
 @asynccontextmanager
@@ -90,7 +85,7 @@ async def test_a_worker_that_missed_an_update_takes_no_traffic_and_returns_once_
         assert (await shown(router, "reason"))[two.url] == "its weight version '1' differs from the fleet's '2'"
         said = await info(router)
         assert (said["weight_version"], said["workers_outdated"], said["workers_routable"]) == ("2", 1, 1)
-        assert await metric(router, 'miles_router_workers{state="outdated"}') == 1
+        assert await metric(router, "miles_router_workers", state="outdated") == 1
         for _ in range(4):
             await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
         assert (busy_with(one), busy_with(two)) == (4, 0)
@@ -234,14 +229,14 @@ async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: S
         "held": 1,
         "pauses": 1,
     }
-    assert await metric(router, 'miles_router_gate_closed{reason="paused"}') == 1
-    assert await metric(router, 'miles_router_gate_closed{reason="asleep"}') == 0
+    assert await metric(router, "miles_router_gate_closed", reason="paused") == 1
+    assert await metric(router, "miles_router_gate_closed", reason="asleep") == 0
     assert await metric(router, "miles_router_gate_held") == 1
     assert await metric(router, "miles_router_pauses_total") == 1
     await post(router, "/continue_generation")
     assert (await waiting).status == 200
     assert (await info(router))["gate"] == {**opened, "held": 0, "pauses": 1}
-    assert await metric(router, 'miles_router_gate_closed{reason="paused"}') == 0
+    assert await metric(router, "miles_router_gate_closed", reason="paused") == 0
     assert await metric(router, "miles_router_gate_held") == 0
 
 
@@ -275,7 +270,7 @@ async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage:
     worker = await stage.worker()
     router = await stage.router(worker)
     await post(router, "/release_memory_occupation")
-    assert await metric(router, 'miles_router_gate_closed{reason="asleep"}') == 1
+    assert await metric(router, "miles_router_gate_closed", reason="asleep") == 1
     for tags, asleep in ((["weights"], True), (["kv_cache", "cuda_graph"], False)):
         await post(router, "/resume_memory_occupation", tags=tags)
         gate = (await info(router))["gate"]

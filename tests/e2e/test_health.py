@@ -10,6 +10,7 @@ import pytest
 
 from miles_router.fleet.workers import Worker, WorkerState
 from tests.support.http import request
+from tests.support.metrics import metrics, samples, total
 from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script
 from tests.support.stage import Stage
@@ -311,7 +312,7 @@ async def test_changes_of_state_are_counted(stage: Stage) -> None:
     router = await router_of(stage, worker)
     worker.kill()
     await state(router, worker, WorkerState.QUARANTINED)
-    text = (await router.ask("GET", "/metrics")).body.decode()
-    assert 'miles_router_worker_transitions_total{after="quarantined",before="ready"} 1.0' in text
-    assert f'miles_router_worker_routable{{worker="{worker.url}"}} 0.0' in text
-    assert 'miles_router_workers{state="quarantined"} 1.0' in text
+    text = await metrics(router.url)
+    assert total(text, "miles_router_worker_transitions_total", after="quarantined", before="ready") == 1
+    assert [each.value for each in samples(text, "miles_router_worker_routable", worker=worker.url)] == [0]
+    assert total(text, "miles_router_workers", state="quarantined") == 1

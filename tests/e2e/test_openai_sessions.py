@@ -13,6 +13,7 @@ import pytest
 
 from miles_router.engines.known import CONTROL
 from tests.support.http import RawReply
+from tests.support.metrics import metrics, total
 from tests.support.scripted_chat import chat_reply
 from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.session_trial import CHAT, SessionTrial, session_trial, simulated_sessions, user
@@ -174,9 +175,9 @@ async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
     assert told["reused_tokens"] == len(one.input_ids) + 8
     assert told["given_tokens"] == len(two.input_ids) - 8
     assert "user" in told["continuation"]["exact"]
-    shown = (await simulated.ask("GET", "/metrics")).body.decode()
-    assert 'miles_router_sessions_tokens_total{origin="sampled"} 16.0' in shown
-    assert "miles_router_sessions_turns_total 2.0" in shown
+    shown = await metrics(simulated.router.url)
+    assert total(shown, "miles_router_sessions_tokens_total", origin="sampled") == 16
+    assert total(shown, "miles_router_sessions_turns_total") == 2
 
 
 # Bounds

@@ -12,6 +12,7 @@ import pytest
 from miles_router.testing import MoeShape, Pairing, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
+from tests.support.metrics import metric
 from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -195,8 +196,7 @@ async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
         assert shown[pair.prefill.url]["worker_type"] == "prefill"
         assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.settings.pairing.port  # type: ignore[union-attr]
         assert shown[pair.decode.url]["worker_type"] == "decode"
-        metrics = (await pair.router.ask("GET", "/metrics")).body.decode()
-        assert f'miles_router_worker_type{{type="prefill",worker="{pair.prefill.url}"}} 1.0' in metrics
+        assert await metric(pair.router, "miles_router_worker_type", type="prefill", worker=pair.prefill.url) == 1
 
 
 async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> None:

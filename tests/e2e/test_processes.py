@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
 from tests.support.door import Door
@@ -72,6 +74,14 @@ async def test_what_was_counted_is_the_same_whichever_process_shows_it(stage: St
         assert counted == [MANY] * 8
         assert await router.metric("miles_router_worker_transitions_total", after="ready") == 1
         assert await router.metric("miles_router_workers", state="ready") == 1
+        by_shard = [await router.metric("miles_router_requests_total", route="generate", shard=each) for each in "01"]
+        assert sum(by_shard) == MANY
+        assert all(by_shard), "the system dealt the connections to both"
+        assert await router.metric("miles_router_worker_transitions_total", after="ready", shard="leader") == 1
+        text = (await router.ask("GET", "/metrics")).body.decode()
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        assert {sample.labels.get("shard") for sample in samples} == {"0", "1", "leader"}
+        assert len(samples) == len({(sample.name, *sample.labels.items()) for sample in samples})
 
 
 async def test_a_worker_takes_requests_everywhere_once_its_registration_is_answered(stage: Stage) -> None:

@@ -15,6 +15,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support import http
 from tests.support.fleet import JSON, post, posting
 from tests.support.http import Pairs, RawReply
+from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.waiting import until
 
@@ -107,10 +108,9 @@ async def test_ranks_are_shown_where_workers_are() -> None:
         assert shown["in_flight"] == 3
         assert sorted(each["in_flight"] for each in shown["ranks"]) == [1, 2]
         assert [each["rank"] for each in shown["ranks"]] == [0, 1]
-        metrics = (await router.ask("GET", "/metrics")).body.decode()
         for each in shown["ranks"]:
-            labels = f'rank="{each["rank"]}",worker="{worker.url}"'
-            assert f"\nmiles_router_rank_in_flight{{{labels}}} {each['in_flight']:.1f}\n" in metrics
+            labels = {"rank": str(each["rank"]), "worker": worker.url}
+            assert await metric(router, "miles_router_rank_in_flight", **labels) == each["in_flight"]
         await left(*clients)
 
 

@@ -11,6 +11,7 @@ import pytest
 from miles_router.errors import ConfigError
 from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simulated_trial, trial_before
 from tests.support.exactness import binary_arrays
+from tests.support.metrics import metrics, total
 from tests.support.oracle import retrieved_arrays, same
 from tests.support.stage import Stage
 
@@ -228,10 +229,10 @@ async def test_numbers_are_shown_in_both_places(trial: Trial) -> None:
     assert 0 < numbers["reused_tokens"] <= len(given) + 6
     assert numbers["tokens"] == len(given) + 6 + len(trial.given()[0]) - numbers["reused_tokens"] + 6
     assert 0 < numbers["token_bytes"] <= 12 * numbers["tokens"]
-    metrics = (await trial.router.ask("GET", "/metrics")).body.decode()
+    text = await metrics(trial.router.url)
     for name in expected:
         ending = "" if name == "entries" else "_total"
-        assert f"miles_router_radix_tree_{name}{ending} {float(expected[name])}" in metrics
+        assert total(text, f"miles_router_radix_tree_{name}{ending}") == expected[name]
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")

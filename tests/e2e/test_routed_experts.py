@@ -182,7 +182,7 @@ async def test_prompts_that_hold_different_prefixes_are_asked_for_the_least(cach
     await all_kept(cached)
 
 
-@pytest.mark.alone("texts of one prompt may lie in two processes, each of which asks for all rows that it does not hold")
+@pytest.mark.alone("texts of one prompt may lie in two processes, each of which asks for what it does not hold")
 async def test_a_prompt_that_is_held_as_a_whole_is_asked_for_what_comes_behind_it(cached: ExpertsTrial) -> None:
     first = await cached.generate(text="Question: one?")
     tokens = tokens_of(cached.generations()[-1])

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.fleet import gate, held, posting
 from tests.support.http import RawReply, ask, request
+from tests.support.metrics import metrics, samples
 from tests.support.moving import moving
 from tests.support.running_router import RunningRouter, router_process
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
@@ -387,13 +389,10 @@ async def test_the_environment_can_switch_traces_off(
 
 
 async def counted(router: RunningRouter) -> dict[str, int]:
-    text = (await router.ask("GET", "/metrics")).body.decode()
-    return {
-        name: int(float(count))
-        for name, count in re.findall(
-            r'^miles_router_trace_records_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE
-        )
-    }
+    found = Counter[str]()
+    for each in samples(await metrics(router.url), "miles_router_trace_records_total"):
+        found[each.labels["outcome"]] += int(each.value)
+    return found
 
 
 async def test_what_is_sent_is_counted(stage: Stage, collector: Collector) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.http import RawReply, request
+from tests.support.metrics import metric, total
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, script
 from tests.support.stage import Stage
@@ -270,8 +271,7 @@ async def test_in_flight_requests_are_counted_everywhere_they_are_shown(stage: S
     assert (await router.ask("GET", "/health")).json()["in_flight"] == 3
     assert (await router.ask("GET", "/workers")).json()["workers"][0]["in_flight"] == 3
     assert (await post(router, f"/add_worker?url={worker.url}")).json()["worker_urls"] == {worker.url: 3}
-    metrics = (await router.ask("GET", "/metrics")).body.decode()
-    assert f'miles_router_in_flight{{worker="{worker.url}"}} 3.0' in metrics
+    assert await metric(router, "miles_router_in_flight", worker=worker.url) == 3
     for client in clients:
         client.abort()
 
@@ -293,9 +293,10 @@ async def test_metrics_are_prometheus_text(stage: Stage) -> None:
     answer = await router.ask("GET", "/metrics")
     assert (answer.value("content-type") or b"").startswith(b"text/plain; version=")
     text = answer.body.decode()
-    assert f'miles_router_requests_total{{route="generate",status="200",worker="{worker.url}"}} 1.0' in text
-    assert 'miles_router_request_seconds_bucket{le="+Inf",route="generate"} 1.0' in text
-    assert "miles_router_request_bytes_total 2.0" in text
+    labels = {"route": "generate", "status": "200", "worker": worker.url}
+    assert total(text, "miles_router_requests_total", **labels) == 1
+    assert total(text, "miles_router_request_seconds_bucket", le="+Inf", route="generate") == 1
+    assert total(text, "miles_router_request_bytes_total") == 2
 
 
 @pytest.mark.parametrize(

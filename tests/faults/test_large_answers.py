@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS, SHAPE
 from tests.support.http import CutReply, request
+from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_chat import able
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, chunk, chunked_head
@@ -98,10 +98,7 @@ async def router_of(stage: Stage, worker: ScriptedWorker, *layers: str, **settin
 
 
 async def unread(router: RunningRouter, layer: str) -> int:
-    shown = (await router.ask("GET", "/metrics")).body.decode()
-    label = rf'miles_router_unread_replies_total{{layer="{layer}",reason="too_large"}}'
-    found = re.search(rf"^{re.escape(label)} (\S+)$", shown, re.MULTILINE)
-    return 0 if found is None else int(float(found[1]))
+    return int(await metric(router, "miles_router_unread_replies_total", layer=layer, reason="too_large"))
 
 
 async def read_some(stage: Stage, router: RunningRouter, path: str, body: Any, nbytes: int) -> None:

@@ -13,7 +13,7 @@ import psutil
 from miles_router.serving.supervisor import CHANCES
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_processes import MANY, generations, holding
-from tests.support.http import CutReply
+from tests.support.http import CutReply, ask
 from tests.support.layers import written
 from tests.support.processes import processes
 from tests.support.running_router import refuses
@@ -52,20 +52,26 @@ async def test_clients_that_come_while_a_process_is_away_wait_for_it(stage: Stag
         assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
 
 
-async def test_no_counter_falls_when_a_process_is_killed(stage: Stage) -> None:
+async def test_what_a_killed_process_has_counted_goes_with_it_and_it_is_shown_as_away(stage: Stage) -> None:
     worker = await stage.worker()
     async with processes([worker]) as router:
         await asyncio.gather(*router.generating(MANY))
-        assert await router.metric("miles_router_requests_total", route="generate") == MANY
-        (victim, _), control = await router.data(), await router.control()
+        counted = [await router.metric("miles_router_requests_total", route="generate", shard=each) for each in "01"]
+        assert sum(counted) == MANY
+        victim, survivor = await router.data()
+        os.kill(victim, signal.SIGSTOP)
+        shown = (await ask(router.own_url(survivor), "GET", "/metrics")).body.decode().splitlines()
+        assert sorted(line[-3:] for line in shown if line.startswith("miles_router_shard_up{")) == ["0.0", "1.0"]
         await router.kill(victim)
-        assert await router.metric("miles_router_requests_total", route="generate") == MANY
-        await router.kill(control)
-        assert await router.metric("miles_router_requests_total", route="generate") == MANY
-        assert await router.metric("miles_router_worker_transitions_total", after="ready") >= 1
+        await router.whole()
+        assert await router.metric("miles_router_shard_up") == len(counted)
+        left = await router.metric("miles_router_requests_total", route="generate")
+        assert left in counted
+        await router.kill(await router.control())
+        assert await router.metric("miles_router_requests_total", route="generate") == left
 
 
-async def test_no_number_of_a_layer_falls_either_and_what_is_no_number_is_not_added_up(
+async def test_numbers_of_layers_are_those_of_all_processes_and_what_is_no_number_is_not_added_up(
     stage: Stage, tmp_path: Path
 ) -> None:
     worker = await stage.worker()
@@ -74,10 +80,7 @@ async def test_no_number_of_a_layer_falls_either_and_what_is_no_number_is_not_ad
         await asyncio.gather(*router.generating(MANY))
         want = {"tags": {"one": MANY}, "length": len("one")}
         assert (await router.info())["statistics"]["tagging"] == want
-        (victim, _), control = await router.data(), await router.control()
-        await router.kill(victim)
-        assert (await router.info())["statistics"]["tagging"] == want
-        await router.kill(control)
+        await router.kill(await router.control())
         assert (await router.info())["statistics"]["tagging"] == want
 
 

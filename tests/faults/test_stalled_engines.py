@@ -15,6 +15,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.descriptors import no_descriptors
 from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated
 from tests.support.http import CutReply, ask
+from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import HANG, reply, script
 from tests.support.stage import Stage
@@ -60,9 +61,7 @@ async def running(worker: WorkerProcess) -> int:
 
 
 async def stalls(router: RunningRouter) -> int:
-    lines = (await router.ask("GET", "/metrics")).body.decode().splitlines()
-    (value,) = [line.split()[1] for line in lines if line.startswith("miles_router_stalled_workers_total ")]
-    return int(float(value))
+    return int(await metric(router, "miles_router_stalled_workers_total"))
 
 
 async def described(router: RunningRouter, worker: SimulatedWorker) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.model.moe import MoeShape, encode_routes, route
 from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply
+from tests.support.metrics import metric, metrics, samples
 from tests.support.scripted_chat import JSON, PROMPT
 from tests.support.scripted_worker import ScriptedWorker, reply
 from tests.support.session_trial import Message, SessionTrial, message_of, user
@@ -98,16 +100,13 @@ class ExpertsTrial(SessionTrial):
 
     async def metric(self, name: str) -> float:
         """One of its numbers, as Prometheus is told."""
-        shown = (await self.ask("GET", "/metrics")).body.decode()
-        (line,) = [line for line in shown.splitlines() if line.startswith(f"miles_router_routed_experts_{name} ")]
-        return float(line.split()[-1])
+        return await metric(self.router, f"miles_router_routed_experts_{name}")
 
     async def missing(self) -> dict[str, int]:
         """How many answers came without rows that could be held, by reason: the same wherever one looks."""
-        shown = (await self.ask("GET", "/metrics")).body.decode()
-        prefix = 'miles_router_routed_experts_missing_total{reason="'
-        lines = [line for line in shown.splitlines() if line.startswith(prefix)]
-        told = {line[len(prefix) :].partition('"')[0]: int(float(line.split()[-1])) for line in lines}
+        told = Counter[str]()
+        for each in samples(await metrics(self.router.url), "miles_router_routed_experts_missing_total"):
+            told[each.labels["reason"]] += int(each.value)
         assert told == self.held["missing"]
         return told
 

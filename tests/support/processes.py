@@ -8,12 +8,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 import psutil
 
 from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
+from tests.support.metrics import metric
 from tests.support.running_router import RouterProcess, Start, router_process
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import STEP, until
@@ -47,6 +49,12 @@ class Processes:
         """The process ids of those that take requests."""
         found: list[int] = (await self.info())["processes"]
         return found
+
+    def own_url(self, process: int) -> str:
+        """Where one of those alone listens."""
+        listening = [each for each in psutil.Process(process).net_connections("tcp") if each.status == "LISTEN"]
+        (port,) = {each.laddr.port for each in listening} - {urlsplit(self.url).port}
+        return f"http://127.0.0.1:{port}"
 
     async def control(self) -> int:
         """The process id of the control plane."""
@@ -100,10 +108,7 @@ class Processes:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of all samples of a metric with these labels."""
-        text = (await self.ask("GET", "/metrics")).body.decode()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = [line for line in text.splitlines() if line.startswith(name) and all(each in line for each in wanted)]
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line[len(name)] in " {")
+        return await metric(self, name, **labels)
 
 
 @contextlib.asynccontextmanager

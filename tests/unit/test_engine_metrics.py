@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families as families_of
 
-from miles_router.control.engine_metrics import merge
+from miles_router.control.engine_metrics import LABEL, merge
 
 ONE = """\
 # HELP sglang:num_running_reqs The number of running requests.
@@ -22,7 +22,7 @@ A, B = "http://a:1", "http://b:2"
 
 
 def test_every_sample_has_its_worker_and_each_family_stands_once() -> None:
-    text = merge({A: ONE, B: ONE.replace("42.0", "7.0")})
+    text = merge({A: ONE, B: ONE.replace("42.0", "7.0")}, LABEL)
     read = {family.name: family for family in families_of(text)}
     assert list(read) == ["sglang_num_running_reqs", "sglang_latency_seconds", "bare"]
     running = read["sglang_num_running_reqs"]
@@ -35,8 +35,8 @@ def test_every_sample_has_its_worker_and_each_family_stands_once() -> None:
 
 def test_a_worker_that_is_a_router_keeps_its_own_labels() -> None:
     own = 'sglang_num_running_reqs{worker_addr="http://10.0.0.1:15000",model_name="m"} 42.0\n'
-    assert merge({A: own}) == own
+    assert merge({A: own}, LABEL) == own
 
 
 def test_comments_and_lines_that_are_none_are_left_out() -> None:
-    assert merge({A: "# EOF\n\nnot a sample\n<html>\n"}) == ""
+    assert merge({A: "# EOF\n\nnot a sample\n<html>\n"}, LABEL) == ""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import orjson
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.metrics import GateStatistics, Metrics, Statistics, counter, gauge, histogram
 from miles_router.metrics.metrics import route_class
-from miles_router.metrics.plain import PlainFamily, lasting, merged, numbers_in, plain
 from miles_router.metrics.statistics import BUCKETS, Histogram
 from tests.support.quiet_fleet import quiet_fleet
 
@@ -234,70 +231,11 @@ def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused()
         Counts(waiting=int, capt=int)
 
 
-# Numbers of several processes
-
-
-class Told(Statistics, prefix="told"):
-    asked = counter("Added up.", by="route")
-    pauses = counter("The greatest.", together="max")
-    late = gauge("The greatest.", by="loop", together="max")
-    workers = gauge("What who decides says.", by="state", together="last")
-    waiting = gauge("Added up.")
-
-
-def told(asked: dict[str, int], pauses: int, late: dict[str, float], workers: dict[str, int], waiting: int) -> Told:
-    statistics = Told(late=lambda: late, workers=lambda: workers, waiting=lambda: waiting)
-    statistics.asked.update(asked)
-    statistics.pauses = pauses
-    return statistics
-
-
-def families(statistics: Statistics) -> list[PlainFamily]:
-    """As another process reads them."""
-    metrics = Metrics()
-    metrics.register(statistics)
-    return [PlainFamily.read(orjson.loads(orjson.dumps(each.as_json()))) for each in metrics.families()]
-
-
-def test_each_number_says_what_those_of_several_processes_are_together() -> None:
-    one = told({"/a": 1, "/b": 2}, 3, {"x": 0.5, "y": 0.1}, {"ready": 2, "gone": 1}, 4)
-    who_decides = told({"/b": 5}, 1, {"x": 0.2, "y": 0.7}, {"ready": 3}, 0)
-    together = merged([families(one), families(who_decides)])
-    assert numbers_in(together, Told.declared()) == {
-        "asked": {"/a": 1, "/b": 7},
-        "pauses": 3,
-        "late": {"x": 0.5, "y": 0.7},
-        "workers": {"ready": 3},
-        "waiting": 4,
-    }
-
-
-def test_a_process_that_has_ended_leaves_what_it_has_counted() -> None:
-    ended = told({"/a": 1}, 3, {"x": 0.5}, {"ready": 2}, 4)
-    living = told({"/a": 1}, 1, {}, {"ready": 1}, 1)
-    together = merged([lasting(families(ended)), families(living)])
-    shown = {"asked": {"/a": 2}, "pauses": 3, "late": {}, "workers": {"ready": 1}, "waiting": 1}
-    assert numbers_in(together, Told.declared()) == shown
-
-
-def test_numbers_of_one_process_are_what_they_are_without_others() -> None:
-    counts = counted(waiting=3)
-    assert numbers_in(families(counts), counts.declared()) == counts.numbers(), "nothing was counted yet"
-    count_some(counts)
-    assert numbers_in(families(counts), counts.declared()) == counts.numbers()
-
-
-def test_a_metric_of_another_making_is_added_up() -> None:
-    (family,) = plain(Own().collect(), {})
-    (both,) = merged([[family], [family]])
-    assert dict(both.samples) == {("mine", ()): 14}
-
-
 def test_every_family_of_the_gate_is_given() -> None:
-    gate = Gate(WorkerPool().admission, max_held=1, timeout=0)
-    gate.pause("abort")
-    gate.sleep()
-    assert shown(GateStatistics([gate])) == {
+    fleet = quiet_fleet()
+    fleet.gate.pause("abort")
+    fleet.gate.sleep()
+    assert shown(GateStatistics([fleet], [fleet])) == {
         ("miles_router_gate_closed", (("reason", "paused"),)): 1,
         ("miles_router_gate_closed", (("reason", "asleep"),)): 1,
         ("miles_router_gate_closed", (("reason", "workers_paused"),)): 0,

@@ -24,7 +24,7 @@ from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.peer_loads import Row
-from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
+from miles_router.cluster.control.plane import POOL, SHARD, SOCKET, pool_named
 from miles_router.cluster.control.pools import FollowingPool
 from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.control.state import followed, own_numbers
@@ -39,7 +39,6 @@ from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import RankFault, Transition, Unit, Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
-from miles_router.metrics.plain import written_declarations
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
@@ -62,11 +61,13 @@ class Link:
     Args:
         begin: is called before this process sends its first request.
         generation: of this process; no other has the same number.
+        shard: its number among all that take requests.
     """
 
-    def __init__(self, path: Path, begin: Callable[[], None], generation: int) -> None:
+    def __init__(self, path: Path, begin: Callable[[], None], generation: int, shard: int) -> None:
         #: Its number for the control plane.
         self.process = os.getpid()
+        self._shard = shard
         self._path = path
         self._begin = begin
         self._numbers = own_numbers(generation)
@@ -83,8 +84,7 @@ class Link:
     async def running(self, pools: Pools, stack: list[dict[str, object]], admin: Admin) -> AsyncIterator[None]:
         """While it is entered, this process follows. It is entered once there is something to follow."""
         self._pools, self._admin = pools, admin
-        declared = written_declarations(admin.declared())
-        self._hello = {"process": self.process, "layered": pools.layered, "stack": stack, "declared": declared}
+        self._hello = {"process": self.process, "layered": pools.layered, "stack": stack}
         connecting = tasks.spawn(self._stay_connected(), name="control plane")
         try:
             await self._followed.wait()
@@ -123,6 +123,7 @@ class Link:
             "at": self._at_worker,
             "signs": self._signs,
             "numbers": self._tell_numbers,
+            "metrics": self._tell_metrics,
             "counts": self._tell_counts,
             "counted": self._counted,
         }
@@ -183,9 +184,11 @@ class Link:
         return Message({"found": [await pool.health.signs(worker) for pool, worker in found]})
 
     async def _tell_numbers(self, message: Message) -> Message:
-        families = [each.as_json() for each in self._pools.default.router.metrics.families()]
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
-        return Message({"families": families, "info": {"facts": self._admin.facts(), "held": held}})
+        return Message({"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held})
+
+    async def _tell_metrics(self, message: Message) -> Message:
+        return Message({SHARD: str(self._shard)}, self._pools.default.router.metrics.render())
 
     async def _tell_counts(self, message: Message) -> Message:
         return Message({"rows": {pool.name: _following(pool).peer_loads.own() for pool in self._pools}})
@@ -254,7 +257,9 @@ class DataDuty(Duty):
         self._admin: Admin
 
     def _link_to(self, peers: Peers, generation: int) -> Link:
-        return Link(peers.directory / SOCKET, lambda: Senders(peers.directory).begin(peers.index), generation)
+        return Link(
+            peers.directory / SOCKET, lambda: Senders(peers.directory).begin(peers.index), generation, peers.index
+        )
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one

@@ -20,7 +20,6 @@ from miles_router.cluster.control.peer_loads import Row, joined, less
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import RouterError, StateError
-from miles_router.metrics.plain import PlainFamily, lasting, merged
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +68,6 @@ class Followers:
         #: Of what is decided now.
         self.number = 0
         self.sections: dict[str, Section] = {}
-        #: What was counted as of the last look: by processes that have ended, then by each process.
-        self.counted: list[Any] = []
-        self._departed: list[PlainFamily] = []
-        self._numbers: dict[int, list[PlainFamily]] = {}
-        self._infos: dict[int, dict[str, Any]] = {}
         self._followers: dict[int, Follower] = {}
         #: What each process has in flight, by pool.
         self._rows: dict[int, dict[str, Row]] = {}
@@ -212,11 +206,10 @@ class Followers:
         self._rows = {process: rows for process, rows in self._rows.items() if process in known}
 
     async def _count(self, follower: Follower) -> bool:
-        with suppress(ChannelLost, TimeoutError, RouterError):  # who failed over it has logged it
-            told = await tasks.within(TELL, follower.channel.ask("counts"), name="counts")
+        told = await _tell(follower, "counts")
+        if told is not None:
             self._rows[follower.process] = {name: Row(*row) for name, row in told.fields["rows"].items()}
-            return True
-        return False
+        return told is not None
 
     def in_flight(self, pool: str) -> Row:
         """What all processes have in flight in a pool."""
@@ -260,37 +253,17 @@ class Followers:
             elif not asking.cancelled():
                 asking.exception()
 
-    async def look(self) -> None:
-        """Have everybody tell its numbers; of one that is late, or has ended, what it told last counts. Whoever follows
-        keeps them, so that no number falls with the control plane."""
-        followers = {process: each for process, each in self._followers.items() if process in self.senders}
-        await asyncio.gather(*(self._look(each) for each in followers.values()))
-        living = self.senders
-        for process in [each for each in self._numbers if each not in living]:
-            self._departed = merged([self._departed, lasting(self._numbers.pop(process))])
-            self._infos.pop(process, None)
-        written = {process: [each.as_json() for each in lasting(told)] for process, told in self._numbers.items()}
-        self.counted = [[each.as_json() for each in self._departed], *written.items()]
+    async def tell(self, what: str) -> list[Message]:
+        """What all of them answer within a moment. Who is late, or ends, says nothing."""
+        answers = await asyncio.gather(*(_tell(each, what) for each in tuple(self._followers.values())))
+        return [each for each in answers if each is not None]
 
-    def go_on_counting(self, counted: Sequence[Any]) -> None:
-        """From what was counted as of the last look of another control plane."""
-        departed, *others = counted or ([],)
-        self._departed = [PlainFamily.read(each) for each in departed]
-        self._numbers = {process: [PlainFamily.read(each) for each in told] for process, told in others}
 
-    async def _look(self, follower: Follower) -> None:
-        with suppress(ChannelLost, TimeoutError):
-            told = await tasks.within(TELL, follower.channel.ask("numbers"), name="numbers")
-            self._numbers[follower.process] = [PlainFamily.read(each) for each in told.fields["families"]]
-            self._infos[follower.process] = told.fields["info"]
-
-    def numbers(self) -> list[list[PlainFamily]]:
-        """Those of each process, as of the last look, and of all that have ended."""
-        return [*self._numbers.values(), self._departed]
-
-    def infos(self) -> list[dict[str, Any]]:
-        """What each tells of itself, as of the last look."""
-        return list(self._infos.values())
+async def _tell(follower: Follower, what: str) -> Message | None:
+    """One's answer; None where it does not come in time."""
+    with suppress(ChannelLost, TimeoutError, RouterError):  # who failed over it has logged it
+        return await tasks.within(TELL, follower.channel.ask(what), name=what)
+    return None
 
 
 class AllRequests:

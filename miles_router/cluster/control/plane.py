@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from miles_router.cluster.control.senders import Senders
 from miles_router.cluster.control.state import Record, followed, memory_orders, own_numbers, written
 from miles_router.cluster.duty import Duty, without_keys
 from miles_router.control.control import Control
-from miles_router.control.engine_metrics import MEDIA_TYPE
+from miles_router.control.engine_metrics import MEDIA_TYPE, merge
 from miles_router.edge import RouterApp
 from miles_router.engines.actions import Pause
 from miles_router.fleet.caches import set_apart
@@ -38,8 +38,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Signs, Transition, Worker
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics.plain import PlainFamily, merged, numbers_in, read_declarations, rendered
-from miles_router.metrics.statistics import Declaration
+from miles_router.metrics import Statistics, gauge
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, RouterConfig, shown
@@ -51,8 +50,10 @@ logger = logging.getLogger(__name__)
 BEAT = 0.1
 #: The name of the control plane's socket, in the directory of the router's processes.
 SOCKET = "control"
-#: The names of what is decided: what was counted, and each pool behind its mark.
-COUNTED, POOL = "counted", "pool "
+#: The names of what is decided: each pool's behind this mark.
+POOL = "pool "
+#: The label of all that `GET /metrics` shows of several processes, and its value for the control plane.
+SHARD, LEADER = "shard", "leader"
 
 
 class InnerApp(RouterApp):
@@ -129,8 +130,12 @@ class ControlDuty(Duty):
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
         """See `Duty`."""
-        self._admin = WholeAdmin(pools, registrations, self.followers, self._config)
+        self._admin = WholeAdmin(pools, registrations, self.followers, self._config, self._shards())
         return self._admin
+
+    def _shards(self) -> int:
+        """How many processes take requests."""
+        return self._config.processes
 
     async def restore(self, registrations: Registrations) -> None:
         """See `Duty`. Not before it is known whether this control plane follows another one."""
@@ -182,8 +187,6 @@ class ControlDuty(Duty):
     async def _begin(self, state: tuple[int, dict[str, Any]]) -> None:
         number, sections = state
         self.followers.number = number  # before anything is decided, which counts on from there
-        self.followers.go_on_counting(sections.get(COUNTED, ()))
-        self.followers.counted = sections.get(COUNTED, [])
         for name, record in sections.items():
             if name.startswith(POOL):
                 await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
@@ -213,9 +216,7 @@ class ControlDuty(Duty):
     # What is decided
 
     def _written(self) -> dict[str, Any]:
-        sections: dict[str, Any] = {POOL + pool.name: self._section(pool) for pool in self._pools}
-        sections[COUNTED] = self.followers.counted
-        return sections
+        return {POOL + pool.name: self._section(pool) for pool in self._pools}
 
     def _section(self, pool: ModelPool) -> Record:
         control = pool.router.control
@@ -255,7 +256,7 @@ class ControlDuty(Duty):
         async def hello(message: Message) -> None:
             fields = message.fields
             self._pools.layered |= fields["layered"]
-            self._admin.stack, self._admin.layers = fields["stack"], read_declarations(fields["declared"])
+            self._admin.stack = fields["stack"]
             self._states[fields["process"]] = (fields["at"], fields["sections"])
             follower = Follower(channel, fields["process"])
             serving.append(tasks.spawn(self._serve(follower), name=f"lead {follower.process}"))
@@ -356,45 +357,74 @@ async def answered(app: RouterApp, message: Message) -> Message:
     return Message(started, b"".join(parts))
 
 
-class WholeAdmin(Admin):
-    """Shows all processes as one router."""
+class ShardStatistics(Statistics, prefix="miles_router_shard"):
+    """The processes of a router that has several."""
 
-    def __init__(self, pools: Pools, registrations: Registrations, followers: Followers, config: RouterConfig) -> None:
+    up = gauge("1: the process tells its numbers.", by=SHARD)
+
+
+class WholeAdmin(Admin):
+    """Shows all processes as one router.
+
+    Args:
+        shards: how many of them take requests.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        registrations: Registrations,
+        followers: Followers,
+        config: RouterConfig,
+        shards: int,
+    ) -> None:
         self.stack: list[dict[str, object]] = []
-        self.layers: Mapping[str, Mapping[str, Declaration]] = {}
         super().__init__(pools, registrations, self.stack)
         self._followers = followers
         self._config = config
+        #: Of which processes the numbers are known, as of the last look.
+        self._up = dict.fromkeys(map(str, range(shards)), 0)
+        self._router.metrics.register(ShardStatistics(up=lambda: self._up))
 
     async def metrics(self, request: Request) -> Response:
-        """Those of all processes, and of all that have ended."""
-        return Response(rendered(await self._families()), media_type=MEDIA_TYPE)
-
-    async def _families(self) -> list[PlainFamily]:
-        await self._followers.look()
-        return merged([*self._followers.numbers(), self._router.metrics.families()])
-
-    def _together(self, families: Sequence[PlainFamily]) -> dict[str, Any]:
-        """What layers show: numbers as declared; of all else the process that was asked last and knows has its word."""
-        shown = self.facts()
-        for info in self._followers.infos():
-            for name, facts in info["facts"].items():
-                known = shown.setdefault(name, {})
-                known |= {each: fact for each, fact in facts.items() if fact is not None or each not in known}
-        return {name: {**numbers_in(families, self.layers.get(name, {})), **each} for name, each in shown.items()}
+        """Those of all processes, each by itself."""
+        told = {answer.fields[SHARD]: answer.blob.decode() for answer in await self._followers.tell("metrics")}
+        self._up = {shard: int(shard in told) for shard in self._up}
+        own = {LEADER: self._router.metrics.render().decode()}
+        return Response(await asyncio.to_thread(merge, own | told, SHARD), media_type=MEDIA_TYPE)
 
     async def info(self, request: Request) -> Response:
         """The router, with what all processes hold."""
-        families = await self._families()
+        told = [answer.fields for answer in await self._followers.ask_all("numbers")]
         described = self.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] = self._together(families)
-        for info in self._followers.infos():
-            for name, held in info["held"].items():
+        described["statistics"] = _statistics(told)
+        for each in told:
+            for name, held in each["held"].items():
                 if name == self._pools.default.name:
                     described["gate"]["held"] += held
                 if name in described.get("pools", ()):
                     described["pools"][name]["gate"]["held"] += held
         described["processes"] = sorted(self._followers.senders)
         return Json(described)
+
+
+def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the layers of all processes show: numbers are added up; of all else, who was asked last and knows has its
+    word."""
+    numbers: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    for each in told:
+        numbers = _sum(numbers, each["numbers"])
+        for name, own in each["facts"].items():
+            known = facts.setdefault(name, {})
+            known |= {fact: value for fact, value in own.items() if value is not None or fact not in known}
+    return {name: {**numbers.get(name, {}), **own} for name, own in facts.items()}
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Numbers of two processes, by the same names."""
+    if isinstance(one, Mapping):
+        return {**one, **{name: _sum(one[name], each) if name in one else each for name, each in other.items()}}
+    return one + other

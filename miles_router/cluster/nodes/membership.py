@@ -54,7 +54,7 @@ class Membership(Link):
         fenced: Callable[[], None],
         surplus: Callable[[], None],
     ) -> None:
-        super().__init__(Path(), lambda: None, 0)
+        super().__init__(Path(), lambda: None, 0, seat.node * node.machines.processes + seat.process)
         self.process = generation << CHANCE | secrets.randbits(CHANCE)
         #: Those that it may open in the store, and those that it has claimed there.
         self.claimable: set[int] = set()

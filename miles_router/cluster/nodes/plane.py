@@ -165,6 +165,9 @@ class MachinesDuty(ControlDuty):
             return
         await self._welcome(reader, writer)
 
+    def _shards(self) -> int:
+        return self._machines.count * self._machines.processes
+
     def fan_out(self, upstream: Upstream) -> FanOut:
         """See `Duty`."""
         return LeadersFanOut(upstream, self._confirmed, lambda: self._term.is_certain(clock()))

@@ -42,6 +42,7 @@ from tests.support.experts_trial import (
     truth,
 )
 from tests.support.http import RawReply
+from tests.support.metrics import metric
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT, chat_events, chat_reply, meta_of, streamed
 from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
 from tests.support.session_trial import SESSIONS, message_of, user
@@ -297,8 +298,8 @@ async def test_a_compressed_reply_passes_where_rows_are_not_required_and_is_coun
     assert await trial.missing() == {"unread": 1}
     (line,) = [each for each in caplog.records if each.message == "reply_unread"]
     assert line.__dict__["fields"] == {"layer": "routed_experts", "reason": "content_encoding"}
-    counted = b'miles_router_unread_replies_total{layer="routed_experts",reason="content_encoding"} 1.0'
-    assert counted in (await trial.ask("GET", "/metrics")).body
+    labels = {"layer": "routed_experts", "reason": "content_encoding"}
+    assert await metric(trial.router, "miles_router_unread_replies_total", **labels) == 1
     await the_next_works(trial, worker)
 
 
