@@ -7,16 +7,20 @@ A record is there before the last byte of its answer has gone out, so whoever ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import NamedTuple, TypeAlias
 
 import orjson
 
 from middleware_hub.radix_tree.recording import TextRecorder
+from miles_router.errors import OwnerUnavailable
 from miles_router.middlewares import Pace, Scope
 from miles_router.middlewares.state import Elsewhere, Owners
+from miles_router.trajectory.pieces import Tokens
 
-#: Where it is asked, and the field of the question.
-QUESTION, HOLDS = b"/retrieve_from_text", "holds"
+#: Where it is asked, and the fields of the two questions: what a process has of texts, and which generations have one.
+QUESTION, HOLDS, SPELLS = b"/retrieve_from_text", "holds", "spells"
+DIGEST_BYTES = 8
 
 
 class Held(NamedTuple):
@@ -29,6 +33,10 @@ class Held(NamedTuple):
 
     exact: bool = False
     chars: int = 0
+
+
+#: What each process has of the texts that were asked for, this one first, which is None.
+Answers: TypeAlias = list[tuple[int | None, list[Held]]]
 
 
 class TextHolders:
@@ -60,7 +68,7 @@ class TextHolders:
             OwnerUnavailable: a process does not say what it has.
             StateError: as `held`.
         """
-        answers = await self._ask(scope, texts)
+        answers = await self.ask(scope, texts)
         reused = [sum(each.chars for each in held) for _, held in answers]
         most = max(reused)
         owner = answers[reused.index(most)][0]
@@ -69,17 +77,48 @@ class TextHolders:
         if not most and not self._owners.is_forwarded(scope):
             self._owners.prefer(scope)
 
-    async def owners_of(self, scope: Scope, texts: Sequence[str]) -> list[int | None]:
-        """Return for each text the process that has it, or most of it; None where that is this one, or nobody. Raises
-        as `require`, but Elsewhere."""
-        answers = await self._ask(scope, texts)
-        return [max(answers, key=lambda answer: answer[1][place])[0] for place in range(len(texts))]
-
-    async def _ask(self, scope: Scope, texts: Sequence[str]) -> list[tuple[int | None, list[Held]]]:
-        """What each process has, this one first, which is None."""
+    async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
+        """Return what each process has. Raises as `require`, but Elsewhere."""
         own: tuple[int | None, list[Held]] = (None, await self.held(texts))
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]
         question = {**scope, "method": "POST", "raw_path": QUESTION, "query_string": b""}
         told = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
         return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]
+
+    def spellings(self, text: str) -> list[tuple[str, str]]:
+        """Return the ids of generations of this process with exactly this text, each with a digest of its tokens."""
+        return [(entry.rid, digest(entry.trajectory().tokens)) for entry in self._recorder.cache.retrieve(text)]
+
+    async def other_spellings(self, scope: Scope, owners: Sequence[int | None], text: str, tokens: Tokens) -> list[str]:
+        """Return the ids of those of these processes with exactly this text and other tokens.
+
+        Raises:
+            OwnerUnavailable: one does not answer.
+        """
+        known, found = digest(tokens), list[str]()
+        for owner in owners:
+            if owner is None:
+                spelled = self.spellings(text)
+            else:
+                status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: text}))
+                if status != 200:
+                    raise OwnerUnavailable(f"process {owner} answers {status}")
+                spelled = orjson.loads(answer)
+            found += [rid for rid, each in spelled if each != known]
+        return found
+
+
+def owner_of(answers: Answers, place: int) -> int | None:
+    """Return the process that has a text, or most of it; None where that is the one that asked, or nobody."""
+    return max(answers, key=lambda answer: answer[1][place])[0]
+
+
+def others_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
+    """Return who has a text exactly, beside its owner."""
+    return [each for each, held in answers if each != owner and held[place].exact]
+
+
+def digest(tokens: Tokens) -> str:
+    """Return by what ids are known to be the same."""
+    return blake2b(tokens.tobytes(), digest_size=DIGEST_BYTES).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.holders import HOLDS, TextHolders
+from middleware_hub.radix_tree.holders import HOLDS, SPELLS, TextHolders, others_with, owner_of
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
@@ -51,10 +52,8 @@ class Retrieval:
         """
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
-        if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and HOLDS in asked:
-            if not isinstance(asked[HOLDS], list) or not all(isinstance(text, str) for text in asked[HOLDS]):
-                raise BadRequest(f"{HOLDS} must be a list of texts")
-            return Response(orjson.dumps([[*each] for each in await self._holders.held(asked[HOLDS])]), media_type=JSON)
+        if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and asked.keys() & {HOLDS, SPELLS}:
+            return Response(orjson.dumps(await self._told(asked)), media_type=JSON)
         _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
@@ -73,13 +72,21 @@ class Retrieval:
             large = sum(map(len, found)) > AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
+    async def _told(self, asked: Mapping[str, Any]) -> list[Any]:
+        """What another process of the router wants to know."""
+        if isinstance(asked.get(SPELLS), str):
+            return self._holders.spellings(asked[SPELLS])
+        if not isinstance(asked.get(HOLDS), list) or not all(isinstance(text, str) for text in asked[HOLDS]):
+            raise BadRequest(f"{HOLDS} must be a list of texts")
+        return [[*each] for each in await self._holders.held(asked[HOLDS])]
+
     async def require(self, scope: Scope, text: str) -> None:
         """Go on only in the process that has what this text continues.
 
         Raises:
             Elsewhere: another has it, and answers.
         """
-        (owner,) = await self._holders.owners_of(scope, [text])
+        owner = owner_of(await self._holders.ask(scope, [text]), 0)
         if owner is not None:
             raise Elsewhere(owner)
 
@@ -87,13 +94,31 @@ class Retrieval:
         """One, from the process that has it. An id says nothing about that: the others are asked."""
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
-            await self.require(scope, text or "")
-        elif not await self._has(rid):
+            return await self._by_text(scope, text or "", strict=strict)
+        if not await self._has(rid):
             named = orjson.dumps({"rid": rid} if text is None else {"rid": rid, "text": text})
             for other in self._owners.others(scope):
                 with suppress(NotFound):
                     return (await self._ask(other, scope, named, many=False))[0]
         return await self._one(text, rid, strict=strict)
+
+    async def _by_text(self, scope: Scope, text: str, *, strict: bool) -> Retrieved:
+        answers = await self._holders.ask(scope, [text])
+        owner = owner_of(answers, 0)
+        others = others_with(answers, 0, owner)
+        if owner is None:
+            found = await self._one(text, None, strict=strict)
+        elif others:
+            (found,) = await self._ask(owner, scope, orjson.dumps({"text": text, "strict": strict}), many=False)
+        else:
+            raise Elsewhere(owner)
+        return await self._with_others(scope, others, found)
+
+    async def _with_others(self, scope: Scope, owners: Sequence[int | None], found: Retrieved) -> Retrieved:
+        """With the generations of other processes that have this text and other tokens."""
+        others = await self._holders.other_spellings(scope, owners, found.text, found.tokens)
+        self._cache.statistics.ambiguous += bool(others) and not found.ambiguous
+        return replace(found, candidates=(*others, *found.candidates))
 
     async def _has(self, rid: str) -> bool:
         await self._recorder.archive.load_rid(rid)
@@ -103,15 +128,17 @@ class Retrieval:
         """Many texts, each from the process that has it."""
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
-        for place, owner in enumerate(await self._holders.owners_of(scope, texts)):
-            places.setdefault(owner, []).append(place)
+        answers = await self._holders.ask(scope, texts)
+        for place in range(len(texts)):
+            places.setdefault(owner_of(answers, place), []).append(place)
         for owner, theirs in places.items():
             if owner is None:
                 each = [await self._one_of_many(texts[place], pace, strict=strict) for place in theirs]
             else:
                 body = orjson.dumps({"texts": [texts[place] for place in theirs], "strict": strict})
                 each = await self._ask(owner, scope, body, many=True)
-            found.update(zip(theirs, each, strict=True))
+            for place, one in zip(theirs, each, strict=True):
+                found[place] = await self._with_others(scope, others_with(answers, place, owner), one)
         return [found[place] for place in range(len(texts))]
 
     async def _ask(self, owner: int, scope: Scope, body: bytes, *, many: bool) -> list[Retrieved]:

@@ -114,6 +114,7 @@ async def test_malformed_json_is_the_clients_fault_and_reaches_no_worker(stage: 
     assert not worker.requests
 
 
+@pytest.mark.alone("another process decides a moment later that a worker is out")
 async def test_a_class_retries_through_the_inner_app_after_a_worker_died(stage: Stage) -> None:
     dying, living = await stage.worker(), await stage.worker()
     dying.always(script(CLOSE))

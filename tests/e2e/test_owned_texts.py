@@ -14,6 +14,7 @@ import numpy as np
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.retrieved import read_safetensors_list
+from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, Trial, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
 from tests.support.http import ask
@@ -120,6 +121,33 @@ async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: P
         found = await trials[2].retrieve(text=text)
         assert found["tokens"] == ids + second["output_ids"]
         assert held(trials) == [2, 0, 0]
+
+
+async def test_spellings_of_one_text_in_several_processes_are_ambiguous_wherever_it_is_asked_for(
+    stage: Stage, tmp_path: Path
+) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        text, rids = await siblings(*trials[:2])
+        assert held(trials) == [1, 1, 0]
+        for trial in trials:
+            found = await trial.retrieve(text=text)
+            assert (found["ambiguous"], sorted(found["candidates"])) == (True, sorted(rids))
+            assert found["rid"] in rids
+            assert found["tokens"] == (await trial.retrieve(rid=found["rid"]))["tokens"]
+            listed, other = await trial.retrieve(texts=[text, "This is"])
+            assert (sorted(listed["candidates"]), listed["rid"] in rids) == (sorted(rids), True)
+            assert not other["ambiguous"]
+            for rid in rids:
+                assert not (await trial.retrieve(rid=rid))["ambiguous"], "an id selects exactly one"
+
+
+async def test_equal_spellings_in_several_processes_are_not_ambiguous(stage: Stage, tmp_path: Path) -> None:
+    async with trials_of(stage, tmp_path, 2) as trials:
+        greedy = {"temperature": 0, "max_new_tokens": 4}
+        answers = [await trial.generate(text="one", sampling_params=greedy) for trial in trials]
+        assert held(trials) == [1, 1]
+        for trial in trials:
+            assert not (await trial.retrieve(text=f"one{answers[0]['text']}"))["ambiguous"]
 
 
 async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, tmp_path: Path) -> None:

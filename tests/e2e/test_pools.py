@@ -18,7 +18,7 @@ from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support import http
-from tests.support.fleet import JSON, info, post, posting
+from tests.support.fleet import JSON, info, post, posting, until_health
 from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
@@ -248,7 +248,7 @@ async def test_numbers_are_of_all_pools() -> None:
         long = {"max_new_tokens": 30_000, "ignore_eos": True}
         clients = [posting(made.router, text="Hi", sampling_params=long, model=name) for name in ("default", "judge")]
         await until(lambda: all(worker.running for worker in made.workers.values()), "both generate")
-        assert (await made.router.ask("GET", "/health")).json()["in_flight"] == 2
+        await until_health(made.router, in_flight=2)
         for worker in made.workers.values():
             assert await metric(made.router, "miles_router_in_flight", worker=worker.url) == 1
         for client in clients:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fleet import until_health
 from tests.support.http import RawReply, request
 from tests.support.metrics import metric, total
 from tests.support.running_router import RunningRouter
@@ -268,7 +269,7 @@ async def test_in_flight_requests_are_counted_everywhere_they_are_shown(stage: S
     for client in clients:
         await client.send(request("POST", "/generate", body=b"{}"))
     await until(lambda: worker.busy == 3, "the worker has three requests")
-    assert (await router.ask("GET", "/health")).json()["in_flight"] == 3
+    await until_health(router, in_flight=3)
     assert (await router.ask("GET", "/workers")).json()["workers"][0]["in_flight"] == 3
     assert (await post(router, f"/add_worker?url={worker.url}")).json()["worker_urls"] == {worker.url: 3}
     assert await metric(router, "miles_router_in_flight", worker=worker.url) == 3

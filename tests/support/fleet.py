@@ -18,7 +18,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, reply, script
-from tests.support.waiting import until
+from tests.support.waiting import STEP, until
 
 JSON = [("Content-Type", "application/json")]
 #: Probes that come often and give up soon.
@@ -54,6 +54,12 @@ def requests_of(router: RunningRouter) -> InFlight:
 async def held(router: RunningRouter, count: int) -> None:
     """Wait until exactly `count` requests wait at the gate."""
     await until(lambda: gate(router).held == count, f"{count} wait at the gate, not {gate(router).held}")
+
+
+async def until_health(router: RunningRouter, **counts: int) -> None:
+    """Wait until `GET /health` has these counts: of several processes one is told a moment later what others have."""
+    while not counts.items() <= (await router.ask("GET", "/health")).json().items():  # noqa: ASYNC110  # a request each
+        await asyncio.sleep(STEP)
 
 
 async def info(router: RunningRouter) -> dict[str, Any]:
