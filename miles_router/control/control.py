@@ -66,6 +66,8 @@ class Control:
             BadRequest: input that no worker could make sense of; none was asked.
             NoWorkerAvailable: no worker is registered.
             UnsupportedByEngine: the engine of one cannot do it; none was asked.
+            StateError: whether the fleet stands still cannot be made durable. No worker was told to stand still; those
+                that were told to go on do, and it may be asked for again.
         """
         known = self.by_path[path]
         try:
@@ -89,6 +91,8 @@ class Control:
             await call.check()
             with self._noting_a_pause() if isinstance(action, Pause) else nullcontext():
                 outcomes = await effect.run(call)
+            if effect.holds_membership:
+                await self._fleet.keep()
         self.sent += 1
         answer = one_answer(outcomes, request_id)
         adapter = action.name if isinstance(action, ChangeAdapter) else None

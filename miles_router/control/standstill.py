@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import orjson
 
 from miles_router.control.call import Call
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.engines.actions import Continue, Order, Pause, Sleep, Wake
-from miles_router.errors import UnsupportedByEngine
+from miles_router.errors import StateError, UnsupportedByEngine
 from miles_router.fleet.workers import Worker, WorkerState
 
 #: Seconds for which a paused fleet is asked again to flush, and between two questions.
@@ -28,7 +29,8 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
     fleet.begin_pause(action)
-    await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
+    # From here on nobody sends a generation, and cuts are known for what they are.
+    await _known(call, fleet.end_pause if before is None else partial(fleet.keep_pause, before))
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
         # was retracted it aborts at once.
@@ -40,6 +42,20 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
         else:
             fleet.keep_pause(before)
     return outcomes
+
+
+async def _known(call: Call, undo: Callable[[], None]) -> None:
+    """Return when it outlives the router that the fleet stands still, and everybody acts by it.
+
+    Raises:
+        StateError: it cannot be made durable; it is undone, and no worker was told.
+    """
+    try:
+        await call.fleet.keep()
+    except StateError:
+        undo()
+        raise
+    await call.fleet.everywhere()
 
 
 async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
@@ -95,7 +111,7 @@ async def sleep(call: Call, action: Sleep) -> list[Outcome]:
     workers = call.workers()
     await _check_sleep(call, workers)
     call.fleet.begin_sleep()
-    await call.fleet.everywhere()
+    await _known(call, call.fleet.wake_if_whole)
     outcomes = await call.ask(workers)
     if any(outcome.ok for outcome in outcomes):
         call.fleet.memory_released(action.parts, _as_order(call))

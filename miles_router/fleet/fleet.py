@@ -75,6 +75,10 @@ class Fleet:
         #: The parts of its memory that the fleet is without, and what led to that.
         self.released: set[str] = set()
         self.memory_orders: list[Order] = []
+        #: Workers that were put to sleep before this process began.
+        self.slept_before: frozenset[str] = frozenset()
+        #: Returns when it outlives this process whether the fleet stands still.
+        self.keep: Callable[[], Awaitable[None]] = _here
         #: Returns when every process that sends requests acts by what was decided here.
         self.everywhere: Callable[[], Awaitable[None]] = _here
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
@@ -186,7 +190,7 @@ class Fleet:
         if self.pause is not None:
             engine = await self.engine(newcomer)
             await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
-        if not self._is_registered(newcomer.address):
+        if not self._is_registered(newcomer.address) and newcomer.url not in self.slept_before:
             for order in self.memory_orders:
                 await self._order(newcomer, await self._spelled(newcomer, order), "the fleet is asleep")
 

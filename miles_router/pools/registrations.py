@@ -1,19 +1,25 @@
-"""Who is registered, beyond the process: workers that joined are there again after a restart (`--state-dir`)."""
+"""What of fleets outlives the process (`--state-dir`): the workers that joined, and whether a fleet stands still."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.standstill import stand_still, standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
-from miles_router.pools.pools import Pools
+from miles_router.pools.pools import ModelPool, Pools
 from miles_router.slots import CONTROL
 from miles_router.state.rows import Change
 from miles_router.state.store import StateStore
 
-OWNER, WORKER, RUN = "router", "worker", "run"
+logger = logging.getLogger(__name__)
+
+OWNER, WORKER, RUN, STANDSTILL = "router", "worker", "run", "standstill"
 
 
 class Registrations:
@@ -37,11 +43,23 @@ class Registrations:
         if self.store is not None:
             await self.store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
 
+    def _stand_still(self, pool: ModelPool, record: Mapping[str, Any]) -> None:
+        fleet, gate = pool.fleet, pool.fleet.gate
+        stand_still(fleet, record)
+        fleet.slept_before = frozenset(record["workers"] if record["memory_orders"] else ())
+        gate.mode = record["pause"]
+        gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
+        gate.update()
+        fields = {"pool": pool.name, "paused": record["pause"], "asleep": record["asleep_since"] is not None}
+        logger.warning("fleet_still_stands", extra={"fields": fields})
+
     async def restore(self, *, of_this_run: bool = False) -> None:
         """Register those that were registered; whether they are still there, probes will say.
 
         What another run of the router has left in the caches of workers is of weights that nobody knows any more: no
         generation goes on from that.
+
+        A fleet that stood still stands still: its engines were told, and nobody has told them to go on.
 
         Args:
             of_this_run: whether this run of the router has held them, and knows what is in their caches.
@@ -53,8 +71,10 @@ class Registrations:
             return
         rows = await self.store.load(OWNER, slot=CONTROL)
         for row in rows:
+            held: dict[str, Any] = orjson.loads(row.value)
+            if row.kind == STANDSTILL and not of_this_run:
+                self._stand_still(await self._pools.open(str(row.key) or None), held)
             if row.kind == WORKER:
-                held: dict[str, Any] = orjson.loads(row.value)
                 pool = await self._pools.open(held["pool"] or None)
                 pool.fleet.pool.add(
                     parse_worker_url(held["url"]), api_key=held["api_key"], attributes=held["attributes"]
@@ -63,3 +83,16 @@ class Registrations:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
         await self.store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)
+
+
+async def keep_standstill(store: StateStore, pool: str, fleet: Fleet) -> None:
+    """Hold whether a pool's fleet stands still. Raises StateError where that cannot be made durable."""
+    gate = fleet.gate
+    record = {
+        **standstill(fleet),
+        "paused_since": gate.paused_since,
+        "asleep_since": gate.asleep_since,
+        "workers": [worker.url for worker in fleet.pool],
+    }
+    change = Change(STANDSTILL, pool, orjson.dumps(record) if gate.deliberate else None)
+    await store.commit(OWNER, [change], slot=CONTROL)

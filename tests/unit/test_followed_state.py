@@ -10,16 +10,18 @@ import pytest
 
 from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.pools import DecidingPool, FollowingPool
-from miles_router.cluster.control.state import SharedPool, followed, memory_orders, own_numbers, written
+from miles_router.cluster.control.state import SharedPool, followed, own_numbers, written
 from miles_router.cluster.peers import Peers
 from miles_router.engines.actions import Order, Pause
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet, Orders, Questions
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.standstill import stand_still
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig
+from tests.support.quiet_fleet import quiet_fleet
 
 NOBODY = cast(Any, None)
 
@@ -124,7 +126,9 @@ def test_what_the_fleet_has_released_can_be_read_again(pair: Pair) -> None:
     pair.decided.begin_sleep()
     pair.decided.memory_released(["weights"], order)
     record = json.loads(json.dumps(written(pair.decided, pair.pool)))
-    assert (record["released"], memory_orders(record)) == (["weights"], [order])
+    other = quiet_fleet()
+    stand_still(other, record)
+    assert (other.pause, other.released, other.memory_orders) == (None, {"weights"}, [order])
 
 
 def test_generations_of_the_same_weights_share_a_cache_whichever_process_sends_them(pair: Pair) -> None:

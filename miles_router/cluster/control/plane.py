@@ -27,14 +27,14 @@ from miles_router.cluster.control.channel import Channel, Handler, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
 from miles_router.cluster.control.pools import DecidingPool
 from miles_router.cluster.control.senders import Senders
-from miles_router.cluster.control.state import Record, followed, memory_orders, own_numbers, written
+from miles_router.cluster.control.state import Record, followed, own_numbers, written
 from miles_router.cluster.duty import Duty, without_keys
 from miles_router.control.control import Control
 from miles_router.control.engine_metrics import MEDIA_TYPE, merge
 from miles_router.edge import RouterApp
-from miles_router.engines.actions import Pause
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.standstill import stand_still
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Signs, Transition, Worker
 from miles_router.forwarding.upstream import Upstream
@@ -195,11 +195,12 @@ class ControlDuty(Duty):
             for pool in self._pools:
                 _deciding(pool).restore()
             logger.warning("control_plane_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
+            await self._registrations.restore(of_this_run=True)
         else:
+            await self._registrations.restore()
             for url in self._config.worker_urls:
                 self._pools.default.fleet.pool.expect(parse_worker_url(url))
             await self._pools.default.health.first_look()
-        await self._registrations.restore(of_this_run=bool(sections))
         self.followers.changed()
         self._ready.set()
 
@@ -207,9 +208,7 @@ class ControlDuty(Duty):
         fleet = pool.fleet
         serials = [each["serial"] for each in record["workers"]]
         self._serials = itertools.count(max([*serials, next(self._serials)]) + 1)
-        if record["pause"] is not None:
-            fleet.pause = Pause(record["pause"])
-        fleet.released, fleet.memory_orders = set(record["released"]), memory_orders(record)
+        stand_still(fleet, record)
         numbers = own_numbers(0)
         followed(record, fleet, _deciding(pool), lambda: next(numbers))
 

@@ -6,16 +6,15 @@ prefix caches may be shared.
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from miles_router.engines.actions import Order
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.standstill import standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 
@@ -100,9 +99,7 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "unnamed_weights": pool.unnamed_weights,
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
         "stalls": pool.stalls,
-        "pause": None if fleet.pause is None else fleet.pause.mode,
-        "released": sorted(fleet.released),
-        "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
+        **standstill(fleet),
         "names": list(fleet.model_names),
         "applies_adapters": fleet.applies_adapters,
         "adapters": list(fleet.adapter_names),
@@ -144,19 +141,6 @@ def follow_gate(gate: Gate, record: Record) -> None:
         setattr(gate, name, record[name])
     gate.past = deque((ClosedTime(*each) for each in record["past"]), REMEMBERED)
     gate.update()
-
-
-def memory_orders(record: Record) -> list[Order]:
-    """What led to the memory that the fleet is without."""
-    return [Order(method, _bytes(target), _bytes(body)) for method, target, body in record["memory_orders"]]
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
 
 
 def own_numbers(generation: int) -> Iterator[int]:

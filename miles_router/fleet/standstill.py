@@ -1,0 +1,35 @@
+"""What the router has told a fleet that stands still, as JSON: for other processes, and for who follows a restart."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from miles_router.engines.actions import Order, Pause
+from miles_router.fleet.fleet import Fleet
+
+
+def standstill(fleet: Fleet) -> dict[str, Any]:
+    """Write the router's own pause of a fleet, what memory the fleet is without, and the orders that led to that."""
+    return {
+        "pause": None if fleet.pause is None else fleet.pause.mode,
+        "released": sorted(fleet.released),
+        "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
+    }
+
+
+def stand_still(fleet: Fleet, record: Mapping[str, Any]) -> None:
+    """Have a fleet stand still as `standstill` has written; its gate is left as it is."""
+    fleet.pause = None if record["pause"] is None else Pause(record["pause"])
+    fleet.released = set(record["released"])
+    orders = record["memory_orders"]
+    fleet.memory_orders = [Order(method, _bytes(target), _bytes(body)) for method, target, body in orders]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
