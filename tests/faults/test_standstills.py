@@ -15,21 +15,15 @@ import pytest
 from miles_router.errors import StateFull
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import post
+from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
-from tests.support.running_router import AS_USERS_DO, RouterProcess, router_process
+from tests.support.running_router import RouterProcess, router_process
 from tests.support.stage import Stage
 from tests.support.waiting import STEP
 
 JSON = [("Content-Type", "application/json")]
 SHORT = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
 KILLED = -signal.SIGKILL
-
-
-@pytest.fixture(params=[1, 2])
-def count(request: pytest.FixtureRequest) -> int:
-    """Of processes."""
-    found: int = request.param
-    return found
 
 
 async def asked(router: RouterProcess, path: str, **fields: Any) -> RawReply:
@@ -44,7 +38,7 @@ async def info(router: RouterProcess) -> dict[str, Any]:
 @asynccontextmanager
 async def on(directory: Path, count: int, *arguments: str, status: int = 0) -> AsyncIterator[RouterProcess]:
     given = ("--state-dir", str(directory), "--processes", str(count), *arguments)
-    async with router_process(*given, expect_status=status, start=AS_USERS_DO) as router:
+    async with router_process(*given, expect_status=status, start=fork_router) as router:
         yield router
         if status == KILLED:
             router.process.kill()
@@ -58,7 +52,7 @@ async def held(router: RouterProcess) -> asyncio.Task[RawReply]:
     return waiting
 
 
-@pytest.mark.parametrize("named", ["registered", "listed"])
+@pytest.mark.parametrize(("named", "count"), [("registered", 1), ("listed", 1), ("listed", 2)])
 async def test_a_paused_fleet_stays_paused_over_kills_until_it_is_continued(
     tmp_path: Path, count: int, named: str
 ) -> None:
@@ -82,6 +76,7 @@ async def test_a_paused_fleet_stays_paused_over_kills_until_it_is_continued(
             assert (await asked(router, "/generate", **SHORT)).status == 200
 
 
+@pytest.mark.parametrize("count", [1, 2])
 async def test_a_fleet_that_sleeps_is_told_nothing_twice_and_wakes_as_it_is_told(tmp_path: Path, count: int) -> None:
     async with SimulatedWorker() as worker, SimulatedWorker() as newcomer:
         arguments = ("--worker-urls", worker.url)
