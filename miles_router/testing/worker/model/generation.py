@@ -101,6 +101,7 @@ class Generation:
         self.request = request
         self.output_ids: list[int] = []
         self.contexts: list[int] = []
+        self._logprobs: list[float] = []  # as far as they were asked for: each event of a stream has all of them
         self.spans: list[VersionSpan] = []
         self.finish_reason: dict[str, Any] | None = None
         self.cached_tokens = 0
@@ -135,8 +136,10 @@ class Generation:
     @property
     def logprobs(self) -> list[float]:
         """One per output id."""
-        logprob = self._model.sampler.logprob
-        return [logprob(context, token) for context, token in zip(self.contexts, self.output_ids, strict=True)]
+        logprob, known = self._model.sampler.logprob, self._logprobs
+        for place in range(len(known), len(self.output_ids)):
+            known.append(logprob(self.contexts[place], self.output_ids[place]))
+        return known
 
     def abort(self, reason: dict[str, Any] = ABORTED) -> None:
         """End at the next step, which still yields a token, as in SGLang."""
@@ -315,7 +318,7 @@ class Generation:
 
     def _withdraw(self, kept: int) -> None:
         """Forget the output beyond its first `kept` ids. Without output one empty span is left."""
-        del self.output_ids[kept:], self.contexts[kept:]
+        del self.output_ids[kept:], self.contexts[kept:], self._logprobs[kept:]
         self.spans = [span for span in self.spans if span.start < kept or span.start == 0]
         for span in self.spans:
             span.end = min(span.end, kept)
