@@ -61,7 +61,7 @@ from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
-from miles_router.pools.registrations import Registrations, keep_standstill
+from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.state.store import StateStore
@@ -169,7 +169,7 @@ def _pool(
         orders=fan_out,
     )
     if store is not None and duty.checks:
-        fleet.keep = partial(keep_standstill, store, name, fleet)
+        fleet.keep = StandstillRow(store, name, fleet).keep
     metrics.count(fleet, sends=duty.sends, decides=duty.checks)
     in_flight = InFlight(private=len(set(data_keys(config))) > 1)
     forwarder = Forwarder(

@@ -18,7 +18,7 @@ from miles_router.middlewares import Pace, Scope
 from miles_router.middlewares.state import Elsewhere, Owners
 from miles_router.trajectory.pieces import Tokens
 
-#: Where it is asked, and the fields of the two questions: what a process has of texts, and which generations have one.
+#: Where it is asked, and the fields of the two questions: what a process has of texts, and which generations have them.
 QUESTION, HOLDS, SPELLS = b"/retrieve_from_text", "holds", "spells"
 DIGEST_BYTES = 8
 
@@ -35,6 +35,8 @@ class Held(NamedTuple):
     chars: int = 0
 
 
+#: Of one text: ids of generations, each with a digest of its tokens.
+Spellings: TypeAlias = Sequence[tuple[str, str]]
 #: What each process has of the texts that were asked for, this one first, which is None.
 Answers: TypeAlias = list[tuple[int | None, list[Held]]]
 
@@ -86,27 +88,28 @@ class TextHolders:
         told = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
         return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]
 
-    def spellings(self, text: str) -> list[tuple[str, str]]:
-        """Return the ids of generations of this process with exactly this text, each with a digest of its tokens."""
-        return [(entry.rid, digest(entry.trajectory().tokens)) for entry in self._recorder.cache.retrieve(text)]
+    async def spellings(self, texts: Sequence[str]) -> list[Spellings]:
+        """Return the ids of generations of this process with exactly these texts, each with a digest of its tokens."""
+        found, pace = list[Spellings](), Pace()
+        for text in texts:
+            await pace.step()
+            entries = self._recorder.cache.retrieve(text)
+            found.append([(entry.rid, digest(entry.trajectory().tokens)) for entry in entries])
+        return found
 
-    async def other_spellings(self, scope: Scope, owners: Sequence[int | None], text: str, tokens: Tokens) -> list[str]:
-        """Return the ids of those of these processes with exactly this text and other tokens.
+    async def spellings_at(self, scope: Scope, owner: int | None, texts: Sequence[str]) -> list[Spellings]:
+        """Return those of a process.
 
         Raises:
-            OwnerUnavailable: one does not answer.
+            OwnerUnavailable: it does not answer.
         """
-        known, found = digest(tokens), list[str]()
-        for owner in owners:
-            if owner is None:
-                spelled = self.spellings(text)
-            else:
-                status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: text}))
-                if status != 200:
-                    raise OwnerUnavailable(f"process {owner} answers {status}")
-                spelled = orjson.loads(answer)
-            found += [rid for rid, each in spelled if each != known]
-        return found
+        if owner is None:
+            return await self.spellings(texts)
+        status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: texts}))
+        if status != 200:
+            raise OwnerUnavailable(f"process {owner} answers {status}")
+        told: list[Spellings] = orjson.loads(answer)
+        return told
 
 
 def owner_of(answers: Answers, place: int) -> int | None:

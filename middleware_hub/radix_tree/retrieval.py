@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.holders import HOLDS, SPELLS, TextHolders, others_with, owner_of
+from middleware_hub.radix_tree.holders import HOLDS, SPELLS, Answers, TextHolders, digest, others_with, owner_of
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
@@ -74,11 +74,12 @@ class Retrieval:
 
     async def _told(self, asked: Mapping[str, Any]) -> list[Any]:
         """What another process of the router wants to know."""
-        if isinstance(asked.get(SPELLS), str):
-            return self._holders.spellings(asked[SPELLS])
-        if not isinstance(asked.get(HOLDS), list) or not all(isinstance(text, str) for text in asked[HOLDS]):
-            raise BadRequest(f"{HOLDS} must be a list of texts")
-        return [[*each] for each in await self._holders.held(asked[HOLDS])]
+        texts = asked.get(HOLDS, asked.get(SPELLS))
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadRequest(f"{HOLDS} and {SPELLS} must be a list of texts")
+        if HOLDS in asked:
+            return [[*each] for each in await self._holders.held(texts)]
+        return await self._holders.spellings(texts)
 
     async def require(self, scope: Scope, text: str) -> None:
         """Go on only in the process that has what this text continues.
@@ -105,20 +106,29 @@ class Retrieval:
     async def _by_text(self, scope: Scope, text: str, *, strict: bool) -> Retrieved:
         answers = await self._holders.ask(scope, [text])
         owner = owner_of(answers, 0)
-        others = others_with(answers, 0, owner)
         if owner is None:
             found = await self._one(text, None, strict=strict)
-        elif others:
+        elif others_with(answers, 0, owner):
             (found,) = await self._ask(owner, scope, orjson.dumps({"text": text, "strict": strict}), many=False)
         else:
             raise Elsewhere(owner)
-        return await self._with_others(scope, others, found)
+        return (await self._with_others(scope, answers, [found]))[0]
 
-    async def _with_others(self, scope: Scope, owners: Sequence[int | None], found: Retrieved) -> Retrieved:
-        """With the generations of other processes that have this text and other tokens."""
-        others = await self._holders.other_spellings(scope, owners, found.text, found.tokens)
-        self._cache.statistics.ambiguous += bool(others) and not found.ambiguous
-        return replace(found, candidates=(*others, *found.candidates))
+    async def _with_others(self, scope: Scope, answers: Answers, found: Sequence[Retrieved]) -> list[Retrieved]:
+        """With the generations of other processes that have these texts and other tokens."""
+        asked: dict[int | None, list[int]] = {}
+        for place in range(len(found)):
+            for other in others_with(answers, place, owner_of(answers, place)):
+                asked.setdefault(other, []).append(place)
+        works = [self._holders.spellings_at(scope, each, [found[n].text for n in asked[each]]) for each in asked]
+        others: dict[int, list[str]] = {}
+        for places, told in zip(asked.values(), await asyncio.gather(*works), strict=True):
+            for place, spellings in zip(places, told, strict=True):
+                known = digest(found[place].tokens)
+                others.setdefault(place, []).extend(rid for rid, each in spellings if each != known)
+        ambiguous = sum(bool(rids) and not found[place].ambiguous for place, rids in others.items())
+        self._cache.statistics.ambiguous += ambiguous
+        return [replace(one, candidates=(*others.get(n, ()), *one.candidates)) for n, one in enumerate(found)]
 
     async def _has(self, rid: str) -> bool:
         await self._recorder.archive.load_rid(rid)
@@ -137,9 +147,8 @@ class Retrieval:
             else:
                 body = orjson.dumps({"texts": [texts[place] for place in theirs], "strict": strict})
                 each = await self._ask(owner, scope, body, many=True)
-            for place, one in zip(theirs, each, strict=True):
-                found[place] = await self._with_others(scope, others_with(answers, place, owner), one)
-        return [found[place] for place in range(len(texts))]
+            found.update(zip(theirs, each, strict=True))
+        return await self._with_others(scope, answers, [found[place] for place in range(len(texts))])
 
     async def _ask(self, owner: int, scope: Scope, body: bytes, *, many: bool) -> list[Retrieved]:
         status, _, answer = await self._owners.ask(owner, scope, body, accept=BINARY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,10 +18,12 @@ from miles_router.engines.actions import Abort, Action, ChangeAdapter, Continue,
 from miles_router.engines.client_json import read_json
 from miles_router.engines.control import BadArguments, ControlRequest
 from miles_router.engines.known import CONTROL, USUAL, ReadOrder, own_request
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, StateError
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
+
+logger = logging.getLogger(__name__)
 
 #: Characters of an adapter's name that is remembered.
 MAX_ADAPTER_NAME = 512
@@ -66,8 +69,7 @@ class Control:
             BadRequest: input that no worker could make sense of; none was asked.
             NoWorkerAvailable: no worker is registered.
             UnsupportedByEngine: the engine of one cannot do it; none was asked.
-            StateError: whether the fleet stands still cannot be made durable. No worker was told to stand still; those
-                that were told to go on do, and it may be asked for again.
+            StateError: that the fleet stands still cannot be made durable; none was asked.
         """
         known = self.by_path[path]
         try:
@@ -90,15 +92,24 @@ class Control:
         ):
             await call.check()
             with self._noting_a_pause() if isinstance(action, Pause) else nullcontext():
-                outcomes = await effect.run(call)
-            if effect.holds_membership:
-                await self._fleet.keep()
+                try:
+                    outcomes = await effect.run(call)
+                finally:
+                    if effect.holds_membership:
+                        await self.keep()
         self.sent += 1
         answer = one_answer(outcomes, request_id)
         adapter = action.name if isinstance(action, ChangeAdapter) else None
         if adapter is not None and len(adapter) <= MAX_ADAPTER_NAME and any(outcome.ok for outcome in outcomes):
             self._fleet.note_adapters([adapter])
         return answer
+
+    async def keep(self) -> None:
+        """Make durable whether the fleet stands still. Where that fails, the next router may wait for a continue."""
+        try:
+            await self._fleet.keep()
+        except StateError as error:
+            logger.warning("standstill_not_kept", extra={"fields": {"reason": str(error)}})
 
     @contextmanager
     def _noting_a_pause(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 
 from miles_router import tasks
 from miles_router.control.probes import Probes
-from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from miles_router.errors import PartlyFailed, StateError, UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import ALIVE, Signs, Transition, Worker, WorkerState
 
@@ -215,7 +215,7 @@ class HealthMonitor:
         """Have a worker that answers for the first time join the fleet; returns why it could not."""
         try:
             await self._fleet.reach(worker, version if self._trusted(epoch) else None)
-        except (PartlyFailed, UpstreamUnreachable) as error:
+        except (PartlyFailed, StateError, UpstreamUnreachable) as error:
             return str(error)
         return None
 

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import orjson
 
@@ -14,6 +13,7 @@ from miles_router.control.call import Call
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.engines.actions import Continue, Order, Pause, Sleep, Wake
 from miles_router.errors import StateError, UnsupportedByEngine
+from miles_router.fleet.standstill import stand_still, standstill
 from miles_router.fleet.workers import Worker, WorkerState
 
 #: Seconds for which a paused fleet is asked again to flush, and between two questions.
@@ -29,8 +29,9 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
     fleet.begin_pause(action)
-    # From here on nobody sends a generation, and cuts are known for what they are.
-    await _known(call, fleet.end_pause if before is None else partial(fleet.keep_pause, before))
+    if before is None:  # else it is durable that the fleet is paused, and workers are in the mode that was asked for
+        await _keep(call, fleet.end_pause)
+    await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
         # was retracted it aborts at once.
@@ -44,8 +45,8 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
     return outcomes
 
 
-async def _known(call: Call, undo: Callable[[], None]) -> None:
-    """Return when it outlives the router that the fleet stands still, and everybody acts by it.
+async def _keep(call: Call, undo: Callable[[], None]) -> None:
+    """Return when it outlives the router that the fleet stands still.
 
     Raises:
         StateError: it cannot be made durable; it is undone, and no worker was told.
@@ -55,7 +56,6 @@ async def _known(call: Call, undo: Callable[[], None]) -> None:
     except StateError:
         undo()
         raise
-    await call.fleet.everywhere()
 
 
 async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
@@ -110,12 +110,21 @@ async def sleep(call: Call, action: Sleep) -> list[Outcome]:
     """
     workers = call.workers()
     await _check_sleep(call, workers)
-    call.fleet.begin_sleep()
-    await _known(call, call.fleet.wake_if_whole)
+    fleet, before = call.fleet, standstill(call.fleet)
+
+    def undo() -> None:
+        stand_still(fleet, before)
+        fleet.wake_if_whole()
+
+    fleet.begin_sleep()
+    fleet.memory_released(action.parts, _as_order(call), workers)
+    await _keep(call, undo)
+    await fleet.everywhere()
     outcomes = await call.ask(workers)
     if any(outcome.ok for outcome in outcomes):
-        call.fleet.memory_released(action.parts, _as_order(call))
-    call.fleet.wake_if_whole()
+        fleet.slept -= {each.worker.url for each in outcomes if not each.ok} - {*before["slept"]}
+    else:
+        undo()
     return outcomes
 
 

@@ -15,8 +15,8 @@ from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.engines.models import possible_adapters
-from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.adapters import AdapterQuestion, adapters_by, told_adapters
+from miles_router.errors import PartlyFailed, RouterError, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.adapters import AdapterQuestion, adapters_by
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
@@ -75,8 +75,7 @@ class Fleet:
         #: The parts of its memory that the fleet is without, and what led to that.
         self.released: set[str] = set()
         self.memory_orders: list[Order] = []
-        #: Workers that were put to sleep before this process began.
-        self.slept_before: frozenset[str] = frozenset()
+        self.slept: set[str] = set()  # the URLs of those that were told
         #: Returns when it outlives this process whether the fleet stands still.
         self.keep: Callable[[], Awaitable[None]] = _here
         #: Returns when every process that sends requests acts by what was decided here.
@@ -135,6 +134,8 @@ class Fleet:
 
     def _changed(self, transition: Transition) -> None:
         _log(transition)
+        if transition.after is None:
+            self.slept.discard(transition.worker.url)
         self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
 
     # Who joins, and who leaves
@@ -190,9 +191,15 @@ class Fleet:
         if self.pause is not None:
             engine = await self.engine(newcomer)
             await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
-        if not self._is_registered(newcomer.address) and newcomer.url not in self.slept_before:
-            for order in self.memory_orders:
-                await self._order(newcomer, await self._spelled(newcomer, order), "the fleet is asleep")
+        if self.memory_orders and not self._is_registered(newcomer.address) and newcomer.url not in self.slept:
+            self.slept.add(newcomer.url)
+            try:
+                await self.keep()
+                for order in self.memory_orders:
+                    await self._order(newcomer, await self._spelled(newcomer, order), "the fleet is asleep")
+            except RouterError:
+                self.slept.discard(newcomer.url)
+                raise
 
     async def _spelled(self, newcomer: Worker, order: Order) -> Order:
         """An order that others were given, as a newcomer takes it."""
@@ -231,10 +238,11 @@ class Fleet:
         """The workers are about to release memory."""
         self.gate.sleep()
 
-    def memory_released(self, parts: Collection[str], order: Order) -> None:
-        """They have released these parts."""
+    def memory_released(self, parts: Collection[str], order: Order, workers: Iterable[Worker]) -> None:
+        """These are told to release these parts."""
         self.released |= set(parts)
         self.memory_orders.append(order)
+        self.slept |= {worker.url for worker in workers}
 
     def memory_resumed(self, parts: Collection[str], order: Order) -> None:
         """They have these parts again; all, where none is named."""
@@ -245,6 +253,7 @@ class Fleet:
         """Trainers wake a fleet in steps: its weights, an update, then the rest. It sleeps until the last."""
         if not self.released:
             self.memory_orders.clear()
+            self.slept.clear()
             self.gate.wake()
 
     # Facts
@@ -385,12 +394,6 @@ class Fleet:
                 listener(worker)
             return worker.facts
         return facts
-
-    async def ask_for_adapters(
-        self, worker: Worker, patience: float | None, key: bytes | None
-    ) -> frozenset[str] | None:
-        """As `told_adapters`."""
-        return await told_adapters(self.questions, worker, patience, key)
 
     def _note_names(self, facts: Facts) -> None:
         for name in (facts.served_model_name, facts.model_path):

@@ -11,10 +11,11 @@ from miles_router.fleet.fleet import Fleet
 
 
 def standstill(fleet: Fleet) -> dict[str, Any]:
-    """Write the router's own pause of a fleet, what memory the fleet is without, and the orders that led to that."""
+    """Write the router's own pause of a fleet, what memory who is without, and the orders that led to that."""
     return {
         "pause": None if fleet.pause is None else fleet.pause.mode,
         "released": sorted(fleet.released),
+        "slept": sorted(fleet.slept),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
     }
 
@@ -22,7 +23,7 @@ def standstill(fleet: Fleet) -> dict[str, Any]:
 def stand_still(fleet: Fleet, record: Mapping[str, Any]) -> None:
     """Have a fleet stand still as `standstill` has written; its gate is left as it is."""
     fleet.pause = None if record["pause"] is None else Pause(record["pause"])
-    fleet.released = set(record["released"])
+    fleet.released, fleet.slept = set(record["released"]), set(record["slept"])
     orders = record["memory_orders"]
     fleet.memory_orders = [Order(method, _bytes(target), _bytes(body)) for method, target, body in orders]
 

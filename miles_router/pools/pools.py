@@ -16,6 +16,7 @@ from miles_router import tasks
 from miles_router.control.health import HealthMonitor
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
+from miles_router.fleet.adapters import told_adapters
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
@@ -159,7 +160,7 @@ class ModelPool:
         fleet = self.fleet
         asked = [worker for worker in fleet.alive if key is None or worker.withholds]
         patience = IMPATIENCE if any(worker.adapters is not None for worker in asked) else None
-        asking = (fleet.ask_for_adapters(worker, patience, key) for worker in asked)
+        asking = (told_adapters(fleet.questions, worker, patience, key) for worker in asked)
         for worker, told in zip(asked, await asyncio.gather(*asking), strict=True):
             if told is not None:
                 worker.adapters = told

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from miles_router.errors import BadRequest, StateDamaged
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.standstill import stand_still, standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
-from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.pools import Pools
 from miles_router.slots import CONTROL
 from miles_router.state.rows import Change
 from miles_router.state.store import StateStore
@@ -43,14 +43,21 @@ class Registrations:
         if self.store is not None:
             await self.store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
 
-    def _stand_still(self, pool: ModelPool, record: Mapping[str, Any]) -> None:
-        fleet, gate = pool.fleet, pool.fleet.gate
-        stand_still(fleet, record)
-        fleet.slept_before = frozenset(record["workers"] if record["memory_orders"] else ())
-        gate.mode = record["pause"]
-        gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
+    async def _stand_still(self, name: str, row: bytes) -> None:
+        try:
+            record = orjson.loads(row)
+            pool = await self._pools.open(name or None)
+            stand_still(pool.fleet, record)
+            gate = pool.fleet.gate
+            gate.mode = record["pause"]
+            gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateDamaged(f"whether the fleet {name!r} stands still cannot be read: {error!r}") from error
+        except BadRequest as error:  # by other settings there is no such pool
+            logger.warning("standstill_forgotten", extra={"fields": {"pool": name, "reason": str(error)}})
+            return
         gate.update()
-        fields = {"pool": pool.name, "paused": record["pause"], "asleep": record["asleep_since"] is not None}
+        fields = {"pool": name, "paused": gate.mode, "asleep": gate.asleep_since is not None}
         logger.warning("fleet_still_stands", extra={"fields": fields})
 
     async def restore(self, *, of_this_run: bool = False) -> None:
@@ -71,10 +78,10 @@ class Registrations:
             return
         rows = await self.store.load(OWNER, slot=CONTROL)
         for row in rows:
-            held: dict[str, Any] = orjson.loads(row.value)
             if row.kind == STANDSTILL and not of_this_run:
-                self._stand_still(await self._pools.open(str(row.key) or None), held)
+                await self._stand_still(str(row.key), row.value)
             if row.kind == WORKER:
+                held: dict[str, Any] = orjson.loads(row.value)
                 pool = await self._pools.open(held["pool"] or None)
                 pool.fleet.pool.add(
                     parse_worker_url(held["url"]), api_key=held["api_key"], attributes=held["attributes"]
@@ -85,14 +92,25 @@ class Registrations:
         await self.store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)
 
 
-async def keep_standstill(store: StateStore, pool: str, fleet: Fleet) -> None:
-    """Hold whether a pool's fleet stands still. Raises StateError where that cannot be made durable."""
-    gate = fleet.gate
-    record = {
-        **standstill(fleet),
-        "paused_since": gate.paused_since,
-        "asleep_since": gate.asleep_since,
-        "workers": [worker.url for worker in fleet.pool],
-    }
-    change = Change(STANDSTILL, pool, orjson.dumps(record) if gate.deliberate else None)
-    await store.commit(OWNER, [change], slot=CONTROL)
+class StandstillRow:
+    """Where it outlives the process whether a pool's fleet stands still."""
+
+    def __init__(self, store: StateStore, pool: str, fleet: Fleet) -> None:
+        self._store = store
+        self._pool = pool
+        self._fleet = fleet
+        #: What is there; nobody knows it before the first change.
+        self._value: bytes | None = b""
+
+    async def keep(self) -> None:
+        """Make durable what is now. Raises StateError where that cannot be."""
+        gate = self._fleet.gate
+        record = {
+            **standstill(self._fleet),
+            "paused_since": gate.paused_since,
+            "asleep_since": gate.asleep_since,
+        }
+        value = orjson.dumps(record) if gate.deliberate else None
+        if value != self._value:
+            await self._store.commit(OWNER, [Change(STANDSTILL, self._pool, value)], slot=CONTROL)
+            self._value = value

@@ -19,7 +19,7 @@ from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.stage import Stage
-from tests.support.waiting import STEP
+from tests.support.waiting import STEP, until
 
 JSON = [("Content-Type", "application/json")]
 SHORT = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
@@ -95,6 +95,56 @@ async def test_a_fleet_that_sleeps_is_told_nothing_twice_and_wakes_as_it_is_told
             assert len(each.door.at("/resume_memory_occupation")) == 2
 
 
+async def test_a_fleet_that_goes_on_without_workers_is_not_closed_for_the_next_router(tmp_path: Path) -> None:
+    async with SimulatedWorker() as worker:
+        async with on(tmp_path, 1, status=KILLED) as router:
+            for stop, go_on in (
+                ("/pause_generation", "/continue_generation"),
+                ("/release_memory_occupation", "/resume_memory_occupation"),
+            ):
+                assert (await asked(router, "/add_worker", url=worker.url)).status == 200
+                assert (await asked(router, stop)).status == 200
+                assert (await asked(router, "/remove_worker", url=worker.url)).status == 200
+                assert (await asked(router, go_on)).error_type == "no_worker_available"
+        async with on(tmp_path, 1) as router:
+            assert not (await info(router))["gate"]["closed"]
+
+
+async def test_who_slept_before_is_told_to_sleep_again_once_it_has_woken_or_left(tmp_path: Path) -> None:
+    async with SimulatedWorker() as worker, SimulatedWorker() as other:
+
+        def told() -> list[int]:
+            return [len(each.door.at("/release_memory_occupation")) for each in (worker, other)]
+
+        async with on(tmp_path, 1, "--worker-urls", worker.url, other.url, status=KILLED) as router:
+            assert (await asked(router, "/release_memory_occupation")).status == 200
+        async with on(tmp_path, 1, "--worker-urls", worker.url, other.url) as router:
+            assert told() == [1, 1]
+            assert (await asked(router, "/remove_worker", url=other.url)).status == 200
+            assert (await asked(router, "/add_worker", url=other.url)).status == 200
+            assert told() == [1, 2], "it may have been started anew"
+            assert (await asked(router, "/resume_memory_occupation")).status == 200
+            assert (await asked(router, "/release_memory_occupation")).status == 200
+            assert told() == [2, 3]
+            assert (await asked(router, "/resume_memory_occupation")).status == 200
+
+
+async def test_a_sleep_that_a_kill_cuts_is_whole_for_the_next_router(tmp_path: Path) -> None:
+    async with SimulatedWorker() as worker:
+        arguments = ("--worker-urls", worker.url)
+        async with on(tmp_path, 1, *arguments, status=KILLED) as router:
+            worker.faults.hang(path="/release_memory_occupation")
+            order = asked(router, "/release_memory_occupation", tags=["kv_cache", "weights"])
+            cut = asyncio.ensure_future(order)
+            await until(lambda: worker.door.at("/release_memory_occupation"), "it is told")
+        await asyncio.gather(cut, return_exceptions=True)
+        async with on(tmp_path, 1, *arguments) as router:
+            assert (await asked(router, "/resume_memory_occupation", tags=["weights"])).status == 200
+            assert (await info(router))["gate"]["closed"], "a part is missing still"
+            assert (await asked(router, "/resume_memory_occupation", tags=["kv_cache"])).status == 200
+            assert not (await info(router))["gate"]["closed"]
+
+
 async def test_what_cannot_be_made_durable_is_refused_before_any_worker_is_told(stage: Stage, tmp_path: Path) -> None:
     async with SimulatedWorker() as worker:
         router = await stage.router(worker.url, state_dir=str(tmp_path))
@@ -102,11 +152,17 @@ async def test_what_cannot_be_made_durable_is_refused_before_any_worker_is_told(
         async def full() -> None:
             raise StateFull("the disk is full")
 
+        async def full_from_now_on() -> None:
+            router.app.router.fleet.keep = full
+
         router.app.router.fleet.keep, keep = full, router.app.router.fleet.keep
         for path, fields in (("/pause_generation", {"mode": "abort"}), ("/release_memory_occupation", {})):
             refused = await post(router, path, **fields)
             assert (refused.status, refused.error_type) == (507, "state_full")
             assert not worker.door.at(path)
             assert (await post(router, "/generate", **SHORT)).status == 200
-        router.app.router.fleet.keep = keep
+        router.app.router.fleet.keep = full_from_now_on
         assert (await post(router, "/pause_generation", mode="abort")).status == 200
+        assert (await post(router, "/continue_generation")).status == 200, "what was done is no failure"
+        assert (await post(router, "/generate", **SHORT)).status == 200
+        router.app.router.fleet.keep = keep

@@ -124,7 +124,7 @@ def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
 def test_what_the_fleet_has_released_can_be_read_again(pair: Pair) -> None:
     order = Order("POST", b"/release_memory_occupation", b'{"tags": ["weights"]}')
     pair.decided.begin_sleep()
-    pair.decided.memory_released(["weights"], order)
+    pair.decided.memory_released(["weights"], order, [])
     record = json.loads(json.dumps(written(pair.decided, pair.pool)))
     other = quiet_fleet()
     stand_still(other, record)

@@ -34,6 +34,9 @@ class Data:
     async def abort(self, message: Message) -> Message:
         return Message({"found": [[["http://a"], [message.fields["rid"]], False]]})
 
+    async def at(self, message: Message) -> Message:
+        return Message({"found": {1, 2}})
+
     async def places(self, message: Message) -> Message:
         return Message({"found": ["http://a"]})
 
@@ -53,7 +56,7 @@ class Scene:
         """One is connected."""
         ends = socket.socketpair()
         ours, theirs = [await asyncio.open_connection(sock=each) for each in ends]
-        handlers = {"follow": data.follow, "abort": data.abort, "places": data.places}
+        handlers = {"follow": data.follow, "abort": data.abort, "at": data.at, "places": data.places}
         channels = [Channel(*ours, {}), Channel(*theirs, handlers, frozenset({"follow"}))]
         running = [spawn(each.run(), name="a channel") for each in channels]
         leading = spawn(self.followers.serve(Follower(channels[0], process)), name="lead")
@@ -196,6 +199,8 @@ async def test_who_asks_one_that_fails_over_it_is_told_and_the_others_go_on() ->
         requests = AllRequests("a", scene.followers)
         with pytest.raises(RouterError):
             await soon(requests.end_group("g"))  # which this one does not know
+        with pytest.raises(RouterError):
+            await soon(requests.at("http://a"))  # whose answer cannot be written
         assert len(await soon(requests.abort("r"))) == 1
 
 

@@ -101,28 +101,23 @@ class Channel:
 
     async def _answer(self, message: Message) -> None:
         number, what = message.fields.pop("number", None), message.fields.pop("what")
-        fields, blob = Message({FAILED: what})
+        frame = _frame({FAILED: what, "answers": number}, b"")
         try:
             fields, blob = await self._handlers[what](message) or Message({})
+            frame = _frame({**fields, "answers": number}, blob)
         finally:  # whoever asked must not wait for what this process has failed over, and logs
             if number is not None and not self._gone:
-                self._write({**fields, "answers": number}, blob)
+                self._writer.writelines(frame)
 
     @property
     def _gone(self) -> bool:
         """Whether nothing can be written; a transport that has failed knows it before whoever reads."""
         return self.lost or self._writer.transport.is_closing()
 
-    def _write(self, fields: Fields, blob: bytes) -> None:
-        text = json.dumps(fields).encode()
-        self._writer.write(_LENGTHS.pack(len(text), len(blob)) + text)
-        if blob:
-            self._writer.write(blob)
-
     def tell(self, what: str, **fields: Any) -> None:
         """Say something that nobody answers; dropped where the other side does not read, for it is no order."""
         if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
-            self._write({**fields, "what": what}, b"")
+            self._writer.writelines(_frame({**fields, "what": what}, b""))
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
         """Ask something and wait for the answer.
@@ -136,7 +131,7 @@ class Channel:
         number = next(self._numbers)
         self._asked[number] = waiting = asyncio.get_running_loop().create_future()
         try:
-            self._write({**fields, "what": what, "number": number}, blob)
+            self._writer.writelines(_frame({**fields, "what": what, "number": number}, blob))
             answer: Message = await waiting
             if FAILED in answer.fields:
                 raise RouterError(f"another process of the router failed: {what}")
@@ -154,3 +149,9 @@ class Channel:
                 waiting.set_exception(ChannelLost("the channel was lost"))
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
+
+
+def _frame(fields: Fields, blob: bytes) -> tuple[bytes, ...]:
+    text = json.dumps(fields).encode()
+    head = _LENGTHS.pack(len(text), len(blob)) + text
+    return (head, blob) if blob else (head,)

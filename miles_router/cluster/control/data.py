@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from starlette.routing import BaseRoute, Route
 
 from miles_router import tasks
@@ -185,7 +186,8 @@ class Link:
 
     async def _tell_numbers(self, message: Message) -> Message:
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
-        return Message({"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held})
+        numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held}
+        return Message({}, orjson.dumps(numbers))  # as `GET /router/info` of one process
 
     async def _tell_metrics(self, message: Message) -> Message:
         return Message({SHARD: str(self._shard)}, self._pools.default.router.metrics.render())

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -196,6 +197,8 @@ class ControlDuty(Duty):
                 _deciding(pool).restore()
             logger.warning("control_plane_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
             await self._registrations.restore(of_this_run=True)
+            for pool in self._pools:  # the one before may have been lost between two of these
+                await pool.router.control.keep()
         else:
             await self._registrations.restore()
             for url in self._config.worker_urls:
@@ -394,7 +397,7 @@ class WholeAdmin(Admin):
 
     async def info(self, request: Request) -> Response:
         """The router, with what all processes hold."""
-        told = [answer.fields for answer in await self._followers.ask_all("numbers")]
+        told = [orjson.loads(answer.blob) for answer in await self._followers.ask_all("numbers")]
         described = self.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
