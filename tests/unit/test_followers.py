@@ -34,9 +34,6 @@ class Data:
     async def abort(self, message: Message) -> Message:
         return Message({"found": [[["http://a"], [message.fields["rid"]], False]]})
 
-    async def at(self, message: Message) -> Message:
-        return Message({"found": {1, 2}})
-
     async def places(self, message: Message) -> Message:
         return Message({"found": ["http://a"]})
 
@@ -56,7 +53,7 @@ class Scene:
         """One is connected."""
         ends = socket.socketpair()
         ours, theirs = [await asyncio.open_connection(sock=each) for each in ends]
-        handlers = {"follow": data.follow, "abort": data.abort, "at": data.at, "places": data.places}
+        handlers = {"follow": data.follow, "abort": data.abort, "places": data.places}
         channels = [Channel(*ours, {}), Channel(*theirs, handlers, frozenset({"follow"}))]
         running = [spawn(each.run(), name="a channel") for each in channels]
         leading = spawn(self.followers.serve(Follower(channels[0], process)), name="lead")
@@ -199,8 +196,6 @@ async def test_who_asks_one_that_fails_over_it_is_told_and_the_others_go_on() ->
         requests = AllRequests("a", scene.followers)
         with pytest.raises(RouterError):
             await soon(requests.end_group("g"))  # which this one does not know
-        with pytest.raises(RouterError):
-            await soon(requests.at("http://a"))  # whose answer cannot be written
         assert len(await soon(requests.abort("r"))) == 1
 
 
@@ -218,6 +213,21 @@ async def test_who_waits_for_an_answer_hears_that_none_will_come() -> None:
     with pytest.raises(ChannelLost):
         await channel.ask("anything")
     ours[1].close()
+
+
+async def test_who_is_given_an_answer_that_cannot_be_written_is_told_so() -> None:
+    async def told(message: Message) -> Message:
+        return Message({"found": {1, 2}})
+
+    ends = socket.socketpair()
+    ours, theirs = [await asyncio.open_connection(sock=each) for each in ends]
+    asking, answering = Channel(*ours, {}), Channel(*theirs, {"at": told})
+    running = [spawn(each.run(), name="a channel") for each in (asking, answering)]
+    with pytest.raises(RouterError):
+        await soon(asking.ask("at"))
+    for channel, task in zip((asking, answering), running, strict=True):
+        channel.close()
+        await task
 
 
 async def test_who_asks_over_a_transport_that_has_failed_is_told_so_before_anybody_has_read_it() -> None:
