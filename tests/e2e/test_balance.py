@@ -160,6 +160,7 @@ async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_
     assert await took(router, workers, "/sessions/c/x", both[:1]) is other
 
 
+@pytest.mark.alone("what generates nothing is at home in each process")
 async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)

@@ -61,6 +61,7 @@ async def count_is(page: Page, text: str) -> None:
 # Fleet
 
 
+@pytest.mark.alone("several let go of sessions that are away though no requests come: the numbers are other ones soon")
 async def test_the_fleet_view_has_the_numbers_of_the_router(browser: Browser, run: ExpertsTrial) -> None:
     info, versions = await got(run, "info"), (await got(run, "run"))["versions"]
     cached, prompt = (sum(each[name] for each in versions) for name in ("cached", "prompt"))

@@ -103,6 +103,7 @@ async def test_the_command_writes_the_generations_of_a_prompt(
     assert {"rid", "response", "tokens", "loss_mask", "rollout_logp", "weight_versions"} <= written[0].keys()
 
 
+@pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
 async def test_siblings_with_equal_text_stay_ambiguous(restarts: Restarts) -> None:
     async with restarts.started() as before:
         text, rids = await siblings(before)

@@ -17,6 +17,7 @@ from tests.support.events import events_of
 from tests.support.fleet import PROBING, becomes
 from tests.support.http import RawReply, request, whole_or_cut
 from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.running_router import processes_used
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -48,7 +49,8 @@ async def test_a_lost_prefill_half_is_replaced_and_the_decode_half_serves(stage:
         pair.prefills[1].faults.clear()
         for _ in range(2):
             assert (await pair.answer(stream=stream))["output_ids"] == pair.truth().output_ids
-        assert pair.router.app.router.metrics.retries >= 2
+        heard = 1 if processes_used() == 1 else 0  # a process may hear from another that it is lost
+        assert pair.router.app.router.metrics.retries >= 1 + heard
         assert pair.router.pool.get(pair.decode.url).failures == 0
         await pair.free()
 

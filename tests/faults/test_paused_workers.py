@@ -24,6 +24,7 @@ from tests.support.fleet import (
     posting,
     simulated,
     states,
+    until_all_know,
 )
 from tests.support.http import ask
 from tests.support.scripted_worker import HANG, Behaviour, reply, script
@@ -126,9 +127,10 @@ async def test_what_a_worker_kept_in_a_pause_and_lost_by_dying_is_asked_of_anoth
         router = await stage.router(*(worker.url for worker in workers))
         sampling = {"max_new_tokens": 1000, "ignore_eos": True}
         tasks = []
-        for count in (1, 2):  # of two at the same instant, two processes may give both to one worker
+        for count in (1, 2):
             tasks.append(posting(router, text="Hi", sampling_params=sampling))
             await until(lambda: sum(bool(worker.running) for worker in workers) == count, "one runs on each")  # noqa: B023
+            await until_all_know(router, in_flight=count)  # else another process may take the same worker
         await post(router, "/pause_generation", mode=mode)
         await workers[0].kill()
         await held(router, 1)

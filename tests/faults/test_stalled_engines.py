@@ -13,7 +13,7 @@ import pytest
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
 from tests.support.descriptors import no_descriptors
-from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated
+from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated, until_all_know
 from tests.support.http import CutReply, ask
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, processes_used
@@ -42,10 +42,11 @@ async def on_each(*workers: SimulatedWorker) -> None:
 
 
 async def one_on_each(router: RunningRouter, sick: SimulatedWorker, well: SimulatedWorker) -> list[asyncio.Task[Any]]:
-    """One after the other: two processes that choose at the same instant may choose the same worker. The first is long
-    enough to be there still."""
+    """One after the other: processes that do not know yet what others have sent may choose the same worker. The first
+    is long enough to be there still."""
     first = generating(router, 1000)
     await until(lambda: sick.running or well.running, "one runs")
+    await until_all_know(router, in_flight=1)
     answers = [first, generating(router, 1000)]
     await on_each(sick, well)
     return answers
@@ -215,7 +216,10 @@ async def test_requests_that_the_engine_does_not_work_on_are_left_alone(stage: S
     router = await stage.router(sick, well, **WATCHING)
     for worker in (sick, well):
         worker.always(script(HANG))
-    tasks = [posting(router, "/update_weights_from_tensor", weights="x") for _ in range(2)]
+    tasks = [posting(router, "/update_weights_from_tensor", weights="x")]
+    await until(lambda: sick.busy + well.busy, "the first is there")
+    await until_all_know(router, in_flight=1)
+    tasks.append(posting(router, "/update_weights_from_tensor", weights="x"))
     await until(lambda: sick.busy == well.busy == 1, "one on each")
     well.always(script(reply()))
     sick.standing = dict.fromkeys(("/server_info", "/get_server_info", "/health_generate"), script(HANG))

@@ -16,11 +16,13 @@ from miles_router.fleet.workers import WorkerState
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
-from tests.support.running_router import RunningRouter
+from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, reply, script
 from tests.support.waiting import STEP, until
 
 JSON = [("Content-Type", "application/json")]
+#: Connections that reach each of two processes, as good as surely.
+ROUNDS = 16
 #: Probes that come often and give up soon.
 PROBING: dict[str, Any] = {
     "health_check_interval": 0.02,
@@ -60,6 +62,13 @@ async def until_health(router: RunningRouter, **counts: int) -> None:
     """Wait until `GET /health` has these counts: of several processes one is told a moment later what others have."""
     while not counts.items() <= (await router.ask("GET", "/health")).json().items():  # noqa: ASYNC110  # a request each
         await asyncio.sleep(STEP)
+
+
+async def until_all_know(router: RunningRouter, in_flight: int) -> None:
+    """Wait until each process knows that so many requests are in flight, and chooses by that: many connections in a row
+    have told it, which the system deals to all of them."""
+    for _ in range(ROUNDS if processes_used() > 1 else 1):
+        await until_health(router, in_flight=in_flight)
 
 
 async def info(router: RunningRouter) -> dict[str, Any]:
