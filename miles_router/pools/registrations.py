@@ -100,17 +100,15 @@ class StandstillRow:
         self._pool = pool
         self._fleet = fleet
         #: What is there; nobody knows it before the first change.
-        self._value: bytes | None = b""
+        self._record: dict[str, Any] | None = {}
 
     async def keep(self) -> None:
         """Make durable what is now. Raises StateError where that cannot be."""
-        gate = self._fleet.gate
-        record = {
-            **standstill(self._fleet),
-            "paused_since": gate.paused_since,
-            "asleep_since": gate.asleep_since,
-        }
-        value = orjson.dumps(record) if gate.deliberate else None
-        if value != self._value:
+        gate, record = self._fleet.gate, None
+        if gate.deliberate:
+            since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
+            record = {**standstill(self._fleet), **since}
+        if record != self._record:
+            value = None if record is None else orjson.dumps(record)
             await self._store.commit(OWNER, [Change(STANDSTILL, self._pool, value)], slot=CONTROL)
-            self._value = value
+            self._record = record

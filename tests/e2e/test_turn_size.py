@@ -34,33 +34,33 @@ class Size(NamedTuple):
 
 
 #: By path, whether the answer is streamed, and what the router is set to: `plain`; `durable`, with `--partial-rollout
-#: resume` and a state directory; `cut`, the same where a pause cuts the turn once.
+#: resume` and a state directory; `cut`, the same where a pause cuts the turn once, which writes that it paused.
 BOUNDS: dict[tuple[str, bool, str], Size] = {
     (GENERATE, False, "plain"): Size(35, 168, 0, 0),
     (CHAT, False, "plain"): Size(90, 524, 2, 6),
     (CHAT, False, "durable"): Size(98, 593, 3, 10),
-    (CHAT, False, "cut"): Size(132, 1993, 13, 17),
+    (CHAT, False, "cut"): Size(132, 1993, 13, 18),
     (CHAT, True, "plain"): Size(93, 1185, 17, 18),
     (CHAT, True, "durable"): Size(105, 1424, 18, 22),
-    (CHAT, True, "cut"): Size(139, 3133, 28, 28),
+    (CHAT, True, "cut"): Size(139, 3133, 28, 29),
     (COMPLETIONS, False, "plain"): Size(82, 486, 2, 4),
     (COMPLETIONS, False, "durable"): Size(88, 543, 3, 8),
-    (COMPLETIONS, False, "cut"): Size(106, 1305, 6, 8),
+    (COMPLETIONS, False, "cut"): Size(106, 1305, 6, 9),
     (COMPLETIONS, True, "plain"): Size(84, 1119, 14, 15),
     (COMPLETIONS, True, "durable"): Size(91, 1179, 15, 19),
-    (COMPLETIONS, True, "cut"): Size(104, 1619, 11, 12),
+    (COMPLETIONS, True, "cut"): Size(104, 1619, 11, 13),
     (MESSAGES, False, "plain"): Size(93, 557, 2, 6),
     (MESSAGES, False, "durable"): Size(101, 627, 3, 10),
-    (MESSAGES, False, "cut"): Size(136, 2023, 12, 16),
+    (MESSAGES, False, "cut"): Size(136, 2023, 12, 17),
     (MESSAGES, True, "plain"): Size(98, 1467, 17, 21),
     (MESSAGES, True, "durable"): Size(111, 1710, 18, 25),
-    (MESSAGES, True, "cut"): Size(144, 3363, 28, 31),
+    (MESSAGES, True, "cut"): Size(144, 3363, 28, 32),
     (RESPONSES, False, "plain"): Size(96, 605, 2, 6),
     (RESPONSES, False, "durable"): Size(104, 683, 3, 12),
-    (RESPONSES, False, "cut"): Size(139, 2082, 12, 18),
+    (RESPONSES, False, "cut"): Size(139, 2082, 12, 19),
     (RESPONSES, True, "plain"): Size(102, 1425, 17, 24),
     (RESPONSES, True, "durable"): Size(114, 1673, 18, 30),
-    (RESPONSES, True, "cut"): Size(147, 3383, 28, 36),
+    (RESPONSES, True, "cut"): Size(147, 3383, 28, 37),
 }
 
 
