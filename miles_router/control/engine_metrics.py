@@ -47,8 +47,8 @@ def _request(worker: Worker) -> Outgoing:
 
 
 def merge(texts: Mapping[str, str], label: str) -> str:
-    """Prometheus texts of several, by their names, as one text: each family once, with the samples of all, each of
-    which has a label with the name. Pure."""
+    """Join Prometheus texts: each family once, with the samples of all. Each sample gets a `label` with the name of the
+    text that it comes from. Pure."""
     families: dict[str, tuple[dict[str, None], list[str]]] = {}  # the lines about it, once each; its samples
     for who, text in texts.items():
         family = ""
@@ -70,7 +70,7 @@ def _name(name: str) -> str:
 
 
 def _labelled(labels: str | None, label: str, name: str) -> str:
-    """With this one, unless it stands there: a worker may itself be a router."""
+    """Add a label to a sample's labels, unless it has one: a worker may itself be a router, which has added it."""
     if labels and re.search(rf'(?:^|,)\s*{label}="', labels):
         return labels
     return f'{labels.rstrip(", ")},{label}="{name}"' if labels and labels.strip() else f'{label}="{name}"'

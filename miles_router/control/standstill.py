@@ -46,10 +46,10 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
 
 
 async def _keep(call: Call, undo: Callable[[], None]) -> None:
-    """Return when it outlives the router that the fleet stands still.
+    """Make durable that the fleet stands still, before any worker is told.
 
     Raises:
-        StateError: it cannot be made durable; it is undone, and no worker was told.
+        StateError: it cannot be made durable, and was undone.
     """
     try:
         await call.fleet.keep()

@@ -76,7 +76,7 @@ class Fleet:
         self.released: set[str] = set()
         self.memory_orders: list[Order] = []
         self.slept: set[str] = set()  # the URLs of those that were told
-        #: Returns when it outlives this process whether the fleet stands still.
+        #: Makes durable whether the fleet stands still, where the router has a state directory.
         self.keep: Callable[[], Awaitable[None]] = _here
         #: Returns when every process that sends requests acts by what was decided here.
         self.everywhere: Callable[[], Awaitable[None]] = _here

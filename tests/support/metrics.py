@@ -21,9 +21,9 @@ def total(text: str, name: str, **labels: str) -> float:
     return sum(each.value for each in samples(text, name, **labels))
 
 
-async def metrics(url: str, *headers: tuple[str, str]) -> str:
+async def metrics(url: str) -> str:
     """The text of a router."""
-    answer = await ask(url, "GET", "/metrics", headers)
+    answer = await ask(url, "GET", "/metrics")
     assert answer.status == 200, answer.body
     return answer.body.decode()
 
