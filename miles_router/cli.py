@@ -17,7 +17,7 @@ from miles_router.settings.values import show
 from miles_router.version import __version__
 
 if TYPE_CHECKING:
-    from miles_router.state.rows import StateRow
+    from miles_router.state.blobs import Blobs
 
 DESCRIPTION = (
     "Route RL rollouts to SGLang workers: least in-flight, byte for byte, with middlewares around every request."
@@ -36,7 +36,7 @@ commands:
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
 """
-#: By a kind of rows, what writes an owner of such as lines of JSON.
+#: By the kind that an owner's head names, what writes it as lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
     "family": "middleware_hub.radix_tree.archive.lines.lines_of",
@@ -237,28 +237,29 @@ def _view(arguments: Sequence[str]) -> int:
 def _show_state(options: argparse.Namespace) -> None:
     if not 1 <= len(options.names) <= 2:
         raise ConfigError("state: name the directory, and for lines of JSON one of the owners in it")
-    from miles_router.state.inspection import holdings, rows_of
+    from miles_router.state.inspection import blobs_of, holdings
 
     directory, owners = Path(options.names[0]), options.names[1:]
     for owner in owners:
-        _write_owner(owner, rows_of(directory, owner))
+        for blobs in blobs_of(directory, owner):
+            _write_owner(owner, blobs)
     if owners:
         return
     rows = [[each if each.isprintable() else repr(each) for each in map(str, row)] for row in holdings(directory)]
-    print_table(("file", "owner", "kind", "rows", "bytes"), rows)
+    print_table(("file", "owner", "kind", "blobs", "bytes", "large"), rows)
 
 
-def _write_owner(owner: str, rows: list[StateRow]) -> None:
-    kind = next((row.kind for row in rows if row.kind in WRITERS), None)
-    if kind is None:
-        raise ConfigError(
-            f"state: {owner!r} holds nothing that can be written as lines: {', '.join({row.kind for row in rows})}"
-        )
+def _write_owner(owner: str, blobs: Blobs) -> None:
+    from miles_router.state.inspection import kind_of
+
+    kind = kind_of(owner, blobs[0]) if 0 in blobs else None
+    if kind not in WRITERS:
+        raise ConfigError(f"state: {owner!r} cannot be written as lines: it is no {' or '.join(WRITERS)}")
     module, _, function = WRITERS[kind].rpartition(".")
     lines = getattr(importlib.import_module(module), function)
 
     async def write() -> None:
-        for line in lines(owner, rows):
+        for line in lines(owner, blobs):
             sys.stdout.buffer.write(line + b"\n")
 
     try:

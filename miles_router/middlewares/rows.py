@@ -10,7 +10,7 @@ trajectories, and keep a trajectory's rows for as long as they keep the trajecto
     outer layer    router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that layer
 
 `written_rows` and `read_rows` make bytes of rows and rows of bytes, for trajectories that outlive the process
-(`--state-rows`): the own rows of one generation, behind those of the one that it continues. The header (`state.rows`)
+(`--state-rows`): the own rows of one generation, behind those of the one that it continues. The header (`state.blobs`)
 has start, width, type and parent.
 """
 
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.state.rows import header_of, with_header
+from miles_router.state.blobs import header_of, with_header
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind, RowShape
+from miles_router.trajectory.rows import KINDS, AlignedRows, RowArray, RowKind, RowShape
 
 __all__ = [
     "NOT_WRITTEN",
@@ -40,9 +40,11 @@ __all__ = [
     "RowSource",
     "RowsByKind",
     "TrajectoryRows",
+    "are_kept",
     "can_be_written",
     "first_prefix",
-    "key_of_rows",
+    "generation_of_rows",
+    "number_of_rows",
     "parent_of",
     "read_rows",
     "written_rows",
@@ -253,11 +255,18 @@ class RowChannel:
 
 #: Why a trajectory that was read back has no rows, where none were written.
 NOT_WRITTEN = "the router was restarted since, and --state-rows was off"
+#: Of a number, the lower bits that tell the kind by its place in `KINDS`.
+KIND_BITS = 4
 
 
-def key_of_rows(kind: RowKind, number: int) -> str:
-    """The key of the rows of a generation, in the rows of its owner."""
-    return f"{kind.name} {number}"
+def number_of_rows(kind: RowKind, number: int) -> int:
+    """Return the number of the large blob that has the rows of a generation with this number."""
+    return number << KIND_BITS | KINDS.index(kind)
+
+
+def generation_of_rows(number: int) -> tuple[RowKind, int]:
+    """Return what `number_of_rows` was given. Raises IndexError where it was nothing."""
+    return KINDS[number & (1 << KIND_BITS) - 1], number >> KIND_BITS
 
 
 def can_be_written(rows: AlignedRows, parent: int | None) -> bool:
@@ -293,6 +302,11 @@ def parent_of(data: bytes) -> int | None:
     return parent
 
 
+def are_kept(channels: Mapping[RowKind, RowChannel]) -> bool:
+    """Return whether a layer keeps rows that are read again."""
+    return any(channel.hold is not None for channel in channels.values())
+
+
 def read_rows(
     data: bytes | None,
     kind: RowKind,
@@ -307,11 +321,13 @@ def read_rows(
         rid: of the generation.
 
     Raises:
-        KeyError, IndexError, ValueError: they are none.
+        KeyError, IndexError, ValueError: they are none, or missing.
     """
     hold = channels[kind].hold if kind in channels else None
-    if data is None or hold is None:
-        return TrajectoryRows(None, NOT_WRITTEN if data is None else "no layer keeps them any more")
+    if hold is None:
+        return TrajectoryRows(None, "no layer keeps them any more")
+    if data is None:
+        raise ValueError("rows that were written are missing")
     header, begin = header_of(data)
     own = np.frombuffer(data, np.dtype(header["type"]), offset=begin).reshape(-1, header["width"])
     parent = None if header["parent"] is None else before(header["parent"])

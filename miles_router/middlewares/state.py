@@ -1,7 +1,7 @@
 """The sub-API for state: what outlives the process, and which of several processes owns a name. For layers that keep
 sessions, texts or rows.
 
-    router.store     rows of bytes by owner, kept where `--state-dir` is set
+    router.store     a journal of blobs by owner, kept where `--state-dir` is set
     router.owners    where a router has several processes, `require` sends a request on to the owner of its name
 """
 
@@ -9,19 +9,19 @@ from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.middlewares.contract import BODY_SAYS, HasOwners, Restores
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import SLOTS
-from miles_router.state.rows import Change, StateRow, header_of, with_header
+from miles_router.state.blobs import Blobs, Changes, header_of, with_header
 from miles_router.state.store import StateStore
 
 __all__ = [
     "BODY_SAYS",
     "SLOTS",
-    "Change",
+    "Blobs",
+    "Changes",
     "Elsewhere",
     "HasOwners",
     "HeldNames",
     "Owners",
     "Restores",
-    "StateRow",
     "StateStore",
     "header_of",
     "header_texts",

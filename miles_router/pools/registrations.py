@@ -14,12 +14,16 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.pools.pools import Pools
 from miles_router.slots import CONTROL
-from miles_router.state.rows import Change
 from miles_router.state.store import StateStore
 
 logger = logging.getLogger(__name__)
 
-OWNER, WORKER, RUN, STANDSTILL = "router", "worker", "run", "standstill"
+#: Kinds of owners in the router's own slot. Their names go on with a URL, nothing, and a pool.
+WORKER, RUN, STANDSTILL = "worker", "run", "standstill"
+
+
+def _owner(kind: str, name: str) -> str:
+    return f"{kind} {name}"
 
 
 class Registrations:
@@ -31,21 +35,21 @@ class Registrations:
         self._pools = pools
 
     async def hold(self, worker: Worker, pool: str) -> None:
-        """A worker has joined this pool, or has been changed. Raises StateError where that cannot be made durable."""
-        held = {"url": worker.url, "pool": pool, "api_key": worker.api_key, "attributes": worker.attributes}
-        await self._change(worker.url, orjson.dumps(held))
+        """Record a worker that has joined this pool, or has been changed. Raises StateError where that cannot be made
+        durable."""
+        if self.store is not None:
+            held = {"url": worker.url, "pool": pool, "api_key": worker.api_key, "attributes": worker.attributes}
+            head = orjson.dumps({"kind": WORKER, **held})
+            await self.store.append(_owner(WORKER, worker.url), {0: head}, slot=CONTROL)
 
     async def drop(self, worker: Worker) -> None:
-        """A worker leaves. Raises as `hold`."""
-        await self._change(worker.url, None)
-
-    async def _change(self, url: str, value: bytes | None) -> None:
+        """Forget a worker that leaves. Raises as `hold`."""
         if self.store is not None:
-            await self.store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
+            await self.store.delete(_owner(WORKER, worker.url), slot=CONTROL)
 
-    async def _stand_still(self, name: str, row: bytes) -> None:
+    async def _stand_still(self, record: dict[str, Any]) -> None:
+        name = str(record.get("pool", ""))
         try:
-            record = orjson.loads(row)
             pool = await self._pools.open(name or None)
             stand_still(pool.fleet, record)
             gate = pool.fleet.gate
@@ -76,20 +80,31 @@ class Registrations:
         """
         if self.store is None:
             return
-        rows = await self.store.load(OWNER, slot=CONTROL)
-        for row in rows:
-            if row.kind == STANDSTILL and not of_this_run:
-                await self._stand_still(str(row.key), row.value)
-            if row.kind == WORKER:
-                held: dict[str, Any] = orjson.loads(row.value)
-                pool = await self._pools.open(held["pool"] or None)
+        held = await self._held(self.store)
+        for record in held:
+            if record["kind"] == STANDSTILL and not of_this_run:
+                await self._stand_still(record)
+            if record["kind"] == WORKER:
+                pool = await self._pools.open(record["pool"] or None)
                 pool.fleet.pool.add(
-                    parse_worker_url(held["url"]), api_key=held["api_key"], attributes=held["attributes"]
+                    parse_worker_url(record["url"]), api_key=record["api_key"], attributes=record["attributes"]
                 )
-        if rows and not of_this_run:
+        if held and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        await self.store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)
+        await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
+
+    @staticmethod
+    async def _held(store: StateStore) -> list[dict[str, Any]]:
+        held: list[dict[str, Any]] = []
+        after = ""
+        while page := await store.owners(CONTROL, after=after):
+            after = page[-1][0]
+            try:
+                held += [orjson.loads(head) for _, head in page]
+            except ValueError as error:
+                raise StateDamaged(f"what is registered cannot be read: {error!r}") from error
+        return held
 
 
 class StandstillRow:
@@ -109,6 +124,10 @@ class StandstillRow:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
             record = {**standstill(self._fleet), **since}
         if record != self._record:
-            value = None if record is None else orjson.dumps(record)
-            await self._store.commit(OWNER, [Change(STANDSTILL, self._pool, value)], slot=CONTROL)
+            owner = _owner(STANDSTILL, self._pool)
+            if record is None:
+                await self._store.delete(owner, slot=CONTROL)
+            else:
+                head = orjson.dumps({"kind": STANDSTILL, "pool": self._pool, **record})
+                await self._store.append(owner, {0: head}, slot=CONTROL)
             self._record = record

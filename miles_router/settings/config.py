@@ -21,7 +21,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem
 from miles_router.settings.values import WrongValue, convert, describe, is_none, show
-from miles_router.state.rows import Sync
+from miles_router.state.blobs import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 #: What PyYAML's constructors raise, beside its own errors, for scalars such as `2026-13-45`, `!!bool maybe` or an

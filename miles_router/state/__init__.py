@@ -1,8 +1,11 @@
-"""What outlives the process: rows of bytes by owner, in one SQLite file for each slot.
+"""State that outlives the process: a journal of blobs by owner, in one SQLite file for each slot.
 
     store = StateStore(Path("/data/router-state"), "process")
-    await store.commit("session-1", [Change("turn", 0, b"...")])      # returns when it is durable
-    await store.load("session-1")                                     # [StateRow("turn", 0, b"...")]
+    await store.append("session-1", {0: head, 1: b"first step"})      # returns when it is durable
+    await store.append("session-1", {0: head, 2: b"next"}, large={7: rows})
+    await store.load("session-1")                                     # {0: head, 1: b"first step", 2: b"next"}
 
-It knows bytes alone, and no layer's meaning of them. Which slot an owner has is said in one place, `slot_of`.
+Five calls are the seam to the layers: `append`, `load`, `delete`, `owners` and `claim`. An owner's number 0 is its
+head, the blob that lists read; `owners` gives it without reading the rest. `large` blobs lie in a table of their own,
+which `load` reads only when asked. The store knows bytes and no layer's meaning of them.
 """

@@ -1,5 +1,5 @@
-"""How many transactions of a slot were acknowledged, in a file of its own: written behind each commit, before anybody
-is told of it. A slot that has fewer has lost some. Without the file nothing is known, and nothing refused."""
+"""The count of a slot's acknowledged commits, in a file of its own: written behind each commit, before anybody is told
+of it. A slot with fewer commits has lost some. Without the file nothing is known, and nothing refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from miles_router.errors import StateDamaged
-from miles_router.state.rows import Sync
+from miles_router.state.blobs import Sync
 
 #: The count, and its complement: a torn or foreign file is no count.
 _COUNT = struct.Struct("<QQ")
@@ -20,7 +20,7 @@ class Acknowledged:
 
     Raises:
         OSError: the file cannot be opened or read.
-        StateDamaged: what stands in it is no count.
+        StateDamaged: its content is no count.
     """
 
     def __init__(self, path: Path, sync: Sync) -> None:
@@ -44,7 +44,7 @@ class Acknowledged:
         raise StateDamaged(f"{self.path}: it is no count of commits. Remove it to go on without one")
 
     def write(self, count: int) -> None:
-        """So many are acknowledged from now on."""
+        """Record that this many commits are acknowledged from now on."""
         os.pwrite(self._file, _COUNT.pack(count, count ^ _MASK), 0)
         if self._durable:
             os.fdatasync(self._file)

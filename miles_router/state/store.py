@@ -1,4 +1,4 @@
-"""The door to what outlives the process, for the event loop."""
+"""The store that the event loop asks: five calls, carried out by one thread of files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from miles_router.errors import ConfigError, StateError, StateHeld
 from miles_router.slots import ALL_SLOTS, CONTROL, slot_of
-from miles_router.state.rows import ROW, Change, StateRow, Sync
-from miles_router.state.slot_file import SlotFile
+from miles_router.state.blobs import Blobs, Changes, Sync
+from miles_router.state.journal import LARGE, SMALL, Journal
 from miles_router.state.writer import Job, Writer
 
+#: Bytes that a blob weighs beside its content while it waits.
+BLOB = 256
+NOTHING: Blobs = MappingProxyType({})
 #: Bytes of changes that wait to be written; who comes with more waits for room.
 MAX_WAITING = 64 * 1024 * 1024
 #: Seconds for which a busy event loop keeps the interpreter from the writer's thread, which needs it between any two
@@ -25,8 +29,8 @@ SWITCH_INTERVAL = 0.0005
 
 
 class StateStore:
-    """Rows of bytes by owner, in the files of a directory. A slot's file is opened at its first touch, and locked until
-    it is released: what one process has open, no other can open.
+    """Blobs by owner, in the journals of a directory. A slot's journal is opened at its first touch, and locked while
+    this process runs: what one process has open, no other can open.
 
     An owner's slot is `slot_of(owner)`, unless `slot` says another. Changes of one slot are made in the order of the
     calls. A commit whose caller is cancelled is made all the same, unless it still waited for room.
@@ -59,7 +63,7 @@ class StateStore:
         self.slots: Collection[int] = ALL_SLOTS
         #: Bytes of changes that wait to be written.
         self.waiting = 0
-        #: Commits that are durable, those that were refused by type, and bytes of rows put.
+        #: Commits that are durable, those that were refused by type, and bytes of changes.
         self.commits, self.refused, self.written = 0, Counter[str](), 0
         #: Hears how many seconds each commit took.
         self.observe: Callable[[float], None] = lambda seconds: None
@@ -75,68 +79,58 @@ class StateStore:
             ConfigError: another running router has it, or its file cannot be used.
         """
         try:
-            SlotFile(self._writer.path(CONTROL), self.sync).close()
+            Journal(self._writer.path(CONTROL), self.sync).close()
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
 
-    async def commit(
-        self, owner: str, changes: Iterable[Change], *, slot: int | None = None, anew: bool = False
+    async def append(
+        self, owner: str, blobs: Changes, *, large: Changes = NOTHING, slot: int | None = None, anew: bool = False
     ) -> None:
-        """Change rows of an owner, all or none; returns when that is durable. `anew`: in place of all that it had."""
-        listed = tuple(changes)
-        size = sum(each.size for each in listed)
-        await self._in_transaction(owner, slot, lambda file: file.change(owner, listed, anew=anew), size)
+        """Put blobs of an owner under their numbers, all or none; return when that is durable. They replace what stood
+        there, so that a commit whose outcome is unknown may be repeated; None deletes. `anew`: in place of all that the
+        owner had."""
+        size = sum(BLOB + len(each or b"") for changes in (blobs, large) for each in changes.values())
+        await self._in_transaction(owner, slot, lambda journal: journal.append(owner, blobs, large, anew=anew), size)
 
-    async def delete(self, owner: str, *, slot: int | None = None) -> None:
-        """Delete all rows of an owner; returns when that is durable. The disk has their room back some time after."""
-        await self._in_transaction(owner, slot, lambda file: file.delete(owner), ROW)
+    async def delete(self, owner: str, *, slot: int | None = None, large_alone: bool = False) -> None:
+        """Delete all blobs of an owner; return when that is durable. The disk has their room back some time after."""
+        await self._in_transaction(owner, slot, lambda journal: journal.delete(owner, large_alone=large_alone), BLOB)
 
-    async def load(self, owner: str, *, slot: int | None = None) -> list[StateRow]:
-        """All rows of an owner, ordered by kind and key; none for one that is not known."""
+    async def load(self, owner: str, *, large: bool = False, slot: int | None = None) -> Blobs:
+        """Return the blobs of an owner, or the large ones, in the order of their numbers; none for an unknown owner."""
         slot = slot_of(owner) if slot is None else slot
         if not self.exists(slot):
-            return []
-        rows: list[StateRow] = await self._ask(slot, lambda file: file.load(owner))
-        return rows
+            return NOTHING
+        blobs: Blobs = await self._ask(slot, lambda journal: journal.load(owner, LARGE if large else SMALL))
+        return blobs
 
-    async def owners(
-        self, slot: int, kind: str, key: int | str = 0, *, after: str = "", limit: int = 1000
-    ) -> list[tuple[str, bytes]]:
-        """A page of the owners in a slot that have the row `(kind, key)`, in their order behind `after`, with its
-        value; fewer than `limit` are the last."""
+    async def owners(self, slot: int, *, after: str = "", limit: int = 1000) -> list[tuple[str, bytes]]:
+        """Return a page of the owners in a slot that have a head, in their order behind `after`, with it; fewer than
+        `limit` are the last."""
         if not self.exists(slot):
             return []
-        page: list[tuple[str, bytes]] = await self._ask(slot, lambda file: file.owners(kind, key, after, limit))
+        page: list[tuple[str, bytes]] = await self._ask(slot, lambda journal: journal.owners(after, limit))
         return page
 
+    async def claim(self, slot: int, epoch: int | None = None) -> int:
+        """Open a slot and take it over for an epoch, by default the one behind its last, and return it. Commits of an
+        older epoch are refused from now on, in every process. An unclaimed slot stays in the epoch that it has."""
+        entered: int = await self._ask(slot, lambda journal: journal.claim(epoch))
+        return entered
+
     def exists(self, slot: int) -> bool:
-        """Whether anything was ever held in this slot. Opens nothing."""
+        """Return whether anything was ever held in this slot. Opens nothing."""
         return slot in self._touched or self._writer.path(slot).exists()
 
     def has(self, owner: str) -> bool:
-        """Whether it is this process that may open an owner's slot."""
+        """Return whether this process may open the slot of an owner."""
         return slot_of(owner) in self.slots
-
-    async def claim(self, slot: int, epoch: int) -> None:
-        """Open a slot and take it over for this epoch: commits of an older one are refused from now on, by whomever. A
-        slot that is not claimed stays in the epoch that it has."""
-        await self._ask(slot, lambda file: file.claim(epoch))
-
-    async def take_over(self, slot: int) -> int:
-        """Open a slot and take it over for the epoch behind its last one, which is returned."""
-        epoch: int = await self._ask(slot, lambda file: file.take_over())
-        return epoch
-
-    async def release(self, slot: int) -> None:
-        """Let go of a slot behind all that was asked of it, so that another process can open it. It is opened again
-        when somebody asks for it here."""
-        await self._ask(slot, None)
 
     async def close(self) -> None:
         """Do what waits, and let go of all slots."""
         await asyncio.get_running_loop().run_in_executor(None, self._writer.end)
 
-    async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[SlotFile], None], size: int) -> None:
+    async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[Journal], None], size: int) -> None:
         answer, began = asyncio.get_running_loop().create_future(), time.perf_counter()
         try:
             await self._done(Job(slot_of(owner) if slot is None else slot, work, answer, commits=True, size=size))
@@ -147,7 +141,7 @@ class StateStore:
         self.written += size
         self.observe(time.perf_counter() - began)
 
-    async def _ask(self, slot: int, work: Callable[[SlotFile], Any] | None) -> Any:
+    async def _ask(self, slot: int, work: Callable[[Journal], Any]) -> Any:
         return await self._done(Job(slot, work, asyncio.get_running_loop().create_future()))
 
     async def _done(self, job: Job) -> Any:

@@ -15,18 +15,18 @@ from typing import Any
 
 from miles_router.errors import StateError, StateFull, StateHeld
 from miles_router.slots import CONTROL
-from miles_router.state.rows import Sync
-from miles_router.state.slot_file import SlotFile
+from miles_router.state.blobs import Sync
+from miles_router.state.journal import SHARED_EPOCHS, Journal
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Job:
-    """Something to be done with a slot's file, and who waits for it. Without `work`, the slot is let go of."""
+    """Something to be done with a slot's file, and who waits for it."""
 
     slot: int
-    work: Callable[[SlotFile], Any] | None
+    work: Callable[[Journal], Any]
     answer: asyncio.Future[Any]
     #: Whether it changes rows, in a transaction with those beside it.
     commits: bool = False
@@ -39,11 +39,11 @@ class Writer:
     def __init__(self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None], *, shared: bool) -> None:
         """
         Args:
-            shared: as `SlotFile`.
+            shared: as `Journal`.
             done: is told on the event loop which jobs are over, once for each transaction.
         """
         self._directory, self._sync, self._shared, self._done = directory, sync, shared, done
-        self._files: dict[int, SlotFile] = {}
+        self._files: dict[int, Journal] = {}
         #: Of shared files that were let go of: whoever was succeeded stays so when he opens one again.
         self._epochs: dict[int, int] = {}
         self._waiting: deque[Job] = deque()
@@ -93,7 +93,7 @@ class Writer:
             self._release(slot)
 
     @staticmethod
-    def _vacuum(file: SlotFile) -> None:
+    def _vacuum(file: Journal) -> None:
         try:
             file.vacuum()
         except StateError:  # nobody waits for it, and whatever is wrong meets the next one who comes with something
@@ -112,23 +112,20 @@ class Writer:
                         self._settle([job], *self._attempt(slot, job.work))
 
     def _commit(self, slot: int, jobs: list[Job]) -> None:
-        result, error = self._attempt(slot, lambda file: file.transaction([job.work for job in jobs if job.work]))
+        result, error = self._attempt(slot, lambda file: file.transaction([job.work for job in jobs]))
         if error is not None and len(jobs) > 1:  # for one there may be room, or nothing wrong with it
             for job in jobs:
                 self._commit(slot, [job])
         else:
             self._settle(jobs, result, error)
 
-    def _attempt(self, slot: int, work: Callable[[SlotFile], Any] | None) -> tuple[Any, StateError | None]:
-        if work is None:
-            self._release(slot)
-            return None, None
+    def _attempt(self, slot: int, work: Callable[[Journal], Any]) -> tuple[Any, StateError | None]:
         try:
             file = self._files.get(slot)
             if file is None:
-                file = self._files[slot] = SlotFile(self.path(slot), self._sync, shared=self._shared)
-                if not self._shared:
-                    file.succeed()
+                file = self._files[slot] = Journal(self.path(slot), self._sync, shared=self._shared)
+                if not self._shared and file.epoch >= SHARED_EPOCHS:
+                    file.claim()  # routers that shared the directory, and still run, must not go on here
                 file.epoch = self._epochs.get(slot, file.epoch)
             return work(file), None
         except StateError as error:

@@ -55,7 +55,7 @@ ROUTED_EXPERTS = RowKind("routed_experts", "routed experts", "experts", (np.dtyp
 INDEXER_TOPK = RowKind(
     "indexer_topk", "chosen positions", "positions", (np.dtype("<i2"), np.dtype("<i4")), least=-1, causal=True
 )
-#: All kinds.
+#: All kinds. A new one comes last: stored rows name theirs by its place.
 KINDS = (ROUTED_EXPERTS, INDEXER_TOPK)
 
 

@@ -235,14 +235,14 @@ async def test_a_response_that_was_deleted_stays_so_though_its_commit_had_only_s
         path = f"/sessions/{session}/v1/responses"
         store = before.router.app.router.store
         assert store is not None
-        commit = store.commit
+        append = store.append
 
         async def unsure(*args: Any, **named: Any) -> None:
-            await commit(*args, **named)
+            await append(*args, **named)
             raise StateError("nobody knows")
 
         with monkeypatch.context() as failing:
-            failing.setattr(store, "commit", unsure)
+            failing.setattr(store, "append", unsure)
             refused = await before.ask("POST", path, {"model": "m", "max_output_tokens": 8, "input": "Hello"})
         assert refused.status == 500
         response_id = (await before.records(session))[0]["response_id"]
@@ -257,7 +257,7 @@ async def test_a_stream_that_was_generated_whole_is_refused_by_a_status_while_th
     async with restarts.started(options={"whole_answers": True}) as before:
         session = await before.create()
         with monkeypatch.context() as full:
-            full.setattr(before.router.app.router.store, "commit", _full)
+            full.setattr(before.router.app.router.store, "append", _full)
             answer = await before.turn(session, [user("Hi")], stream=True)
         assert (answer.status, answer.error_type) == (507, "state_full")
         chunks = await before.stream(session, [user("Hi again")])
@@ -272,7 +272,7 @@ async def test_a_group_that_is_aborted_ends_as_a_whole_though_the_disk_is_full(
         for name in ("one", "two"):
             await before.create(name, metadata={"group": "g"})
         with monkeypatch.context() as full:
-            full.setattr(before.router.app.router.store, "commit", _full)
+            full.setattr(before.router.app.router.store, "append", _full)
             answer = await before.ask("POST", "/abort_request", {"group": "g"})
             assert (answer.status, answer.error_type) == (507, "state_full")
         for name in ("one", "two"):
@@ -411,7 +411,7 @@ async def test_the_command_lists_what_is_held_and_writes_a_session(
         assert "another running router has it open" in capsys.readouterr().err
     await asyncio.to_thread(cli.main, ["state", directory])
     listed = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
-    assert ["written", "turn", "1"] in listed
+    assert ["written", "session", "2"] in listed
     await asyncio.to_thread(cli.main, ["state", directory, "written"])
     about, record, leaf = map(json.loads, capsys.readouterr().out.splitlines())
     assert about["session"]["session_id"] == "written"

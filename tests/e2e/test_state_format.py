@@ -15,9 +15,9 @@ import pytest
 from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
+from miles_router.state.blobs import header_of
 from miles_router.state.inspection import holdings
-from miles_router.state.rows import header_of
-from miles_router.state.slot_file import FORMAT, READABLE
+from miles_router.state.journal import FORMAT
 from miles_router.state.store import StateStore
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, SHORT
@@ -27,8 +27,6 @@ from tests.support.session_trial import ADD, SESSIONS, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
 
 JSON = [("Content-Type", "application/json")]
-#: Of rows' fields, those that have fields of their own.
-PARTS = ("tally", "used")
 
 
 @contextlib.asynccontextmanager
@@ -43,29 +41,30 @@ async def on(directory: Path) -> AsyncIterator[RunningRouter]:
             yield router
 
 
-#: What the rows of each kind say of themselves in the format with this number; the others are names, lists, or the
-#: user's own. Whoever changes one raises `FORMAT`, and so this number.
+#: What blobs say of themselves in the format with this number, by the kind that their owner's head names; the others
+#: are names, lists, or the user's own. Whoever changes one raises `FORMAT`, and so this number.
 HELD: tuple[int, Mapping[str, str]] = (
-    3,
+    4,
     {
-        "worker": "api_key attributes pool url",
-        "session": "bytes closed contract created_at end_reason finalized finish_reason group key made_by_a_turn "
+        "run": "kind",
+        "worker": "api_key attributes kind pool url",
+        "session": "bytes closed contract created_at end_reason finalized finish_reason group key kind made_by_a_turn "
         "metadata model segments tally tokens turns used used_at",
         "session.tally": "leaves reasons sampled tokens versions waited_s workers",
         "session.used": "tokens turns",
-        "turn": "answer choice context dropped ended_itself facts finish_reason given given_of messages parent path "
-        "rows sampled segment side_call tools",
-        "reply": "digest headers path turn_id",
-        "response": "created_at cut_call id own seals settings turn usage",
-        "untraced": "at path reason request_id",
-        "family": "chars number rank row_bytes serial tokens version",
-        "entry": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
+        "session step": "deleted replies responses things turns untraced",
+        "session step.turns": "answer choice context dropped ended_itself facts finish_reason given given_of messages "
+        "parent path rows sampled segment side_call tools",
+        "session step.replies": "body digest headers path turn_id",
+        "session step.responses": "created_at cut_call id own seals settings usage",
+        "session step.untraced": "at path reason request_id",
+        "family": "chars kind number rank row_bytes serial tokens version",
+        "family step": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
         "shown_chars text worker",
-        "rows": "parent start type width",
+        "large": "parent start type width",
     },
 )
-OLDER = READABLE[0] - 1
-NO_FIELDS = {"run", "rid", "message", "context", "tools", "settings"}
+OLDER = FORMAT - 1
 
 
 def make_older(directory: Path) -> None:
@@ -80,15 +79,27 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def said(directory: Path) -> dict[str, str]:
-    """The fields of each kind of rows."""
+    """Return the fields of each kind of blobs."""
     found: dict[str, str] = {}
+
+    def note(place: str, held: dict[str, Any]) -> None:
+        found[place] = " ".join(sorted(held))
+        for name, each in held.items():
+            if f"{place}.{name}" in HELD[1]:
+                for one in each if isinstance(each, list) else [each]:
+                    note(f"{place}.{name}", one)
+
     for path in directory.glob("*.sqlite"):
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            for kind, value in connection.execute("SELECT kind, value FROM entries"):
-                if kind not in NO_FIELDS:
-                    held = orjson.loads(value.partition(b"\n")[0]) if value[:1] == b"{" else header_of(value)[0]
-                    places = {kind: held, **{f"{kind}.{name}": held[name] for name in PARTS if name in held}}
-                    found |= {place: " ".join(sorted(each)) for place, each in places.items()}
+            kinds = {}
+            for owner, seq, blob in connection.execute("SELECT owner, seq, blob FROM journal ORDER BY owner, seq"):
+                if seq == 0:
+                    kinds[owner] = orjson.loads(blob)["kind"]
+                    note(kinds[owner], orjson.loads(blob))
+                elif owner in kinds:
+                    note(f"{kinds[owner]} step", header_of(blob)[0])
+            for (blob,) in connection.execute("SELECT blob FROM large"):
+                note("large", header_of(blob)[0])
     return found
 
 

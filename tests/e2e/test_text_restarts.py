@@ -163,14 +163,14 @@ async def test_the_end_of_an_answer_waits_until_it_is_durable(restarts: Restarts
     async with restarts.started() as trial:
         store = trial.router.app.router.store
         assert store is not None
-        commit, let_go, asked = store.commit, asyncio.Event(), asyncio.Event()
+        append, let_go, asked = store.append, asyncio.Event(), asyncio.Event()
 
         async def held(*args: Any, **named: Any) -> None:
             asked.set()
             await let_go.wait()
-            await commit(*args, **named)
+            await append(*args, **named)
 
-        store.commit = held  # type: ignore[method-assign]
+        store.append = held  # type: ignore[method-assign]
         whole = spawn(trial.generate(text="whole"), name="whole")
         await soon(asked.wait())
         asked.clear()
@@ -220,16 +220,16 @@ async def _read_stream(trial: Trial) -> bytes:
 async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:
     store = trial.router.app.router.store
     assert store is not None
-    commit = store.commit
+    append = store.append
 
     async def full(*args: Any, **named: Any) -> None:
         raise StateFull("no room is left on the disk")
 
-    store.commit = full  # type: ignore[method-assign]
+    store.append = full  # type: ignore[method-assign]
     try:
         return await ask()
     finally:
-        store.commit = commit  # type: ignore[method-assign]
+        store.append = append  # type: ignore[method-assign]
 
 
 async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:

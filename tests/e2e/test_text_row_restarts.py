@@ -46,7 +46,7 @@ def bytes_of_rows(restarts: Restarts) -> int:
     """On the disk as a kill at this moment would leave it."""
     with tempfile.TemporaryDirectory() as place:
         copy = shutil.copytree(restarts.directory, Path(place) / "copy")
-        return sum(each.nbytes for each in holdings(copy) if each.kind == "rows")
+        return sum(each.large for each in holdings(copy))
 
 
 def numbers(trial: Trial) -> dict[str, Any]:

@@ -53,7 +53,7 @@ async def test_no_kill_loses_what_was_acknowledged(tmp_path: Path, sync: str) ->
         acknowledged |= {(owner, int(number)) for owner, number in (each.split() for each in said)}
         store = StateStore(directory)
         for owner in {owner for owner, _ in acknowledged}:
-            held = {entry.key: entry.value for entry in await store.load(owner)}
+            held = await store.load(owner)
             for number in (number for each, number in acknowledged if each == owner):
                 assert held[number] == value(owner, number, 3000)
         await store.close()
@@ -80,7 +80,7 @@ async def test_a_full_disk_refuses_loses_nothing_and_goes_on_with_room(tmp_path:
         shutil.copytree(disk / "state", tmp_path / "state")
     store = StateStore(tmp_path / "state")
     for owner in {said.split()[0] for said in acknowledged}:
-        held = {entry.key: entry.value for entry in await store.load(owner)}
+        held = await store.load(owner)
         for number in (int(said.split()[1]) for said in acknowledged if said.split()[0] == owner):
             assert held[number] == value(owner, number, 20000)
     await store.close()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.radix_tree.archive.archive import TextArchive
-from middleware_hub.radix_tree.archive.text_rows import ROWS, TextRows
+from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
@@ -140,12 +140,11 @@ async def read_again(steps: Sequence[Step], place: Path) -> None:
     held = {rid: entry for rid in first.rids if (entry := first.cache.find_rid(rid)) is not None}
     told = {rid: first.told(entry) for rid, entry in held.items()}
     on_disk = {
-        (family.name, str(row.key))
+        (family.name, number)
         for family in first.archive._families.values()
-        for row in await first.store.load(family.owner, slot=family.slot)
-        if row.kind == ROWS
+        for number in await first.store.load(family.owner, large=True, slot=family.slot)
     }
-    known = {(family.name, name.key) for family in first.archive._families.values() for name in family.rows.records}
+    known = {(family.name, number) for family in first.archive._families.values() for number in family.rows.records}
     assert on_disk == known
     assert first.archive._rows.nbytes == sum(family.rows.nbytes for family in first.archive._families.values())
     await first.store.close()

@@ -2,8 +2,8 @@
 
     python -m tests.support.committing DIRECTORY SYNC OWNERS [BYTES]
 
-Line `i` of owner `n` says that its row `i` is durable; `value` is what it holds. A refusal is a line `! type`, and the
-owner tries the same row again.
+Line `i` of owner `n` says that its blob `i` is durable; `value` is its content. A refusal is a line `! type`, and the
+owner tries the same blob again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from miles_router.errors import StateError
-from miles_router.state.rows import Change, Sync
+from miles_router.state.blobs import Sync
 from miles_router.state.store import StateStore
 
 
 def value(owner: str, number: int, size: int) -> bytes:
-    """The row of an owner: nothing that compresses, and always the same."""
+    """The blob of an owner: nothing that compresses, and always the same."""
     return hashlib.shake_128(f"{owner} {number}".encode()).digest(size)
 
 
@@ -27,7 +27,7 @@ async def commit(store: StateStore, owner: str, size: int) -> None:
     number = 0
     while True:
         try:
-            await store.commit(owner, [Change("turn", number, value(owner, number, size))])
+            await store.append(owner, {number: value(owner, number, size)})
         except StateError as error:
             print(f"! {error.type}", flush=True)
             await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 
 from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.archive.session_rows import HEAD, TURN, Saved, Unsaved, read_session
+from middleware_hub.openai_session.archive.steps import Saved, Unsaved, read_session
+from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.session import Session, Tally
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import StateDamaged
 from miles_router.slots import slot_of
-from miles_router.state.rows import Change, StateRow, header_of
+from miles_router.state.blobs import Blobs
 from miles_router.state.store import StateStore
 from tests.support.waiting import soon
 
@@ -47,10 +50,10 @@ async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
     await first.archive.save(first.sessions.create(NAME))
     load, owners, read, looked = store.load, store.owners, asyncio.Event(), asyncio.Event()
 
-    async def slow(owner: str) -> list[StateRow]:
-        rows = await load(owner)
+    async def slow(owner: str) -> Blobs:
+        blobs = await load(owner)
         await read.wait()
-        return rows
+        return blobs
 
     async def told(slot: int, *args: Any, **named: Any) -> Any:
         page = await owners(slot, *args, **named)
@@ -73,28 +76,33 @@ async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
 
 
 @pytest.mark.parametrize(
-    ("head", "turn"),
-    [({"turns": 1}, b"no"), ({"turns": 1}, b"\2\0\0\0{}"), ({"turns": None}, b""), ({"used": 1}, b"")],
-    ids=["a turn without a header", "a header without fields", "turns that are no number", "a use that is none"],
+    ("head", "step"),
+    [
+        ({"turns": 1}, b"no"),
+        ({"turns": 1}, b"\2\0\0\0{}"),
+        ({"turns": None}, None),
+        ({"used": 1}, None),
+        ({"turns": 1}, None),
+    ],
+    ids=["no header", "a header without fields", "turns that are no number", "a use that is none", "a turn is missing"],
 )
 async def test_a_session_that_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, head: dict[str, Any], turn: bytes
+    tmp_path: Path, head: dict[str, Any], step: bytes | None
 ) -> None:
     store = StateStore(tmp_path)
     first, then = Process(store), Process(store)
     await first.archive.save(first.sessions.create(NAME))
-    (written,) = await store.load(NAME)
-    damaged = orjson.dumps({**orjson.loads(written.value), **head})
-    await store.commit(NAME, [Change(HEAD, 0, damaged), Change(TURN, 0, turn)])
+    written = await store.load(NAME)
+    await store.append(NAME, {0: orjson.dumps({**orjson.loads(written[0]), **head}), 1: step})
     with pytest.raises(StateDamaged, match=f"session {NAME!r} cannot be read"):
         await then.archive.load(NAME)
     await store.close()
 
 
-def rows_of_format_2() -> list[StateRow]:
-    """A session that this router wrote when its rows still said why each turn is not simply the next one."""
-    rows = orjson.loads(Path(__file__).with_name("session_rows_of_format_2.json").read_bytes())
-    return [StateRow(kind, key, base64.b64decode(value)) for kind, key, value in rows]
+def stored() -> tuple[Blobs, list[dict[str, Any]]]:
+    """Return a session as an earlier router wrote it, and what that router said of each turn when it recorded it."""
+    held = orjson.loads(Path(__file__).with_name("stored_session.json").read_bytes())
+    return dict(enumerate(map(base64.b64decode, held["blobs"]))), held["classified"]
 
 
 def classified(session: Session) -> list[dict[str, Any]]:
@@ -113,19 +121,56 @@ def classified(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-async def test_a_stored_session_of_the_format_before_is_classified_as_it_was() -> None:
-    rows = rows_of_format_2()
-    stored = [header_of(value)[0] for kind, key, value in rows if kind == TURN]
-    session, _ = read_session(NAME, rows, {}, now=0.0, clock=0.0)
-    for header, computed in zip(stored, classified(session), strict=True):
-        assert computed == {name: header[name] for name in computed}
-    assert len({header["reason"] for header in stored}) == 9
+async def test_a_stored_session_is_classified_as_it_was() -> None:
+    blobs, said = stored()
+    session, _ = read_session(NAME, blobs, {}, {}, now=0.0, clock=0.0)
+    for expected, computed in zip(said, classified(session), strict=True):
+        assert computed == expected
+    assert len({each["reason"] for each in said}) == 9
 
 
 async def test_a_restored_session_is_classified_as_before() -> None:
-    before, _ = read_session(NAME, rows_of_format_2(), {}, now=0.0, clock=0.0)
-    changes = Unsaved(before, Saved(), with_rows=False).changes
-    rows = [StateRow(each.kind, each.key, bytes(each.value)) for each in changes if each.value is not None]
-    after, _ = read_session(NAME, rows, {}, now=0.0, clock=0.0)
+    before, _ = read_session(NAME, stored()[0], {}, {}, now=0.0, clock=0.0)
+    after, _ = read_session(NAME, Unsaved(before, Saved(), with_rows=False).blobs, {}, {}, now=0.0, clock=0.0)
     assert classified(after) == classified(before)
     assert after.tally.described() == before.tally.described() == Tally().upto(after.history).described()
+
+
+async def test_a_session_that_was_read_again_goes_on_where_its_steps_end() -> None:
+    """Its things have the places that they had: what both routers wrote is read as what one router wrote."""
+    whole, _ = read_session(NAME, stored()[0], {}, {}, now=0.0, clock=0.0)
+    turns = whole.turns
+    for cut in range(len(turns)):
+        first = Unsaved(_beginning(whole, cut), Saved(), with_rows=False).blobs
+        session, saved = read_session(NAME, first, {}, {}, now=0.0, clock=0.0)
+        blobs = {**first}
+        for turn in turns[cut:]:
+            session.history.append(_again(turn, session))
+            unsaved = Unsaved(session, saved, with_rows=False)
+            blobs |= unsaved.blobs
+            saved = unsaved.made()
+        found, _ = read_session(NAME, blobs, {}, {}, now=0.0, clock=0.0)
+        assert [_described(turn) for turn in found.turns] == [_described(turn) for turn in turns]
+        assert sum(map(len, blobs.values())) < 1.5 * sum(map(len, stored()[0].values())), "nothing is written twice"
+
+
+def _beginning(whole: Session, turns: int) -> Session:
+    session, _ = read_session(NAME, stored()[0], {}, {}, now=0.0, clock=0.0)
+    session.clear()
+    for turn in whole.turns[:turns]:
+        session.history.restore(_again(turn, session))
+    return session
+
+
+def _again(turn: Turn, session: Session) -> Turn:
+    """Return the same turn in another session."""
+    parent = None if turn.parent is None else session.turns[turn.parent.number]
+    place, _ = session.history.intern(ParentMatch(parent, turn.appended, turn.context))
+    return replace(turn, parent=parent, appended=place.appended, context=place.context)
+
+
+def _described(turn: Turn) -> tuple[object, ...]:
+    sampled = [(piece.tokens.tolist(), piece.logprobs, piece.version) for piece in turn.sampled]
+    logprobs = [None if each is None else each.tobytes() for _, each, _ in sampled]
+    about = (turn.number, turn.request, turn.parent and turn.parent.number, turn.answer, turn.facts, turn.tools)
+    return (*about, turn.appended, turn.context, turn.given.tokens.tolist(), [each[0] for each in sampled], logprobs)

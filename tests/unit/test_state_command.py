@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from miles_router import cli
-from miles_router.state.rows import Change
 from miles_router.state.store import StateStore
 
 
@@ -21,7 +20,7 @@ def test_a_look_leaves_files_alone_that_are_no_state(tmp_path: Path, capsys: pyt
 
 async def test_no_name_on_the_disk_speaks_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = StateStore(tmp_path)
-    await store.commit("evil\x1b[2J", [Change("session", 0, b"{}")])
+    await store.append("evil\x1b[2J", {0: b'{"kind": "session"}'})
     await store.close()
     cli.main(["state", str(tmp_path)])
     shown = capsys.readouterr().out

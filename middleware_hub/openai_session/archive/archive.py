@@ -11,12 +11,14 @@ from weakref import WeakValueDictionary
 
 import orjson
 
+from middleware_hub.openai_session.archive.head import heads_in, summary_of
 from middleware_hub.openai_session.archive.listing import HeldLines
-from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsaved, read_session, summary_of
+from middleware_hub.openai_session.archive.steps import Saved, Unsaved, read_session
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import Pace, Router, cancelled, spawn
+from miles_router.middlewares.rows import are_kept
 from miles_router.middlewares.state import StateStore
 
 logger = logging.getLogger(__name__)
@@ -73,8 +75,8 @@ class SessionArchive:
                 return
             saved = self._saved.get(session.id)
             unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
-            if unsaved.changes:  # of another that had its name nothing may be left, whatever became of that
-                await self._store.commit(session.id, unsaved.changes, anew=saved is None)
+            if unsaved.blobs:  # of another that had its name nothing may be left, whatever became of that
+                await self._store.append(session.id, unsaved.blobs, large=unsaved.large, anew=saved is None)
             if not session.ending.status.is_forgotten:
                 self._saved[session.id] = unsaved.made()
 
@@ -108,13 +110,15 @@ class SessionArchive:
             return
         async with self._lock(session_id):
             await self._forgotten(session_id)
-            rows = [] if session_id in self._sessions else await self._store.load(session_id)
-            if not rows or session_id in self._sessions:
+            blobs = {} if session_id in self._sessions else await self._store.load(session_id)
+            large = await self._store.load(session_id, large=True) if blobs and are_kept(self._channels) else {}
+            if not blobs or session_id in self._sessions:
                 return
             try:
                 session, saved = read_session(
                     session_id,
-                    rows,
+                    blobs,
+                    {**large},
                     self._channels,
                     now=self._now(),
                     clock=self._clock(),
@@ -204,12 +208,9 @@ class SessionArchive:
         if self._store is None:
             return
         for slot in self._store.slots:
-            after = ""
-            while page := await self._store.owners(slot, HEAD, after=after):
-                after = page[-1][0]
-                for session_id, head in page:
-                    if not self._is_elsewhere(session_id):
-                        yield session_id, head
+            async for session_id, head in heads_in(self._store, slot):
+                if not self._is_elsewhere(session_id):
+                    yield session_id, head
 
     def _is_elsewhere(self, session_id: str) -> bool:
         return session_id in self._sessions or session_id in self._forgetting

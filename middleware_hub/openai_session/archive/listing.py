@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.archive.session_rows import HEAD, line_of
+from middleware_hub.openai_session.archive.head import heads_in, line_of
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import Pace
 from miles_router.middlewares.episodes import EpisodePlace, EpisodeShelf
@@ -70,12 +70,10 @@ class HeldLines:
     async def _lines(self, store: StateStore, slot: int) -> list[tuple[EpisodePlace, bytes]]:
         self._gone.clear()
         lines: list[tuple[EpisodePlace, bytes]] = []
-        after, pace = "", Pace()
-        while page := await store.owners(slot, HEAD, after=after):
-            after = page[-1][0]
-            for session_id, head in page:
-                lines.append(_line(session_id, head))
-                await pace.step()
+        pace = Pace()
+        async for session_id, head in heads_in(store, slot):
+            lines.append(_line(session_id, head))
+            await pace.step()
         return lines
 
     def _add(self, place: EpisodePlace, line: bytes) -> None:

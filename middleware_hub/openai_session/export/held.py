@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import orjson
 
-from middleware_hub.openai_session.archive.session_rows import read_session
+from middleware_hub.openai_session.archive.steps import read_session
 from middleware_hub.openai_session.export.records import classified, metadata_of, record
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.middlewares.state import StateRow
+from miles_router.middlewares.state import Blobs
 
 
-def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
+def lines_of(session_id: str, blobs: Blobs) -> Iterator[bytes]:
     """One object a line, each with one name: `session`, `record` or `leaf`. Runs in an event loop.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: the rows are no session's.
+        KeyError, IndexError, TypeError, ValueError: the blobs are no session's.
     """
-    session, _ = read_session(session_id, rows, {}, now=0.0, clock=0.0)
+    session, _ = read_session(session_id, blobs, {}, {}, now=0.0, clock=0.0)
     yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized_with})
     for each in classified(session):
         yield _line("record", record(*each))

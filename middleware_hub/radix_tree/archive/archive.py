@@ -20,20 +20,21 @@ from middleware_hub.radix_tree.archive.entry_rows import (
     written_entry,
 )
 from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
-from middleware_hub.radix_tree.archive.text_rows import ROWS, RowName, RowsRead, TextRows
+from middleware_hub.radix_tree.archive.text_rows import RowsRead, TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.statistics import ArchiveStatistics
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import Pace, spawn
-from miles_router.middlewares.state import SLOTS, Change, StateStore, header_of
+from miles_router.middlewares.rows import number_of_rows
+from miles_router.middlewares.state import SLOTS, StateStore, header_of
 from miles_router.trajectory.rows import AlignedRows
 
 logger = logging.getLogger(__name__)
 
-HEAD, ENTRY = "family", "entry"
-#: Where a generation's id leads to its family: rows of owners beside the families of the same slot.
-RID, RID_OWNERS = "rid", "|rid-"
+HEAD = 0
+#: Where a generation's id leads to its family: owners beside the families of the same slot.
+RID_OWNERS = "|rid-"
 #: Times `max_tokens` that the disk may have: families have there what they share in memory.
 DISK = 8
 #: Families read in one step when the index is made.
@@ -62,7 +63,8 @@ class TextArchive:
         )
         if store is not None:
             cache.when_evicted.append(self._evicted)
-            rows.listen(self._evicted_rows)
+            for channel in rows.channels.values():
+                channel.when_evicted = self._evicted_rows
 
     # Reading
 
@@ -101,11 +103,11 @@ class TextArchive:
         digest = _digest(rid)
         places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._slots]
         serial, name = -1, (-1, "")
-        for slot, rows in zip(self._slots, await asyncio.gather(*places), strict=True):
-            for _, key, value in rows:
-                named, _, number = str(key).partition("-")
-                if named == digest and int(number) > serial:
-                    serial, name = int(number), (slot, value.decode())
+        for slot, blobs in zip(self._slots, await asyncio.gather(*places), strict=True):
+            for number, blob in blobs.items():
+                named, _, owner = blob.decode().partition(" ")
+                if named == digest and number > serial:
+                    serial, name = number, (slot, owner)
         family = self._families.get(name)
         if family is not None and not family.loaded:
             await self._bring(family)
@@ -117,9 +119,12 @@ class TextArchive:
             found = []
             for slot in self._slots:
                 after = OWNERS
-                while page := await self._store.owners(slot, HEAD, after=after, limit=PAGE):
-                    found += [self._read_head(owner, slot, head) for owner, head in page]
-                    after = page[-1][0]
+                while page := await self._store.owners(slot, after=after, limit=PAGE):
+                    heads = [each for each in page if each[0].startswith(OWNERS)]
+                    found += [self._read_head(owner, slot, head) for owner, head in heads]
+                    after = heads[-1][0] if heads else after
+                    if len(heads) < len(page):  # the rest of the slot is of other layers
+                        break
             found.sort(key=lambda family: family.serial)
             for family in found:
                 self._families[family.name] = family
@@ -152,36 +157,36 @@ class TextArchive:
                     parent = None if each.parent is None else restored[each.parent]
                     entry = restored[each.serial] = self._cache.restore(each, parent)
                     for kind in entry.rows:
-                        if (read := rows.get(RowName(kind, entry.serial))) is not None:
+                        if (read := rows.get(number_of_rows(kind, entry.serial))) is not None:
                             entry.rows = {**entry.rows, kind: read.taken}
                     self._count(family, family.add(entry))
                     if parent is not None and entry.parent is not parent:  # it does not keep that from being evicted
                         family.unsaved[entry.serial] = entry
-                self._rows.restore(family, rows, restored)
+                self._rows.restore(family, rows)
             self.statistics.loaded += len(restored)
             if family.rows.gone:
                 self._sweep_later(family)
 
-    async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[RowName, RowsRead]]:
-        """The entries of a family, and the rows of its generations."""
+    async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[int, RowsRead]]:
+        """Read the entries of a family, and the rows of its generations."""
         assert self._store is not None
         found = await self._store.load(family.owner, slot=family.slot)
-        written = {int(key): value for kind, key, value in found if kind == ENTRY}
+        records = {}
+        if self._rows.are_kept:
+            records = {**await self._store.load(family.owner, large=True, slot=family.slot)}
         entries: dict[int, RestoredEntry] = {}
-        rows: dict[RowName, RowsRead] = {}
+        rows: dict[int, RowsRead] = {}
         pace = Pace()
         try:
-            records = {RowName.of(str(key)): value for kind, key, value in found if kind == ROWS}
-            found.clear()  # rows are large
-            for serial in sorted(written):
-                entries[serial] = read_entry(serial, written[serial], entries)
+            for serial in (number for number in found if number != HEAD):
+                entries[serial] = read_entry(serial, found[serial], entries)
                 await pace.step()
             newest = {each.record.rid: serial for serial, each in entries.items()}
             ids = {serial: rid for rid, serial in newest.items() if self._cache.find_rid(rid) is None}
-            for name, each_rows in self._rows.read(records, ids):
-                rows[name] = each_rows
+            for number, each_rows in self._rows.read(records, ids):
+                rows[number] = each_rows
                 await pace.step()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise StateDamaged(f"texts {family.owner!r} cannot be read: {error!r}") from error
         return list(entries.values()), rows
 
@@ -222,30 +227,31 @@ class TextArchive:
         assert self._store is not None
         put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
         rows, rows_gone = dict(family.rows.unsaved), set(family.rows.gone)
-        coming, going = defaultdict(list), defaultdict(list)
+        coming, going = defaultdict[str, dict[int, bytes]](dict), defaultdict[str, dict[int, None]](dict)
         for serial, entry in put.items():
             digest = _digest(entry.rid)
-            coming[_rid_owner(digest)].append(Change(RID, f"{digest}-{serial}", family.owner.encode()))
+            coming[_rid_owner(digest)][serial] = f"{digest} {family.owner}".encode()
         for serial, rid in gone.items():
-            digest = _digest(rid)
-            going[_rid_owner(digest)].append(Change(RID, f"{digest}-{serial}", None))
-        works = [store.commit(owner, changes, slot=slot) for owner, changes in coming.items()]
+            going[_rid_owner(_digest(rid))][serial] = None
+        works = [store.append(owner, changes, slot=slot) for owner, changes in coming.items()]
+        if family.rows.stale:  # those that are unsaved now come behind that
+            works.append(store.delete(family.owner, slot=slot, large_alone=True))
         if family.entries or not family.loaded:
-            changes = [Change(ENTRY, serial, self._written(entry)) for serial, entry in put.items()]
-            changes += [Change(ENTRY, serial, None) for serial in gone]
-            changes += family.rows.changes(rows, rows_gone)
-            works.append(store.commit(family.owner, [*changes, Change(HEAD, 0, family.head())], slot=slot))
+            entries = {serial: self._written(entry) for serial, entry in put.items()}
+            blobs = {HEAD: family.head(), **entries, **dict.fromkeys(gone)}
+            works.append(store.append(family.owner, blobs, large=family.rows.changes(), slot=slot))
         else:
             works.append(store.delete(family.owner, slot=slot))
-        await _all([*works, *(store.commit(owner, changes, slot=slot) for owner, changes in going.items())])
+        await _all([*works, *(store.append(owner, changes, slot=slot) for owner, changes in going.items())])
         for serial, entry in put.items():
             if family.unsaved.get(serial) is entry:
                 del family.unsaved[serial]
-        for name in rows:
-            family.rows.unsaved.pop(name, None)
+        for number in rows:
+            family.rows.unsaved.pop(number, None)
         for serial in gone:
             family.gone.pop(serial, None)
         family.rows.gone -= rows_gone
+        family.rows.stale = False
 
     def _written(self, entry: Entry) -> bytes:
         parent = parent_in_family(entry)
@@ -257,12 +263,11 @@ class TextArchive:
     def _evicted(self, entry: Entry) -> None:
         if entry.family is not None:
             self._count(entry.family, -entry.family.remove(entry))
-            self._rows.remove(entry.family, entry.serial)
             self._sweep_later(entry.family)
 
     def _evicted_rows(self, rows: AlignedRows) -> None:
-        family = self._rows.evicted(rows)
-        if family is not None and family.rows.gone:
+        family = self._rows.family_of(rows)
+        if family is not None:
             self._sweep_later(family)
 
     def _bound(self) -> None:
@@ -300,21 +305,20 @@ class TextArchive:
 
     async def _tidy(self, family: Family) -> None:
         async with family.lock:
-            if family.stale or family.rows.stale:
+            if family.stale:
                 await self._find_stale(family)
-            if family.gone or family.rows.gone:
+            self._rows.sweep(family)
+            if family.gone or family.rows.gone or family.rows.stale:
                 await self._commit(family)
             if family.loaded and not family.entries and not family.gone and self._families.get(family.name) is family:
                 del self._families[family.name]
 
     async def _find_stale(self, family: Family) -> None:
         assert self._store is not None
-        for kind, key, value in await self._store.load(family.owner, slot=family.slot):
-            if kind == ENTRY and family.stale and int(key) not in family.entries:
-                family.gone[int(key)] = header_of(value)[0]["rid"]
-            elif kind == ROWS and (name := RowName.of(str(key))) not in family.rows.records:
-                family.rows.gone.add(name)
-        family.stale = family.rows.stale = False
+        for serial, blob in (await self._store.load(family.owner, slot=family.slot)).items():
+            if serial != HEAD and serial not in family.entries:
+                family.gone[serial] = header_of(blob)[0]["rid"]
+        family.stale = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -17,6 +17,7 @@ from middleware_hub.radix_tree.archive.text_rows import FamilyRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
 
+KIND = "family"
 #: In front of owners' names: sessions' ids have no such character.
 OWNERS = "|text-"
 #: Of a root, characters that tell which texts begin with it. What begins as it does and goes on otherwise is looked at
@@ -84,7 +85,8 @@ class Family:
     def head(self) -> bytes:
         """What is known of it before it is loaded."""
         names = ("chars", "number", "tokens", "serial", "version", "rank")
-        return orjson.dumps({"row_bytes": self.rows.nbytes, **{name: getattr(self, name) for name in names}})
+        known = {name: getattr(self, name) for name in names}
+        return orjson.dumps({"kind": KIND, "row_bytes": self.rows.nbytes, **known})
 
     @property
     def name(self) -> tuple[int, str]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import orjson
 
-from middleware_hub.radix_tree.archive.archive import ENTRY
+from middleware_hub.radix_tree.archive.archive import HEAD
 from middleware_hub.radix_tree.archive.entry_rows import read_entry
 from middleware_hub.radix_tree.cache import RestoredEntry
 from middleware_hub.radix_tree.entry import TextRecord
-from miles_router.middlewares.state import StateRow
+from miles_router.middlewares.state import Blobs
 
 
-def lines_of(owner: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
-    """The generations of a family in the order in which they were recorded, each with the one name `text`.
+def lines_of(owner: str, blobs: Blobs) -> Iterator[bytes]:
+    """Iterate over the generations of a family in the order in which they were recorded, each with the one name `text`.
 
     Raises:
-        KeyError, TypeError, ValueError: the rows are no family's.
+        KeyError, TypeError, ValueError: the blobs are no family's.
     """
     read: dict[int, RestoredEntry] = {}
-    for serial, data in sorted((int(row.key), row.value) for row in rows if row.kind == ENTRY):
-        read[serial] = read_entry(serial, data, read)
+    for serial in (number for number in blobs if number != HEAD):
+        read[serial] = read_entry(serial, blobs[serial], read)
         yield _line(read[serial].record)
 
 

@@ -34,9 +34,7 @@ from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
 from miles_router.pools.pools import Pools
-from miles_router.pools.registrations import OWNER
 from miles_router.slots import CONTROL
-from miles_router.state.rows import Change
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +129,7 @@ class MachinesDuty(ControlDuty):
         """Listens once it is the only one that may lease."""
         store = self._registrations.store
         assert store is not None
-        term = await store.take_over(CONTROL)
+        term = await store.claim(CONTROL)
         self._beats = (term - 1) * EPOCHS  # none that any before it has had, also where nobody is left who knows them
         machines = self._machines
         self._authority = Authority(
@@ -208,7 +206,7 @@ class MachinesDuty(ControlDuty):
         store, began = self._registrations.store, clock()
         assert store is not None
         try:
-            await store.commit(OWNER, [Change("lease", 0, secrets.token_bytes(8))], slot=CONTROL)
+            await store.append("lease", {1: secrets.token_bytes(8)}, slot=CONTROL)
         except StateOutdated:
             logger.warning("control_plane_succeeded")
             self._ended()

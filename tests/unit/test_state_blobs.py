@@ -1,10 +1,10 @@
-"""Values of rows that have a header."""
+"""Blobs that have a header."""
 
 from __future__ import annotations
 
 import pytest
 
-from miles_router.state.rows import header_of, with_header
+from miles_router.state.blobs import header_of, with_header
 
 
 def test_what_has_a_header_is_read_as_it_was_written() -> None:

@@ -1,13 +1,14 @@
-"""One slot's SQLite file: opened and checked, changed in transactions, read, vacuumed. One thread makes all calls.
+"""The journal of one slot, a SQLite file: opened and checked, appended to in transactions, read, vacuumed. One thread
+makes all calls.
 
 WAL with an exclusive lock taken before it (https://www.sqlite.org/wal.html#noshm): one opener, and no file of shared
 memory. Where its bytes are damaged, SQLite ends a WAL silently at the damage
-(https://www.sqlite.org/fileformat2.html#wal_file_format): so each transaction is numbered, and what was acknowledged is
-counted in a file beside it.
+(https://www.sqlite.org/fileformat2.html#wal_file_format): so each transaction is numbered, and a file beside it counts
+the acknowledged ones.
 
-A directory that several machines share has no shared memory, and whoever is stopped must not keep what others take
-over: there, each transaction locks the file for itself, with a rollback journal, and finds out whether its epoch is
-still the youngest.
+A directory that several machines share has no shared memory, and a stopped process must not keep what others take over:
+there each transaction locks the file for itself, with a rollback journal, and reads whether its epoch is still the
+newest.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from zlib import crc32
 
 from miles_router.errors import StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
 from miles_router.state.acknowledged import Acknowledged
-from miles_router.state.rows import Change, StateRow, Sync
+from miles_router.state.blobs import Blobs, Changes, Sync
 
 #: "MRst": whose file it is (`PRAGMA application_id`).
 APPLICATION = 0x4D527374
-#: Of the tables below, and of what the router and its layers put into them (`PRAGMA user_version`).
-FORMAT = 3
-#: Older formats whose rows are still read. The first change to a file gives it this one.
-READABLE = (2, FORMAT)
+#: Of the tables below, and of the blobs that the router and its layers put into them (`PRAGMA user_version`).
+FORMAT = 4
+#: The blobs of an owner, and those of them that a load does not read.
+SMALL, LARGE = "journal", "large"
+COLUMNS = "(owner TEXT, seq INTEGER, blob BLOB NOT NULL, sum INTEGER NOT NULL, PRIMARY KEY (owner, seq)) WITHOUT ROWID"
 TABLES = (
-    "CREATE TABLE entries (owner TEXT NOT NULL, kind TEXT NOT NULL, key NOT NULL, value BLOB NOT NULL, "
-    "sum INTEGER NOT NULL, "
-    "PRIMARY KEY (owner, kind, key))",
+    f"CREATE TABLE {SMALL} {COLUMNS}",
+    f"CREATE TABLE {LARGE} {COLUMNS}",
     "CREATE TABLE slot (transactions INTEGER NOT NULL, epoch INTEGER NOT NULL)",
     "INSERT INTO slot VALUES (0, 0)",
 )
-#: Rows in one statement: each statement lets go of the interpreter, and waits for it afterwards.
-ROWS_AT_ONCE = 64
+#: Blobs in one statement: each statement lets go of the interpreter, and waits for it afterwards.
+AT_ONCE = 64
 #: KiB of pages that SQLite keeps for one slot.
 PAGE_CACHE = 512
 #: Bytes that a WAL keeps on the disk once it is written back.
@@ -52,17 +53,16 @@ SHARED_EPOCHS = 1 << 32
 VACUUM_STEP = 256
 KEPT_FREE = 256
 
-#: One owner after the other by the index, without looking at their rows.
+#: Step from owner to owner by the key, without reading what lies between their heads.
 OWNERS = """
 WITH RECURSIVE walk(owner) AS (
-    SELECT (SELECT min(owner) FROM entries WHERE owner > ?1)
+    SELECT (SELECT min(owner) FROM journal WHERE owner > ?1)
     UNION ALL
-    SELECT (SELECT min(owner) FROM entries WHERE owner > walk.owner) FROM walk WHERE walk.owner IS NOT NULL
+    SELECT (SELECT min(owner) FROM journal WHERE owner > walk.owner) FROM walk WHERE walk.owner IS NOT NULL
 )
-SELECT walk.owner, entries.value, entries.sum
-FROM walk JOIN entries ON entries.owner = walk.owner AND entries.kind = ?2 AND entries.key = ?3 LIMIT ?4
+SELECT journal.owner, blob, sum FROM walk JOIN journal ON journal.owner = walk.owner AND seq = 0 LIMIT ?2
 """
-#: What SQLite says (`sqlite3_errstr`), and which error of ours that is. Python 3.10 tells no codes.
+#: SQLite's messages (`sqlite3_errstr`), and which error of ours each one is. Python 3.10 tells no codes.
 MEANINGS: tuple[tuple[str, type[StateError], str], ...] = (
     ("database is locked", StateHeld, "another running router has it open"),
     ("database or disk is full", StateFull, "no room is left on the disk"),
@@ -71,8 +71,8 @@ MEANINGS: tuple[tuple[str, type[StateError], str], ...] = (
 )
 
 
-class SlotFile:
-    """An open one.
+class Journal:
+    """An open journal.
 
     Raises (all methods):
         StateError: what went wrong, by name. A change that failed changed nothing that was held; whether a failed
@@ -102,7 +102,7 @@ class SlotFile:
         except BaseException:
             self.close()
             raise
-        #: Whether rows were deleted whose room the disk may have back.
+        #: Whether blobs were deleted whose room the disk may have back.
         self.slack = True
 
     def _open(self, sync: Sync) -> None:
@@ -112,7 +112,7 @@ class SlotFile:
         new = made == (0, 0) and not self._number("SELECT count(*) FROM sqlite_master")
         if not new and made[0] != APPLICATION:
             raise StateForeign(f"{self._path}: it is no file of miles-router's")
-        if not new and made[1] not in READABLE:
+        if not new and made[1] != FORMAT:
             raise StateForeign(f"{self._path}: its format is {made[1]}, and this miles-router reads {FORMAT}")
         if new:
             execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -129,7 +129,6 @@ class SlotFile:
         execute("COMMIT")
         if new and sync == "machine":
             _sync_directory(self._path.parent)
-        self._format = FORMAT if new else made[1]
         self._transactions, self.epoch = execute("SELECT transactions, epoch FROM slot").fetchone()
 
     def _check_count(self) -> None:
@@ -144,13 +143,11 @@ class SlotFile:
         answer: int = self._connection.execute(question).fetchone()[0]
         return answer
 
-    def transaction(self, works: Sequence[Callable[[SlotFile], Any]]) -> None:
+    def transaction(self, works: Sequence[Callable[[Journal], Any]]) -> None:
         """Do all of it and make it durable, or nothing."""
         with self._by_name():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                if self._format != FORMAT:
-                    self._connection.execute(f"PRAGMA user_version = {FORMAT}")
                 for work in works:
                     work(self)
                 if self._shared:
@@ -166,95 +163,84 @@ class SlotFile:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-            self._transactions, self._format = count, FORMAT
+            self._transactions = count
             self._acknowledged.write(count)
 
-    def change(self, owner: str, changes: Sequence[Change], *, anew: bool) -> None:
-        """Inside a transaction: put and delete rows of an owner; `anew`: in place of all that it had."""
+    def append(self, owner: str, blobs: Changes, large: Changes, *, anew: bool) -> None:
+        """Inside a transaction: put blobs of an owner under their numbers, in place of what stands there; None deletes.
+
+        Args:
+            anew: in place of all that the owner had.
+        """
         if anew:
-            self._connection.execute("DELETE FROM entries WHERE owner = ?", (owner,))
-        gone = [(owner, each.kind, each.key) for each in changes if each.value is None]
-        if gone:
-            self.slack = True
-            self._connection.executemany("DELETE FROM entries WHERE owner = ? AND kind = ? AND key = ?", gone)
-        put = [each for each in changes if each.value is not None]
-        for start in range(0, len(put), ROWS_AT_ONCE):
-            some = put[start : start + ROWS_AT_ONCE]
-            rows = ", ".join(["(?, ?, ?, ?, ?)"] * len(some))
-            self._connection.execute(
-                f"INSERT INTO entries VALUES {rows} "
-                "ON CONFLICT (owner, kind, key) DO UPDATE SET value = excluded.value, sum = excluded.sum",
-                [
-                    field
-                    for each in some
-                    for field in (owner, each.kind, each.key, each.value, crc32(each.value or b""))
-                ],
-            )
+            self.delete(owner)
+        for table, changes in ((SMALL, blobs), (LARGE, large)):
+            gone = [(owner, seq) for seq, blob in changes.items() if blob is None]
+            if gone:
+                self.slack = True
+                self._connection.executemany(f"DELETE FROM {table} WHERE owner = ? AND seq = ?", gone)
+            put = [(owner, seq, blob, crc32(blob)) for seq, blob in changes.items() if blob is not None]
+            for start in range(0, len(put), AT_ONCE):
+                some = put[start : start + AT_ONCE]
+                places = ", ".join(["(?, ?, ?, ?)"] * len(some))
+                fields = [field for each in some for field in each]
+                self._connection.execute(f"INSERT OR REPLACE INTO {table} VALUES {places}", fields)
 
-    def delete(self, owner: str) -> None:
-        """Inside a transaction: delete all rows of an owner."""
+    def delete(self, owner: str, *, large_alone: bool = False) -> None:
+        """Inside a transaction: delete all blobs of an owner."""
         self.slack = True
-        self._connection.execute("DELETE FROM entries WHERE owner = ?", (owner,))
+        for table in (LARGE,) if large_alone else (SMALL, LARGE):
+            self._connection.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
 
-    def claim(self, epoch: int) -> None:
-        """Take the slot over for this epoch: who has an older one commits nothing any more."""
-        if epoch < self.epoch:
-            raise StateOutdated(f"{self._path}: epoch {self.epoch} has it, and {epoch} is older")
-        self._enter(lambda: epoch)
-
-    def succeed(self) -> None:
-        """Whoever has shared it with others, and goes on, must not go on here."""
-        if self.epoch >= SHARED_EPOCHS:
-            self.claim(self.epoch + 1)
-
-    def take_over(self) -> int:
-        """Take the slot over for the epoch behind its last one, which is returned."""
-        self._enter(lambda: self._number("SELECT epoch FROM slot") + 1)
-        epoch: int = self.epoch
-        return epoch
-
-    def _enter(self, epoch: Callable[[], int]) -> None:
-        """Go on in an epoch, if that is committed: who was refused it may commit nothing under it later on."""
-
-        def enter(file: SlotFile) -> None:
-            file.epoch = epoch()
-
+    def claim(self, epoch: int | None = None) -> int:
+        """Take the slot over for this epoch, by default the one behind its last, and return it: who has an older one
+        commits nothing any more. Without a commit the epoch stays: a process that was refused may not use it later."""
         before = self.epoch
+        if epoch is not None and epoch < before:
+            raise StateOutdated(f"{self._path}: epoch {before} has it, and {epoch} is older")
+
+        def enter(journal: Journal) -> None:
+            journal.epoch = journal._number("SELECT epoch FROM slot") + 1 if epoch is None else epoch
+
         try:
             self.transaction((enter,))
         except BaseException:
             self.epoch = before
             raise
+        entered: int = self.epoch
+        return entered
 
-    def load(self, owner: str) -> list[StateRow]:
-        """All rows of an owner, ordered by kind and key."""
+    def load(self, owner: str, table: str = SMALL) -> Blobs:
+        """Return the blobs of an owner in the order of their numbers."""
         with self._by_name():
             rows = self._connection.execute(
-                "SELECT kind, key, value, sum FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
+                f"SELECT seq, blob, sum FROM {table} WHERE owner = ? ORDER BY seq", (owner,)
             ).fetchall()  # a cursor that an error holds on to would keep the file open, and locked
-            return [StateRow(kind, key, self._whole(value, owner, check)) for kind, key, value, check in rows]
+            return {seq: self._checked(blob, owner, check) for seq, blob, check in rows}
 
-    def owners(self, kind: str, key: int | str, after: str, limit: int) -> list[tuple[str, bytes]]:
-        """The next owners behind `after` that have this row, in their order, with its value."""
+    def owners(self, after: str, limit: int) -> list[tuple[str, bytes]]:
+        """Return the next owners behind `after` that have a head, in their order, with it."""
         with self._by_name():
-            rows = self._connection.execute(OWNERS, (after, kind, key, limit)).fetchall()
-            return [(owner, self._whole(value, owner, check)) for owner, value, check in rows]
+            rows = self._connection.execute(OWNERS, (after, limit)).fetchall()
+            return [(owner, self._checked(blob, owner, check)) for owner, blob, check in rows]
 
-    def _whole(self, value: bytes, owner: str, check: int) -> bytes:
-        """SQLite finds out when a page is none, and not when a byte in it is another."""
-        if crc32(value) != check:
+    def _checked(self, blob: bytes, owner: str, check: int) -> bytes:
+        """Check the CRC. SQLite detects malformed pages, and not flipped bytes."""
+        if crc32(blob) != check:
             raise StateDamaged(f"{self._path}: a row of {owner!r} is not what was written")
-        return value
+        return blob
 
-    def holdings(self) -> list[tuple[str, str, int, int]]:
-        """Of each owner and kind: how many rows there are, and their bytes."""
+    def holdings(self) -> list[tuple[str, bytes | None, int, int, int]]:
+        """Return each owner with its head, how many blobs it has, their bytes, and those of large ones."""
         with self._by_name():
             return self._connection.execute(
-                "SELECT owner, kind, count(*), sum(length(value)) FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
+                "SELECT owner, max(head), count(*), sum(small), sum(large) FROM (SELECT owner, CASE seq WHEN 0 THEN "
+                f"blob END AS head, length(blob) AS small, 0 AS large FROM {SMALL} "
+                f"UNION ALL SELECT owner, NULL, 0, length(blob) FROM {LARGE}) GROUP BY owner ORDER BY owner"
             ).fetchall()
 
     def vacuum(self) -> None:
-        """Give a part of the room of deleted rows back to the disk; `slack` says whether there is more."""
+        """Give a part of the room of deleted blobs back to the disk; `slack` says whether there is more."""
         with self._by_name():
             if self._number("PRAGMA freelist_count") > KEPT_FREE:
                 self._connection.execute(f"PRAGMA incremental_vacuum({VACUUM_STEP})").fetchall()
