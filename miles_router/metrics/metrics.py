@@ -170,7 +170,7 @@ class StateStatistics(Statistics, prefix="miles_router_state"):
     commits = counter("Commits that are durable.")
     refused = counter("Commits that were refused, by error.", by="error")
     written_bytes = counter("Bytes of rows that were committed.", name="bytes")
-    waiting_bytes = gauge("Bytes of rows that wait to be committed.")
+    waiting_bytes = gauge("Bytes of changes that are being committed.")
     seconds = histogram("Time until a commit was durable.", name="commit_seconds")
 
     def __init__(self, store: StateStore) -> None:

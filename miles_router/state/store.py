@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +17,12 @@ from miles_router.errors import ConfigError, StateError, StateHeld
 from miles_router.slots import ALL_SLOTS, CONTROL, slot_of
 from miles_router.state.blobs import Blobs, Changes, Sync
 from miles_router.state.journal import LARGE, SMALL, Journal
-from miles_router.state.writer import Job, Writer
+from miles_router.state.journals import Job, Journals, Outcome
 
 #: Bytes that a blob weighs beside its content while it waits.
 BLOB = 256
 NOTHING: Blobs = MappingProxyType({})
-#: Bytes of changes that wait to be written; who comes with more waits for room.
+#: Bytes of changes that the thread may have at once; more of them wait.
 MAX_WAITING = 64 * 1024 * 1024
 #: Seconds for which a busy event loop keeps the interpreter from the writer's thread, which needs it between any two
 #: statements. CPython's own 5 ms make a commit beside a busy loop take 8.
@@ -33,7 +34,7 @@ class StateStore:
     this process runs: what one process has open, no other can open.
 
     An owner's slot is `slot_of(owner)`, unless `slot` says another. Changes of one slot are made in the order of the
-    calls. A commit whose caller is cancelled is made all the same, unless it still waited for room.
+    calls. A commit whose caller is cancelled is made all the same, unless it still waits and more waits than may.
 
     Raises (all coroutines):
         StateHeld: another running router has the slot.
@@ -61,15 +62,18 @@ class StateStore:
         self.directory, self.sync = directory, sync
         #: Those that this process may open; `CONTROL` is for the one that knows who the workers are.
         self.slots: Collection[int] = ALL_SLOTS
-        #: Bytes of changes that wait to be written.
+        #: Bytes of changes that the thread has.
         self.waiting = 0
         #: Commits that are durable, those that were refused by type, and bytes of changes.
         self.commits, self.refused, self.written = 0, Counter[str](), 0
         #: Hears how many seconds each commit took.
         self.observe: Callable[[float], None] = lambda seconds: None
-        self._held: deque[Job] = deque()
         self._touched: set[int] = set()
-        self._writer = Writer(directory, sync, self._over, shared=shared)
+        self._queue: deque[Job] = deque()
+        self._journals = Journals(directory, sync, shared=shared)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")  # which begins with the first job
+        self._working: asyncio.Future[list[Outcome]] | None = None
+        self._closed = False
         sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
 
     def check(self) -> None:
@@ -79,7 +83,7 @@ class StateStore:
             ConfigError: another running router has it, or its file cannot be used.
         """
         try:
-            Journal(self._writer.path(CONTROL), self.sync).close()
+            Journal(self._journals.path(CONTROL), self.sync).close()
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
 
@@ -120,7 +124,7 @@ class StateStore:
 
     def exists(self, slot: int) -> bool:
         """Return whether anything was ever held in this slot. Opens nothing."""
-        return slot in self._touched or self._writer.path(slot).exists()
+        return slot in self._touched or self._journals.path(slot).exists()
 
     def has(self, owner: str) -> bool:
         """Return whether this process may open the slot of an owner."""
@@ -128,12 +132,17 @@ class StateStore:
 
     async def close(self) -> None:
         """Do what waits, and let go of all slots."""
-        await asyncio.get_running_loop().run_in_executor(None, self._writer.end)
+        self._closed = True
+        while self._working is not None:
+            await asyncio.wait({self._working})
+            await asyncio.sleep(0)  # its callback gives the thread what still waits
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._journals.close)
+        self._thread.shutdown()
 
     async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[Journal], None], size: int) -> None:
-        answer, began = asyncio.get_running_loop().create_future(), time.perf_counter()
+        began = time.perf_counter()
         try:
-            await self._done(Job(slot_of(owner) if slot is None else slot, work, answer, commits=True, size=size))
+            await self._ask(slot_of(owner) if slot is None else slot, work, commits=True, size=size)
         except StateError as error:
             self.refused[error.type] += 1
             raise
@@ -141,31 +150,40 @@ class StateStore:
         self.written += size
         self.observe(time.perf_counter() - began)
 
-    async def _ask(self, slot: int, work: Callable[[Journal], Any]) -> Any:
-        return await self._done(Job(slot, work, asyncio.get_running_loop().create_future()))
-
-    async def _done(self, job: Job) -> Any:
-        if job.slot not in self.slots:
-            raise StateHeld(f"slot {job.slot} is another process's of this router")
-        self._touched.add(job.slot)
-        if self._held or self._too_much(job):
-            self._held.append(job)
-        else:
-            self._give(job)
+    async def _ask(self, slot: int, work: Callable[[Journal], Any], *, commits: bool = False, size: int = 0) -> Any:
+        if slot not in self.slots:
+            raise StateHeld(f"slot {slot} is another process's of this router")
+        if self._closed:
+            raise StateError(f"{self.directory}: the router has let go of it")
+        self._touched.add(slot)
+        job = Job(slot, work, asyncio.get_running_loop().create_future(), commits, size)
+        self._queue.append(job)
+        self._give()
         try:
             return await job.answer
-        finally:
-            if job in self._held:  # whoever leaves takes along what was not given to the writer yet
-                self._held.remove(job)
+        except asyncio.CancelledError:
+            if job in self._queue and sum(each.size for each in self._queue) > MAX_WAITING:
+                self._queue.remove(job)
+            raise
 
-    def _too_much(self, job: Job) -> bool:
-        return bool(self.waiting) and self.waiting + job.size > MAX_WAITING
+    def _give(self) -> None:
+        """Give the thread what waits, as much as fits, unless it is at work."""
+        if self._working is not None or not (self._queue or (self._journals.slack and not self._closed)):
+            return
+        jobs: list[Job] = []
+        while self._queue and (not jobs or self.waiting + self._queue[0].size <= MAX_WAITING):
+            jobs.append(self._queue.popleft())
+            self.waiting += jobs[-1].size
+        self._working = asyncio.get_running_loop().run_in_executor(self._thread, self._journals.do, jobs)
+        self._working.add_done_callback(self._over)
 
-    def _give(self, job: Job) -> None:
-        self.waiting += job.size
-        self._writer.add(job)
-
-    def _over(self, jobs: Sequence[Job]) -> None:
-        self.waiting -= sum(job.size for job in jobs)
-        while self._held and not self._too_much(self._held[0]):
-            self._give(self._held.popleft())
+    def _over(self, working: asyncio.Future[list[Outcome]]) -> None:
+        self._working, self.waiting = None, 0
+        self._give()
+        for job, result, error in working.result():
+            if job.answer.done():  # its caller has left
+                continue
+            if error is not None:
+                job.answer.set_exception(error)
+            else:
+                job.answer.set_result(result)

@@ -1,0 +1,118 @@
+"""The journals of a directory, which one thread opens and calls. Jobs that wait are done together: one transaction for
+all neighbours of a slot that commit, and no job of a slot overtakes another one of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from miles_router.errors import StateError, StateFull, StateHeld
+from miles_router.slots import CONTROL
+from miles_router.state.blobs import Sync
+from miles_router.state.journal import SHARED_EPOCHS, Journal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Job:
+    """Work with a slot's journal, and the future of its caller."""
+
+    slot: int
+    work: Callable[[Journal], Any]
+    answer: asyncio.Future[Any]
+    #: Whether it changes blobs, in a transaction with those beside it.
+    commits: bool = False
+    size: int = 0
+
+
+#: A job that is over, its result, and its error.
+Outcome = tuple[Job, Any, StateError | None]
+
+
+class Journals:
+    """Those that are open. `shared` is that of `Journal`."""
+
+    def __init__(self, directory: Path, sync: Sync, *, shared: bool) -> None:
+        self._directory, self._sync, self._shared = directory, sync, shared
+        self._open: dict[int, Journal] = {}
+        #: Of shared files that were closed after an error: a process that was succeeded stays so when it comes again.
+        self._epochs: dict[int, int] = {}
+
+    def path(self, slot: int) -> Path:
+        """Return the file of a slot."""
+        return self._directory / ("control.sqlite" if slot == CONTROL else f"slot-{slot:02d}.sqlite")
+
+    @property
+    def slack(self) -> bool:
+        """Whether the disk may have room back."""
+        return any(journal.slack for journal in self._open.values())
+
+    def do(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Do all jobs; without any, give a part of the room of deleted blobs back to the disk."""
+        if not jobs:
+            self._vacuum()
+        by_slot = defaultdict(list)
+        for job in jobs:
+            by_slot[job.slot].append(job)
+        return [
+            outcome
+            for its in by_slot.values()
+            for commits, together in groupby(its, key=lambda job: job.commits)
+            for outcome in (self._commit([*together]) if commits else map(self._read, together))
+        ]
+
+    def close(self) -> None:
+        """Close all of them."""
+        for slot in [*self._open]:
+            self._release(slot)
+
+    def _vacuum(self) -> None:
+        for journal in [journal for journal in self._open.values() if journal.slack][:1]:
+            try:
+                journal.vacuum()
+            except StateError:  # no caller waits for it, and the next one meets whatever is wrong
+                journal.slack = False
+
+    def _read(self, job: Job) -> Outcome:
+        return job, *self._attempt(job.slot, job.work)
+
+    def _commit(self, jobs: list[Job]) -> Iterator[Outcome]:
+        works = [job.work for job in jobs]
+        result, error = self._attempt(jobs[0].slot, lambda journal: journal.transaction(works))
+        if error is not None and len(jobs) > 1:  # for one there may be room, or nothing wrong with it
+            for job in jobs:
+                yield from self._commit([job])
+        else:
+            yield from ((job, result, error) for job in jobs)
+
+    def _attempt(self, slot: int, work: Callable[[Journal], Any]) -> tuple[Any, StateError | None]:
+        try:
+            journal = self._open.get(slot)
+            if journal is None:
+                journal = self._open[slot] = Journal(self.path(slot), self._sync, shared=self._shared)
+                if not self._shared and journal.epoch >= SHARED_EPOCHS:
+                    journal.claim()  # routers that shared the directory, and still run, must not go on here
+                journal.epoch = self._epochs.get(slot, journal.epoch)
+            return work(journal), None
+        except StateError as error:
+            if not isinstance(error, (StateFull, StateHeld)):
+                self._release(slot)  # the next job opens it again, and finds out what is held
+            return None, error
+        except Exception as error:  # the edge of the thread: without an answer, callers would wait for ever
+            logger.error("state_defect", exc_info=error, extra={"fields": {"file": str(self.path(slot))}})
+            self._release(slot)
+            return None, StateError("the router failed; its log has the details")
+
+    def _release(self, slot: int) -> None:
+        journal = self._open.pop(slot, None)
+        if journal is not None:
+            if self._shared:
+                self._epochs[slot] = journal.epoch
+            journal.close()
