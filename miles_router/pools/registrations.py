@@ -96,15 +96,10 @@ class Registrations:
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:
-        held: list[dict[str, Any]] = []
-        after = ""
-        while page := await store.owners(CONTROL, after=after):
-            after = page[-1][0]
-            try:
-                held += [orjson.loads(head) for _, head in page]
-            except ValueError as error:
-                raise StateDamaged(f"what is registered cannot be read: {error!r}") from error
-        return held
+        try:
+            return [orjson.loads(head) async for _, head in store.owners(CONTROL)]
+        except ValueError as error:
+            raise StateDamaged(f"what is registered cannot be read: {error!r}") from error
 
 
 class StandstillRow:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 from zlib import crc32
 
 from miles_router.errors import StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
-from miles_router.state.acknowledged import Acknowledged
 from miles_router.state.blobs import Blobs, Changes, Sync
 
 #: "MRst": whose file it is (`PRAGMA application_id`).
@@ -39,6 +39,9 @@ TABLES = (
     "CREATE TABLE slot (transactions INTEGER NOT NULL, epoch INTEGER NOT NULL)",
     "INSERT INTO slot VALUES (0, 0)",
 )
+#: The count of acknowledged commits, and its complement: a torn or foreign file is no count.
+COUNT = struct.Struct("<QQ")
+ALL_BITS = (1 << 64) - 1
 #: Blobs in one statement: each statement lets go of the interpreter, and waits for it afterwards.
 AT_ONCE = 64
 #: KiB of pages that SQLite keeps for one slot.
@@ -93,15 +96,18 @@ class Journal:
         try:
             with self._by_name():
                 self._open(sync)
-                self._acknowledged = Acknowledged(path.with_suffix(".acknowledged"), sync)
+                self._counted = path.with_suffix(".acknowledged")
+                self._count = os.open(self._counted, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except BaseException:
             self._connection.close()
             raise
         try:
-            self._check_count()
+            with self._by_name():
+                self._check_count()
         except BaseException:
             self.close()
             raise
+        self._count_synced = sync == "machine"
         #: Whether blobs were deleted whose room the disk may have back.
         self.slack = True
 
@@ -132,11 +138,16 @@ class Journal:
         self._transactions, self.epoch = execute("SELECT transactions, epoch FROM slot").fetchone()
 
     def _check_count(self) -> None:
-        acknowledged = self._acknowledged.count
-        if acknowledged is not None and acknowledged > self._transactions:
+        content = os.pread(self._count, COUNT.size + 1, 0)
+        if not content:  # nothing is known, and nothing refused
+            return
+        acknowledged, complement = COUNT.unpack(content) if len(content) == COUNT.size else (0, 0)
+        if complement != acknowledged ^ ALL_BITS:
+            raise StateDamaged(f"{self._counted}: it is no count of commits. Remove it to go on without one")
+        if acknowledged > self._transactions:
             raise StateDamaged(
                 f"{self._path}: {acknowledged - self._transactions} of {acknowledged} acknowledged commits are gone: "
-                f"its end or its WAL is damaged. Remove {self._acknowledged.path.name} to go on without them"
+                f"its end or its WAL is damaged. Remove {self._counted.name} to go on without them"
             )
 
     def _number(self, question: str) -> int:
@@ -164,7 +175,9 @@ class Journal:
                     self._connection.execute("ROLLBACK")
                 raise
             self._transactions = count
-            self._acknowledged.write(count)
+            os.pwrite(self._count, COUNT.pack(count, count ^ ALL_BITS), 0)  # before any caller is told of the commit
+            if self._count_synced:
+                os.fdatasync(self._count)
 
     def append(self, owner: str, blobs: Changes, large: Changes, *, anew: bool) -> None:
         """Inside a transaction: put blobs of an owner under their numbers, in place of what stands there; None deletes.
@@ -253,7 +266,7 @@ class Journal:
     def close(self) -> None:
         """Write the WAL back and let go of the file. What cannot be written back stays in the WAL."""
         self._connection.close()
-        self._acknowledged.close()
+        os.close(self._count)
 
     @contextmanager
     def _by_name(self) -> Iterator[None]:

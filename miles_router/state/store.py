@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -108,13 +108,13 @@ class StateStore:
         blobs: Blobs = await self._ask(slot, lambda journal: journal.load(owner, LARGE if large else SMALL))
         return blobs
 
-    async def owners(self, slot: int, *, after: str = "", limit: int = 1000) -> list[tuple[str, bytes]]:
-        """Return a page of the owners in a slot that have a head, in their order behind `after`, with it; fewer than
-        `limit` are the last."""
-        if not self.exists(slot):
-            return []
-        page: list[tuple[str, bytes]] = await self._ask(slot, lambda journal: journal.owners(after, limit))
-        return page
+    async def owners(self, slot: int, *, after: str = "", page: int = 1000) -> AsyncIterator[tuple[str, bytes]]:
+        """Iterate over the owners in a slot that have a head, in their order behind `after`, with it; so many are read
+        at a time."""
+        while self.exists(slot) and (found := await self._page(slot, after, page)):
+            after = found[-1][0]
+            for each in found:
+                yield each
 
     async def claim(self, slot: int, epoch: int | None = None) -> int:
         """Open a slot and take it over for an epoch, by default the one behind its last, and return it. Commits of an
@@ -138,6 +138,10 @@ class StateStore:
             await asyncio.sleep(0)  # its callback gives the thread what still waits
         await asyncio.get_running_loop().run_in_executor(self._thread, self._journals.close)
         self._thread.shutdown()
+
+    async def _page(self, slot: int, after: str, limit: int) -> list[tuple[str, bytes]]:
+        found: list[tuple[str, bytes]] = await self._ask(slot, lambda journal: journal.owners(after, limit))
+        return found
 
     async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[Journal], None], size: int) -> None:
         began = time.perf_counter()

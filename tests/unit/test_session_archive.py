@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,11 +56,11 @@ async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
         await read.wait()
         return blobs
 
-    async def told(slot: int, *args: Any, **named: Any) -> Any:
-        page = await owners(slot, *args, **named)
-        if page and slot == slot_of(NAME):  # what it says is done before anything else is
-            looked.set()
-        return page
+    async def told(slot: int) -> AsyncIterator[tuple[str, bytes]]:
+        async for each in owners(slot):
+            if slot == slot_of(NAME):  # what it says is done before anything else is
+                looked.set()
+            yield each
 
     monkeypatch.setattr(store, "load", slow)
     monkeypatch.setattr(store, "owners", told)

@@ -21,12 +21,9 @@ KIND = "session"
 
 async def heads_in(store: StateStore, slot: int) -> AsyncIterator[tuple[str, bytes]]:
     """Iterate over the stored sessions of a slot and their heads. Other owners have names that no session may have."""
-    after = ""
-    while page := await store.owners(slot, after=after):
-        after = page[-1][0]
-        for owner, head in page:
-            if ID.fullmatch(owner):
-                yield owner, head
+    async for owner, head in store.owners(slot):
+        if ID.fullmatch(owner):
+            yield owner, head
 
 
 def written_head(session: Session, tokens: int, used_at: float) -> bytes:

@@ -37,8 +37,6 @@ HEAD = 0
 RID_OWNERS = "|rid-"
 #: Times `max_tokens` that the disk may have: families have there what they share in memory.
 DISK = 8
-#: Families read in one step when the index is made.
-PAGE = 1000
 
 
 class TextArchive:
@@ -118,13 +116,10 @@ class TextArchive:
                 return
             found = []
             for slot in self._slots:
-                after = OWNERS
-                while page := await self._store.owners(slot, after=after, limit=PAGE):
-                    heads = [each for each in page if each[0].startswith(OWNERS)]
-                    found += [self._read_head(owner, slot, head) for owner, head in heads]
-                    after = heads[-1][0] if heads else after
-                    if len(heads) < len(page):  # the rest of the slot is of other layers
+                async for owner, head in self._store.owners(slot, after=OWNERS):
+                    if not owner.startswith(OWNERS):  # the rest of the slot is of other layers
                         break
+                    found.append(self._read_head(owner, slot, head))
             found.sort(key=lambda family: family.serial)
             for family in found:
                 self._families[family.name] = family
