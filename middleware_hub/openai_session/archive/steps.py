@@ -53,7 +53,7 @@ PLAIN = (*("path", "answer", "dropped", "finish_reason", "ended_itself", "choice
 ENVELOPE = ("id", "created_at", "own", "seals", "usage", "cut_call")
 
 
-@dataclass
+@dataclass(slots=True)
 class Saved:
     """What the journal has of a session: how many steps, things, turns, tokens, untraced requests and replies."""
 
@@ -65,7 +65,7 @@ class Saved:
     replies: int = 0
     head: bytes = b""
     used_at: float = 0.0  # as the head says it
-    responses: set[str] = field(default_factory=set)
+    responses: frozenset[str] = frozenset()
     #: The places of things that may come again: messages by identity, for the session keeps them; contexts and tools;
     #: settings by digest.
     places: dict[int | bytes, int] = field(default_factory=dict)
@@ -170,8 +170,8 @@ class Unsaved:
         saved.steps += saved.steps + 1 in self.blobs
         if HEAD in self.blobs:
             saved.head, saved.used_at = self.blobs[HEAD], self._used_at
-        saved.responses |= self._stored
-        saved.responses -= self._deleted
+        if self._stored or self._deleted:
+            saved.responses = (saved.responses | self._stored) - self._deleted
         saved.places.update(self._places)
         return saved
 
@@ -315,7 +315,7 @@ class _Replay:
             replies=len(session.repeats),
             head=written_head(session, head["tokens"], head["used_at"]),
             used_at=head["used_at"],
-            responses={*self._responses},
+            responses=frozenset(self._responses),
             places=self._places,
         )
 
