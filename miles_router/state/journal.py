@@ -32,7 +32,9 @@ APPLICATION = 0x4D527374
 FORMAT = 4
 #: The blobs of an owner, and those of them that a load does not read.
 SMALL, LARGE = "journal", "large"
-COLUMNS = "(owner TEXT, seq INTEGER, blob BLOB NOT NULL, sum INTEGER NOT NULL, PRIMARY KEY (owner, seq)) WITHOUT ROWID"
+COLUMNS = (
+    "(owner TEXT NOT NULL, seq INTEGER NOT NULL, blob BLOB NOT NULL, sum INTEGER NOT NULL, PRIMARY KEY (owner, seq))"
+)
 TABLES = (
     f"CREATE TABLE {SMALL} {COLUMNS}",
     f"CREATE TABLE {LARGE} {COLUMNS}",
@@ -197,7 +199,11 @@ class Journal:
                 some = put[start : start + AT_ONCE]
                 places = ", ".join(["(?, ?, ?, ?)"] * len(some))
                 fields = [field for each in some for field in each]
-                self._connection.execute(f"INSERT OR REPLACE INTO {table} VALUES {places}", fields)
+                self._connection.execute(
+                    f"INSERT INTO {table} VALUES {places} "
+                    "ON CONFLICT (owner, seq) DO UPDATE SET blob = excluded.blob, sum = excluded.sum",
+                    fields,
+                )
 
     def delete(self, owner: str, *, large_alone: bool = False) -> None:
         """Inside a transaction: delete all blobs of an owner."""
