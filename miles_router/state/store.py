@@ -38,7 +38,7 @@ class StateStore:
 
     Raises (all coroutines):
         StateHeld: another running router has the slot.
-        StateForeign, StateDamaged: its file is somebody else's or of another format; has lost what was acknowledged.
+        StateForeign, StateDamaged: its file is not the router's or of another format; it lacks acknowledged commits.
         StateFull: no room; nothing that was held is lost, reads go on, and so do commits once there is room.
         StateOutdated: a younger epoch has the slot.
         StateError: anything else that the system says.

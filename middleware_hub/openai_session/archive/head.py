@@ -54,7 +54,7 @@ def written_head(session: Session, tokens: int, used_at: float) -> bytes:
 
 
 def session_of(session_id: str, head: dict[str, Any], *, now: float, clock: float, equal: Equality) -> Session:
-    """Return a session without turns that a head describes. It is new to whoever looks at idle ones.
+    """Return a session without turns that a head describes. Its idle time begins now.
 
     Raises:
         KeyError, TypeError, ValueError: it is no head.
