@@ -1,4 +1,4 @@
-"""Which process has what: by its name, dealt into slots; and what of it a process that has ended has lost."""
+"""Which shard has what: by its name, dealt into slots; and what of it a process that has ended has lost."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
-from miles_router.cluster.owners.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Hop, Kept
-from miles_router.cluster.owners.held_names import KeptNames
-from miles_router.cluster.peers import Peers
 from miles_router.errors import NodeUnleased, NotFound, OwnerUnavailable
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import generates
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
+from miles_router.shards.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Kept, hop_taken
+from miles_router.shards.held_names import KeptNames
+from miles_router.shards.places import Seat
 from miles_router.slots import slot_of
 
 #: Among a scope's extensions: it is answered here, whatever its text or its key says. Its session is here, or the
@@ -23,29 +23,37 @@ from miles_router.slots import slot_of
 STAYS = "miles_router.stays"
 
 
-class ClusterOwners(Owners):
-    """One of several processes.
+class ShardOwners(Owners):
+    """Of one shard.
 
     Args:
-        is_there: whether another process sends requests now. A request for one that does not waits for it, but where a
+        url_of: where a shard is reached; None while nobody is in its seat.
+        is_there: whether another shard sends requests now. A request for one that does not waits for it, but where a
             key alone draws it there.
+        check: raises NodeUnleased where this shard may not act now; None: it always may.
     """
 
     several = True
 
     def __init__(
-        self, peers: Peers, affinity: Affinity, is_there: Callable[[int], bool] = lambda process: True
+        self,
+        seat: Seat,
+        affinity: Affinity,
+        *,
+        url_of: Callable[[int], str | None],
+        is_there: Callable[[int], bool],
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self._peers = peers
+        self._seat = seat
         self._affinity = affinity
+        self._url_of = url_of
         self._is_there = is_there
-        self._forwarding = Forwarding(self._url_of, self._is_machine)
+        self._check = check
+        self._forwarding = Forwarding(url_of)
 
-    def _url_of(self, owner: int) -> str | None:
-        return self._peers.urls[owner]
-
-    def _is_machine(self, owner: int) -> bool:
-        return False
+    def lost(self, url: str) -> None:
+        """Give up what was asked of a shard that was there, and may not act any more."""
+        self._forwarding.lost(url)
 
     def numbers(self) -> Sequence[Statistics]:
         """As `Owners.numbers`."""
@@ -64,7 +72,7 @@ class ClusterOwners(Owners):
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
         """As `Owners.answer`."""
-        hop = Hop.taken(scope)
+        hop = hop_taken(scope)
         came = scope["headers"]
         scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
         name = next((name for layer in self.layers if (name := layer.owner_name(scope)) is not None), None)
@@ -98,8 +106,7 @@ class ClusterOwners(Owners):
         """Answer what no layer has: where its key is at home, for there the worker is known that has its prefix. Where
         that process does not take it, here: that costs its prefix."""
         path = scope["path"]
-        hop = hop_of(scope)
-        if generates(path) and (hop is None or (hop.purpose == FORWARD and hop.to_machine)):
+        if generates(path) and hop_of(scope) is None:
             key = self._affinity.named(path, scope["headers"])
             if key is None and self._affinity.looks_inside(path):
                 check(scope)
@@ -122,17 +129,20 @@ class ClusterOwners(Owners):
         owner = None
         with suppress(NotFound, OwnerUnavailable, NodeUnleased):
             owner = self.owner_of(scope, key)
-        return None if owner is None or not (self._is_machine(owner) or self._is_there(owner)) else owner
+        return None if owner is None or not self._is_there(owner) else owner
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
-        """Return the other process that has what is named so; None where it is this one.
+        """Return the other shard that has what is named so; None where it is this one.
 
         Raises:
-            NotFound: another process asks whether this one has it.
-            OwnerUnavailable: another process has sent it here, and this one does not have it.
+            NotFound: another shard asks whether this one has it.
+            OwnerUnavailable: another shard has sent it here, and this one does not have it.
+            NodeUnleased: this one has it, and may not act now.
         """
-        owner = self._peers.owner_of(slot_of(name))
-        if owner == self._peers.index:
+        owner = self._seat.shards.owner_of(slot_of(name))
+        if owner == self._seat.index:
+            if self._check is not None:
+                self._check()
             return None
         check_hop(scope)
         return owner
@@ -152,17 +162,15 @@ class ClusterOwners(Owners):
 
     def is_asked(self, scope: Scope) -> bool:
         """As `Owners.is_asked`."""
-        hop = hop_of(scope)
-        return hop is not None and hop.purpose == ASK
+        return hop_of(scope) == ASK
 
     def is_forwarded(self, scope: Scope) -> bool:
         """As `Owners.is_forwarded`."""
-        hop = hop_of(scope)
-        return STAYS in scope["extensions"] or (hop is not None and hop.purpose == FORWARD)
+        return STAYS in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
-        return () if self.is_asked(scope) else self._peers.others
+        return () if self.is_asked(scope) else self._seat.others
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
@@ -172,37 +180,46 @@ class ClusterOwners(Owners):
 
     def own_url(self, base_url: str) -> str | None:
         """As `Owners.own_url`."""
-        if not self._peers.shown:
+        url = self._url_of(self._seat.index)
+        if url is None or not self._seat.shown:
             return None
+        if not self._seat.shards.local:
+            return url
         scheme, _, authority = base_url.partition("://")
         host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
-        return f"{scheme}://{host}:{self._peers.urls[self._peers.index].rpartition(':')[2]}"
+        return f"{scheme}://{host}:{url.rpartition(':')[2]}"
 
     def new_name(self) -> str:
-        """As `Owners.new_name`."""
-        while self._peers.owner_of(slot_of(name := secrets.token_hex(16))) != self._peers.index:
+        """As `Owners.new_name`.
+
+        Raises:
+            NodeUnleased: this shard may not act now.
+        """
+        while self._seat.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._seat.index:
             pass
+        if self._check is not None:
+            self._check()
         return name
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
         """As `Owners.held_names`."""
-        return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
+        return KeptNames(self._seat.directory / f"{kind}-{self._seat.index}.names", capacity)
 
 
 def check_hop(scope: Scope) -> None:
     """Let pass what a client has sent here, of which this process does not have what it names.
 
     Raises:
-        NotFound, OwnerUnavailable: as `ClusterOwners.owner_of`.
+        NotFound, OwnerUnavailable: as `ShardOwners.owner_of`.
     """
     hop = hop_of(scope)
-    if hop is not None and hop.purpose == ASK:
-        raise NotFound("this process of the router does not have it")
+    if hop == ASK:
+        raise NotFound("this shard of the router does not have it")
     if hop is not None:
-        raise OwnerUnavailable("this process of the router does not have what it was asked for; ask again")
+        raise OwnerUnavailable("this shard of the router does not have what it was asked for; ask again")
 
 
-def hop_of(scope: Scope) -> Hop | None:
-    """Return how a request has come from another process; None where a client has sent it here."""
-    hop: Hop | None = scope["extensions"][HOPPED]
+def hop_of(scope: Scope) -> bytes | None:
+    """Return how a request has come from another shard; None where a client has sent it here."""
+    hop: bytes | None = scope["extensions"][HOPPED]
     return hop

@@ -15,8 +15,7 @@ from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.edge import RouterApp
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
-from miles_router.fleet.placement.admission import Admission
+from miles_router.fleet.gate import ActsUnderLease
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Signs, Worker
 from miles_router.forwarding.upstream import Upstream
@@ -39,6 +38,8 @@ class Duty:
     slots: Collection[int] = ALL_SLOTS
     #: Whether routers on other machines have the state directory, too.
     shares_state = False
+    #: What it acts under, where that can run out.
+    lease: ActsUnderLease | None = None
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """The settings as they are for this process."""
@@ -51,10 +52,6 @@ class Duty:
     def pool(self, name: str, **settings: Any) -> WorkerPool:
         """The pool of a model."""
         return WorkerPool(**settings)
-
-    def gate(self, admission: Admission, **settings: Any) -> Gate:
-        """Where its generations wait."""
-        return Gate(admission, **settings)
 
     def fleet(self, **parts: Any) -> Fleet:
         """Its fleet."""

@@ -1,4 +1,4 @@
-"""Messages between two processes of a router on a unix socket: questions with one answer each, in both directions.
+"""Messages between a leader and a shard on one connection: questions with one answer each, in both directions.
 
 A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages that have to be followed in the order in
 which they were sent are treated one after the other; all others at the same time.
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _LENGTHS = struct.Struct("!II")
 #: Bytes of one frame's parts.
 MAX_PART = 1 << 30
-#: Bytes that may wait for the other side before what is only told is dropped.
-MAX_WAITING = 1 << 20
+#: Bytes that may wait for the other side before what is only told is dropped, and before the connection is given up.
+MAX_WAITING, MAX_UNREAD = 1 << 20, 1 << 28
 #: In place of an answer: what was asked, and this process has failed over.
 FAILED = "failed"
 
@@ -118,6 +118,17 @@ class Channel:
         """Say something that nobody answers; dropped where the other side does not read, for it is no order."""
         if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
             self._writer.writelines(_frame({**fields, "what": what}, b""))
+
+    def order(self, what: str, blob: bytes = b"", **fields: Any) -> None:
+        """Say what has to be followed. Where the other side reads nothing for too long, the channel is lost: it is told
+        anew on the next one."""
+        if self._gone:
+            return
+        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD:
+            logger.warning("channel_unread")
+            self.close()
+            return
+        self._writer.writelines(_frame({**fields, "what": what}, blob))
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
         """Ask something and wait for the answer.

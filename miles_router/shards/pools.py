@@ -1,17 +1,17 @@
-"""The pool of the control plane, which decides, and that of a data process, which only follows."""
+"""The pool of the leader, which decides, and that of a shard, which only follows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from miles_router.cluster.control.peer_loads import NOTHING, PeerLoads, Row
-from miles_router.cluster.control.state import SharedPool
 from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.shards.peer_loads import NOTHING, PeerLoads, Row
+from miles_router.shards.state import SharedPool
 
 
 class DecidingPool(SharedPool):
-    """The pool of the control plane. It sends nothing itself: what is in flight it is told."""
+    """The pool of the leader. It sends nothing itself: what is in flight it is told."""
 
     def __init__(self, serial: Callable[[], int], **settings: Any) -> None:
         super().__init__(**settings)
@@ -69,7 +69,7 @@ class DecidingPool(SharedPool):
 
 
 class FollowingPool(SharedPool):
-    """The pool of a data process. What it sees of workers it reports, and it decides nothing.
+    """The pool of a shard. What it sees of workers it reports, and it decides nothing.
 
     Args:
         report: `(what, worker, reason)`.
@@ -81,7 +81,7 @@ class FollowingPool(SharedPool):
         self.peer_loads = PeerLoads(self)
         self.let_others_choose = self.peer_loads.let_others_choose
         self._settling = True  # for ever: which weights are the fleet's is decided elsewhere
-        #: Tells the control plane.
+        #: Tells the leader.
         self.report = report
 
     @property

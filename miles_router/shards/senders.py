@@ -1,4 +1,4 @@
-"""Which processes of one machine send requests: a cell for each in a file that all have mapped.
+"""Which processes of one machine may send requests: a cell for each in a file that all have mapped.
 
 Who is connected does not say it: one whose connection is lost still sends. Reading it takes no descriptor, so that it
 can be read where there are none left.
@@ -27,17 +27,13 @@ class Senders:
             self._cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # a cell is one word: never half written
 
     def begin(self, index: int) -> None:
-        """Note that this process, which has this index, is about to send."""
+        """Note that this process, which has this index, may send from now on."""
         self._cells[index] = os.getpid()
 
     def end(self, index: int) -> None:
         """Note that the process with this index has ended."""
         self._cells[index] = 0
 
-    def sends(self, index: int) -> bool:
-        """Whether a process with this index sends."""
-        return self._cells[index] != 0
-
-    def processes(self) -> list[int]:
-        """Return the process ids of those that send."""
-        return [process for process in self._cells if process]
+    def process(self, index: int) -> int:
+        """Return the id of the process with this index; 0 where there is none."""
+        return int(self._cells[index])

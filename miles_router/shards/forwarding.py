@@ -1,4 +1,4 @@
-"""Requests that one process of a router has another one answer, over ordinary HTTP.
+"""Requests that one shard of a router has another one answer, over ordinary HTTP.
 
 A request is forwarded once: it goes out with a header that says so, and whoever gets it answers or refuses. The header
 grants nothing. Keys are asked for where the request is answered, from the client's own headers.
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from miles_router import tasks
 from miles_router.asgi.backlog import Backlog
@@ -30,80 +30,66 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import Statistics, counter
 
-#: The header, and what it says: answer this, or tell your own part of what all answer together. A machine's processes
-#: may forward it once more among themselves.
+#: The header, and what it says: answer this, or tell your own part of what all answer together.
 HOP = b"x-miles-router-hop"
-FORWARD, ASK, TO_MACHINE = b"forward", b"ask", b"-machine"
+FORWARD, ASK = b"forward", b"ask"
 #: Among a scope's extensions: the hop by which a request came, and its headers as they came.
 HOPPED, CAME = "miles_router.hop", "miles_router.came"
 #: Of the client's headers, those that are looked at where its request came in.
 DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
 #: Of a turn in a session.
 TURN_ID = b"x-turn-id"
-#: Seconds in which a process must take a connection.
+#: Seconds in which a shard must take a connection.
 CONNECT = 5.0
-#: Requests that one process may have under way at another, and questions: more of these wait.
+#: Requests that one shard may have under way at another, and questions: more of these wait.
 MAX_UNDER_WAY, MAX_QUESTIONS = 4096, 256
 #: Bytes of the answer to a question.
 MAX_ANSWER = 1 << 30
 
 
-class Hop(NamedTuple):
-    """How a request has come from another process."""
+def hop_taken(scope: Scope) -> bytes | None:
+    """Take the header off a request, and return what it says; None where it has none.
 
-    purpose: bytes
-    to_machine: bool
-
-    def header(self) -> bytes:
-        """As it is sent."""
-        return self.purpose + TO_MACHINE if self.to_machine else self.purpose
-
-    @classmethod
-    def taken(cls, scope: Scope) -> Hop | None:
-        """Take the header off a request; None where it has none.
-
-        Raises:
-            BadRequest: it says something else.
-        """
-        found = [value for name, value in scope["headers"] if name == HOP]
-        if not found:
-            return None
-        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
-        purpose, to_machine, rest = found[0].partition(TO_MACHINE)
-        if len(found) > 1 or rest or purpose not in (FORWARD, ASK):
-            raise BadRequest(f"{HOP.decode()} is for requests between the processes of a router")
-        return cls(purpose, bool(to_machine))
+    Raises:
+        BadRequest: it says something else.
+    """
+    found = [value for name, value in scope["headers"] if name == HOP]
+    if not found:
+        return None
+    scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
+    if len(found) > 1 or found[0] not in (FORWARD, ASK):
+        raise BadRequest(f"{HOP.decode()} is for requests between the shards of a router")
+    purpose: bytes = found[0]
+    return purpose
 
 
 class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
-    """Requests that other processes answer for this one."""
+    """Requests that other shards answer for this one."""
 
-    requests = counter("Requests of clients that another process was asked to answer.")
-    questions = counter("Questions to another process for a part of an answer.")
-    unavailable = counter("Of both, those that no process took.")
-    lost = counter("Of both, those whose process was lost before its answer began.")
+    requests = counter("Requests of clients that another shard was asked to answer.")
+    questions = counter("Questions to another shard for a part of an answer.")
+    unavailable = counter("Of both, those that no shard took.")
+    lost = counter("Of both, those whose shard was lost before its answer began.")
     bytes_out = counter("Bytes of answers that were relayed.")
 
 
 class Forwarding:
-    """Sends requests to other processes.
+    """Sends requests to other shards.
 
     Args:
-        url_of: where a process is reached; None while it is not there.
-        is_machine: whether an owner is a machine, all of whose processes are reached by one URL.
+        url_of: where a shard is reached; None while nobody is in its seat.
     """
 
-    def __init__(self, url_of: Callable[[int], str | None], is_machine: Callable[[int], bool]) -> None:
+    def __init__(self, url_of: Callable[[int], str | None]) -> None:
         self.statistics = ForwardStatistics()
         self._url_of = url_of
-        self._is_machine = is_machine
         self._upstream = Upstream(connect_timeout=CONNECT)
         self._pulse = Pulse()
         self._under_way: Counter[int] = Counter()
         self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
 
     async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send, *, once: bool = False) -> None:
-        """Have another process answer a request, and relay its reply.
+        """Have another shard answer a request, and relay its reply.
 
         Args:
             once: it is no turn of a session, which would be known again by its id.
@@ -131,16 +117,16 @@ class Forwarding:
     async def ask(
         self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Ask another process for its part of the answer to a request. As `Owners.ask`."""
+        """Ask another shard for its part of the answer to a request. As `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
         pairs = [pair for pair in scope["extensions"][CAME] if pair[0] not in own] + [*own.items()]
         self.statistics.questions += 1
         work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
         try:
-            return await (work if patience is None else tasks.within(patience, work, name="ask another process"))
+            return await (work if patience is None else tasks.within(patience, work, name="ask another shard"))
         except (UpstreamError, TimeoutError):
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"process {owner} of the router does not answer; ask again") from None
+            raise OwnerUnavailable(f"shard {owner} of the router does not answer; ask again") from None
 
     async def _ask(
         self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
@@ -156,7 +142,7 @@ class Forwarding:
     def _counted(self, owner: int) -> Iterator[None]:
         if self._under_way[owner] >= MAX_UNDER_WAY:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"too many requests wait for process {owner} of the router; ask again")
+            raise OwnerUnavailable(f"too many requests wait for shard {owner} of the router; ask again")
         self._under_way[owner] += 1
         try:
             yield
@@ -178,9 +164,9 @@ class Forwarding:
         host = first_header(headers, b"host") or _host_of(scope)  # by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"process {owner} of the router has this, and is not there; ask again")
+            raise OwnerUnavailable(f"shard {owner} of the router has this, and is not there; ask again")
         kept = end_to_end(headers, DROPPED)
-        kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, Hop(purpose, self._is_machine(owner)).header())]
+        kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
         target = scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
@@ -197,11 +183,11 @@ class Forwarding:
             if untaken or repeatable:
                 self.statistics.unavailable += 1
                 raise OwnerUnavailable(
-                    f"process {owner} of the router has this and cannot be reached; ask again"
+                    f"shard {owner} of the router has this and cannot be reached; ask again"
                 ) from None
             self.statistics.lost += 1
             raise OwnerLost(
-                f"process {owner} of the router was lost while it was asked; it may have done what was asked"
+                f"shard {owner} of the router was lost while it was asked; it may have done what was asked"
             ) from None
 
     def share(self, backlog: Backlog) -> None:
@@ -209,8 +195,8 @@ class Forwarding:
         self._upstream.backlog = backlog
 
     def lost(self, url: str) -> None:
-        """Give up all requests to a process or machine that may not act any more."""
-        self._upstream.give_up(parse_worker_url(url), self._pulse, "the machine that had this is lost")
+        """Give up all requests to a shard that may not act any more."""
+        self._upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
 
     async def close(self) -> None:
         """Break off everything."""

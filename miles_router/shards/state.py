@@ -1,7 +1,7 @@
-"""What the control plane decides of one pool, written so that another process can follow it, and followed. Pure.
+"""What the leader decides of one pool, written so that another process can follow it, and followed. Pure.
 
 Whoever has followed a state chooses as the process that wrote it would: who is routable, under which weights, and which
-prefix caches may be shared.
+prefix caches may be shared. The numbers of caches have more than 64 bits: `json` writes them, `orjson` does not.
 """
 
 from __future__ import annotations
