@@ -104,6 +104,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a setting, or a middleware's option: --set radix_tree_middleware.limit=4 (repeatable)",
     )
+    machines = made.add_argument_group("several machines (docs/scale.md)")
+    machines.add_argument(
+        "--leader", action="store_true", help="be the leader, which shards reach at --host and --port"
+    )
+    machines.add_argument("--join", metavar="HOST:PORT", help="be a shard of the router whose leader is there")
+    machines.add_argument("--shards", metavar="N", type=int, help="how many shards the router has")
+    machines.add_argument("--shard", metavar="K", type=int, help="which of them this is, from 0")
+    machines.add_argument("--url", help="where the other shards reach this one [default: http://HOSTNAME:PORT]")
+    machines.add_argument("--secret-file", metavar="FILE", help="a secret that the leader and all shards have")
+    machines.add_argument("--shared-state", action="store_true", help="all of them have the same --state-dir")
     made.add_argument("--version", action="version", version=f"miles-router {__version__}")
     return made
 
@@ -178,6 +188,11 @@ def _load(options: argparse.Namespace) -> Loaded:
 
 def _run(options: argparse.Namespace) -> None:
     loaded = _load(options)
+    if options.leader or options.join:
+        from miles_router.serving.machines import serve_part
+
+        serve_part(loaded.config, options)
+        return
     from miles_router.compat import run
 
     run(loaded.config)

@@ -191,8 +191,7 @@ class OwnerLost(RouterError):
 
 
 class NodeUnleased(RouterError):
-    """This machine has not heard from the control plane for longer than it may act without it, or another one has what
-    the request is about: it may not answer."""
+    """This shard has not heard from the leader for longer than it may act without it: it may not answer."""
 
     status = 503
     type = "node_unleased"
@@ -216,7 +215,7 @@ class FleetFull(FleetPaused):
 
 
 class ControlUnavailable(RouterError):
-    """The router's control plane is away, or was lost while it was asked: it may have done what was asked."""
+    """The router's leader is away, or was lost while it was asked: it may have done what was asked."""
 
     status = 503
     type = "control_unavailable"
