@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -133,8 +133,17 @@ def create_app(
         metrics.register(numbers)
     routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay, traces)
     _register_metrics(router, layers)
-    made = duty.app if traces is None else partial(TracedRouterApp, traces)
-    return made(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
+    made: Callable[..., RouterApp] = RouterApp if traces is None else partial(TracedRouterApp, traces)
+    return made(
+        config=config,
+        pools=pools,
+        routes=routes,
+        doors=doors,
+        stack=stack,
+        layers=layers,
+        clients=clients,
+        counts=duty.counts,
+    )
 
 
 def _pool(

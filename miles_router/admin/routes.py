@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -50,6 +50,9 @@ class Admin:
         self._registrations = registrations
         self._router = pools.default.router
         self._stack = stack
+        #: What is shown of the router; where it has several processes, of all of them.
+        self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
+        self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._started = time.time()
         self._episodes = EpisodeRoutes(pools)
 
@@ -125,10 +128,10 @@ class Admin:
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
-        return Json(self.described())
+        return Json(await self.shown())
 
-    def described(self) -> dict[str, Any]:
-        """The router, for `GET /router/info`."""
+    async def described(self) -> dict[str, Any]:
+        """Return what `GET /router/info` shows of this process."""
         config = self._router.config
         return {
             "version": __version__,
@@ -175,7 +178,11 @@ class Admin:
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)
+        return Response(await self.shown_metrics(), media_type=MEDIA_TYPE)
+
+    async def own_metrics(self) -> bytes:
+        """Return what `GET /metrics` shows of this process."""
+        return self._router.metrics.render()
 
     async def engine_metrics(self, request: Request) -> Response:
         text = await self._router.control.engine_metrics(self._pools.workers)

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
-from miles_router.admin.routes import Admin, Json
-from miles_router.control.engine_metrics import MEDIA_TYPE, merge
+from miles_router.admin.routes import Admin
+from miles_router.control.engine_metrics import merge
 from miles_router.metrics import Statistics, gauge
 from miles_router.pools.pools import Pools
-from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, RouterConfig, shown
 from miles_router.shards.seats import Seats
 
@@ -28,35 +25,37 @@ class ShardStatistics(Statistics, prefix="miles_router_shard"):
     up = gauge("1: the shard tells its numbers.", by=SHARD)
 
 
-class WholeAdmin(Admin):
-    """Shows all shards as one router."""
+class AsOne:
+    """Shows all shards as one router.
 
-    def __init__(
-        self,
-        pools: Pools,
-        registrations: Registrations,
-        seats: Seats,
-        config: RouterConfig,
-    ) -> None:
+    Args:
+        admin: the leader's own.
+        config: the router's settings; this process has a part of them.
+    """
+
+    def __init__(self, admin: Admin, pools: Pools, seats: Seats, config: RouterConfig) -> None:
+        #: The layers of a shard, outermost first.
         self.stack: list[dict[str, object]] = []
-        super().__init__(pools, registrations, self.stack)
+        self._admin = admin
+        self._pools = pools
         self._seats = seats
         self._config = config
         #: Of which shards the numbers are known, as of the last look.
         self._up = dict.fromkeys(map(str, range(seats.shards.count)), 0)
-        self._router.metrics.register(ShardStatistics(up=lambda: self._up))
+        pools.default.router.metrics.register(ShardStatistics(up=lambda: self._up))
+        admin.shown_metrics, admin.shown = self._metrics, self._info
 
-    async def metrics(self, request: Request) -> Response:
+    async def _metrics(self) -> bytes:
         """Those of all shards, each by itself."""
         told = {answer.fields[SHARD]: answer.blob.decode() for answer in await self._seats.tell("metrics")}
         self._up = {shard: int(shard in told) for shard in self._up}
-        own = {LEADER: self._router.metrics.render().decode()}
-        return Response(await asyncio.to_thread(merge, own | told, SHARD), media_type=MEDIA_TYPE)
+        own = {LEADER: (await self._admin.own_metrics()).decode()}
+        return (await asyncio.to_thread(merge, own | told, SHARD)).encode()
 
-    async def info(self, request: Request) -> Response:
+    async def _info(self) -> dict[str, Any]:
         """The router, with what all shards hold."""
         told = [orjson.loads(answer.blob) for answer in await self._seats.ask_all("numbers")]
-        described = self.described()
+        described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
         described["statistics"] = _statistics(told)
@@ -67,7 +66,7 @@ class WholeAdmin(Admin):
                 if name in described.get("pools", ()):
                     described["pools"][name]["gate"]["held"] += held
         described["processes"] = sorted(self._seats.processes())
-        return Json(described)
+        return described
 
 
 def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from miles_router.admin.routes import Admin
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
-from miles_router.edge import RouterApp
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import ActsUnderLease
 from miles_router.fleet.pool import WorkerPool
@@ -28,8 +27,8 @@ from miles_router.slots import ALL_SLOTS
 class Duty:
     """The whole router, in one process."""
 
-    #: Makes where requests come in.
-    app: Callable[..., RouterApp] = RouterApp
+    #: Whether clients' requests come in here.
+    counts = True
     #: Whether requests are sent to workers here, and are looked after.
     sends = True
     #: Whether workers are checked here.

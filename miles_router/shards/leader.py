@@ -20,7 +20,7 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.admin.routes import Admin
-from miles_router.asgi.exchange import Exchange, Scope
+from miles_router.asgi.exchange import Scope
 from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
@@ -36,7 +36,7 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.all_requests import AllRequests
-from miles_router.shards.as_one import WholeAdmin
+from miles_router.shards.as_one import AsOne
 from miles_router.shards.channel import Channel, Message
 from miles_router.shards.duty import Duty, without_keys
 from miles_router.shards.places import SOCKET, Shards, clock
@@ -57,13 +57,6 @@ BEAT = 0.1
 POOL, URLS = "pool ", "urls"
 
 
-class InnerApp(RouterApp):
-    """The leader's edge. Requests were counted where they came in."""
-
-    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
-        """Nothing."""
-
-
 class LeaderDuty(Duty):
     """The leader.
 
@@ -74,7 +67,7 @@ class LeaderDuty(Duty):
         ended: is called when another leader has begun.
     """
 
-    app = InnerApp
+    counts = False
     sends = False
     slots = (CONTROL,)
 
@@ -101,7 +94,7 @@ class LeaderDuty(Duty):
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._ready = asyncio.Event()
-        self._admin: WholeAdmin
+        self._as_one: AsOne
         self._registrations: Registrations
         process_in = None if directory is None else Senders(directory).process
         self.seats = Seats(shards, self._written, self.confirmed, process_in)
@@ -149,8 +142,9 @@ class LeaderDuty(Duty):
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
         """See `Duty`."""
-        self._admin = WholeAdmin(pools, registrations, self.seats, self._config)
-        return self._admin
+        admin = Admin(pools, registrations, stack)
+        self._as_one = AsOne(admin, pools, self.seats, self._config)
+        return admin
 
     async def restore(self, registrations: Registrations) -> None:
         """See `Duty`. Not before it is known whether this leader follows another one."""
@@ -294,7 +288,7 @@ class LeaderDuty(Duty):
         async def join(message: Message) -> None:
             fields = message.fields
             self._pools.layered |= fields["layered"]
-            self._admin.stack = fields["stack"]
+            self._as_one.stack = fields["stack"]
             state = json.loads(message.blob) if message.blob else None
             term, number = fields["at"]
             asked = Join(fields["seat"], fields["life"], fields["fresh"], (term, number), state)

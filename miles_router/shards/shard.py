@@ -22,10 +22,9 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FleetAnswer
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
-from miles_router.engines.facts import Facts
 from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import RankFault, Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
@@ -104,11 +103,23 @@ class ShardDuty(Duty):
 
     def fleet(self, **parts: Any) -> Fleet:
         """See `Duty`."""
-        return FollowingFleet(**parts)
+        fleet = Fleet(**parts)
+        fleet.report = parts["pool"].report
+        return fleet
 
     def control(self, name: str, **parts: Any) -> Control:
         """See `Duty`."""
-        return DistantControl(name, self.membership, **parts)
+
+        async def relay(path: str, request: Outgoing, request_id: str) -> FleetAnswer:
+            query = b"model_id=" + name.encode() if name else b""
+            headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
+            answer = await request_leader(self.membership, request.method, path, query, headers, request.body)
+            content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
+            return FleetAnswer(answer.fields["status"], answer.blob, content_type)
+
+        control = Control(**parts)
+        control.relay = relay
+        return control
 
     def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
         """See `Duty`."""
@@ -157,11 +168,10 @@ class ShardDuty(Duty):
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        assert isinstance(control, DistantControl)
         followed(record, fleet, _following(pool), lambda: next(self._numbers))
         pool.peopled |= record["peopled"]
         self._pools.named |= pool.peopled and bool(pool.name)
-        control.silence_is_no_sign = record["may_silence"]
+        control.told_may_silence = record["may_silence"]
         if control.sent != record["sent"]:
             control.sent = record["sent"]
             pool.forget_adapters()
@@ -237,61 +247,6 @@ def _following(pool: ModelPool) -> FollowingPool:
     found = pool.fleet.pool
     assert isinstance(found, FollowingPool)
     return found
-
-
-class FollowingFleet(Fleet):
-    """A shard's. What becomes of workers was logged where it was decided."""
-
-    def _changed(self, transition: Transition) -> None:
-        """The gate is followed like all else. What an engine has, each process asks it for itself: nobody checks it
-        here, and who waits for room would not know whether there is some."""
-        if transition.after is WorkerState.READY:
-            self.ask_for_facts(transition.worker)
-
-    def record_silence(self, worker: Worker, reason: str) -> None:
-        """Report it: other shards may hear the worker."""
-        assert isinstance(self.pool, FollowingPool)
-        self.pool.report("silence", worker, reason)
-
-    def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
-        if worker.rank_fault is not None:  # another shard has seen it
-            facts.learned(RankFault).reason = worker.rank_fault
-        super()._count_on_ranks(worker, facts)
-
-    def rank_ignored(self, unit: Unit, reason: str) -> None:
-        """As `Fleet.rank_ignored`; and it is reported."""
-        if not unit.retired:
-            assert isinstance(self.pool, FollowingPool)
-            self.pool.report("ranks", unit.worker, reason)
-        super().rank_ignored(unit, reason)
-
-
-class DistantControl(Control):
-    """Has the leader run control requests."""
-
-    def __init__(self, pool: str, membership: Membership, **parts: Any) -> None:
-        super().__init__(**parts)
-        #: Whether the leader says that engines may be silent.
-        self.silence_is_no_sign = False
-        self._pool = pool
-        self._membership = membership
-
-    @property
-    def may_silence(self) -> bool:
-        """See `Control`."""
-        return self.silence_is_no_sign
-
-    async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
-        """See `Control.send`; what that raises is an answer here.
-
-        Raises:
-            ControlUnavailable: see `Membership.ask`.
-        """
-        query = b"model_id=" + self._pool.encode() if self._pool else b""
-        headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
-        answer = await request_leader(self._membership, request.method, path, query, headers, request.body)
-        content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
-        return FleetAnswer(answer.fields["status"], answer.blob, content_type)
 
 
 class Relay:
