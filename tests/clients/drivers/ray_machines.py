@@ -123,9 +123,10 @@ def main():
     router.urls = router.find_urls()
     for index, actor in enumerate(router.shards):
         if ray.get(actor.node.remote()) == second.node_id:
-            lost, left = index, router.urls[1 - index]
+            lost = index
             os.kill(ray.get(actor.pid.remote()), signal.SIGSTOP)  # or its actor would start the next one
     cluster.remove_node(second, allow_graceful=False)
+    left = router.find_urls()[1 - lost]  # the leader may have been there, and shards are started again behind it
     for session in sessions:
         before = turns(left, session)
         take_turn(left, session)
