@@ -295,7 +295,7 @@ def _ray(arguments: Sequence[str]) -> int:
         ray_parser().error(f"unrecognized arguments: {' '.join(options.names)}")
     loaded = _load(options)
     try:
-        from miles_router.ray import run
+        from miles_router.ray.router import run
     except ImportError as error:  # of an extra that is not installed, and it says which
         raise ConfigError(f"ray: {error}") from None
     run(loaded.config, options.address, options.nodes)

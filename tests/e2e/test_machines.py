@@ -63,7 +63,7 @@ async def outcome(node: Part, session: str) -> int:
         return 0
 
 
-async def test_a_session_is_found_from_any_machine_and_goes_on_in_the_shard_that_takes_the_place_of_its_own(
+async def test_a_session_is_found_from_any_machine_and_goes_on_in_the_next_shard(
     tmp_path: Path,
 ) -> None:
     sessions: Any = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
@@ -281,7 +281,7 @@ def test_without_ray_the_command_says_what_to_install(
     assert "miles-router[ray]" in capsys.readouterr().err
 
 
-async def test_a_text_goes_on_with_its_tokens_from_any_machine_and_under_the_shard_that_follows_its_own(
+async def test_a_text_goes_on_from_any_machine_and_under_the_next_shard(
     tmp_path: Path,
 ) -> None:
     async with (

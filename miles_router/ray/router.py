@@ -1,12 +1,4 @@
-"""One router on several machines of a Ray cluster. Needs the extra `[ray]`.
-
-    router = miles_router.ray.start(config, nodes=4)      # in a program that has called ray.init
-    router.urls                                           # of its shards, any of which may be asked
-    router.stop()
-
-Ray places an actor for each seat and one for the leader, and starts again what ends. Each runs its part in a process
-beside itself, so that no request waits for a call of an actor.
-"""
+"""The actors of a router on a Ray cluster, and what starts and ends them."""
 
 from __future__ import annotations
 
@@ -47,8 +39,8 @@ CORE = 0.01
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-class Part:
-    """An actor: the leader, or the shard in a seat. When its process ends, so does the actor, and Ray starts it anew.
+class Actor:
+    """The leader, or the shard in a seat. When its process ends, so does the actor, and Ray starts it anew.
 
     Args:
         leader: the leader's actor; None: this is it.
@@ -209,7 +201,7 @@ def start(
         remove_placement_group(group)
         raise TimeoutError(f"the Ray cluster has no {nodes} machines with room for a router")
     options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
-    actor = ray.remote(Part)
+    actor = ray.remote(Actor)
     leader = actor.options(name=name, num_cpus=0, **options).remote(config, args, shards, 0, None)
     actors = []
     for index in range(count):
