@@ -49,7 +49,8 @@ class Actor:
     def __init__(self, config: RouterConfig, args: Namespace | None, shards: Shards, index: int, leader: Any) -> None:
         host = ray.util.get_node_ip_address()
         directory = Path(tempfile.mkdtemp(prefix="miles-router-ray-"))
-        listener = listen(config.host, 0)
+        port = config.port + index % config.processes if config.port and leader is not None else 0
+        listener = listen(config.host, port)
         self._address = f"[{host}]" if ":" in host else host, int(listener.getsockname()[1])
         place: Shards | Seat = shards
         if leader is not None:
