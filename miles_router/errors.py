@@ -21,7 +21,7 @@
     ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
-    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's control plane is away
+    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's leader is away
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
     │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format

@@ -1,4 +1,4 @@
-"""What one process does of a router. By default that is all of it; the control plane and data processes do a part."""
+"""What one process does of a router. By default that is all of it; the leader and shards do a part."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NONCE, PROOF = 32, 32
 #: Seconds in which the other side must have shown it.
 PATIENCE = 10.0
 #: So that nobody is shown his own proof.
-ACCEPTS, CONNECTS = b"control plane", b"process"
+ACCEPTS, CONNECTS = b"leader", b"shard"
 
 
 async def prove(
