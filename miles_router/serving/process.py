@@ -122,8 +122,8 @@ def main(given: IO[bytes]) -> None:
     listener, own = (None if each is None else socket.socket(fileno=each) for each in (assigned.listener, assigned.own))
     status = 0
 
-    def show_life() -> None:
-        tasks.spawn(_show_life(assigned), name="show life")
+    def show_life() -> asyncio.Task[None]:
+        return tasks.spawn(_show_life(assigned), name="show life")
 
     def ready() -> None:
         _tell(assigned, READY)
@@ -204,14 +204,14 @@ def run_leader(
     directory: Path | None,
     listener: socket.socket | None,
     term: int | None,
-    begun: Callable[[], None] = lambda: None,
+    beside: Callable[[], asyncio.Task[None]] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Lead, until SIGTERM or SIGINT.
 
     Args:
         directory, listener, term: as of `LeaderDuty`.
-        begun: called once it runs.
+        beside: starts what runs as long as it does.
         ready: called once it decides.
 
     Raises:
@@ -226,10 +226,14 @@ def run_leader(
         stop = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop.set)
-        begun()
-        async with app.running():
-            ready()
-            await stop.wait()
+        running = None if beside is None else beside()
+        try:
+            async with app.running():
+                ready()
+                await stop.wait()
+        finally:
+            if running is not None:
+                await tasks.cancelled(running)
 
     _run(run)
 

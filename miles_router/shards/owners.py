@@ -180,7 +180,7 @@ class ShardOwners(Owners):
 
     def own_url(self, base_url: str) -> str | None:
         """As `Owners.own_url`."""
-        url = self._url_of(self._seat.index)
+        url = self._seat.url or self._url_of(self._seat.index)
         if url is None or not self._seat.shown:
             return None
         if not self._seat.shards.local:
