@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +31,8 @@ try:
 except ImportError as error:
     raise ImportError("several machines need Ray: pip install 'miles-router[ray]'") from error
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = "miles-router"
 #: Seconds for which machines are waited for; and beside `shutdown_timeout`, in which an actor ends.
 PATIENCE, SPARE = 120.0, 15.0
@@ -49,8 +53,7 @@ class Actor:
     def __init__(self, config: RouterConfig, args: Namespace | None, shards: Shards, index: int, leader: Any) -> None:
         host = ray.util.get_node_ip_address()
         directory = Path(tempfile.mkdtemp(prefix="miles-router-ray-"))
-        port = config.port + index % config.processes if config.port and leader is not None else 0
-        listener = listen(config.host, port)
+        listener = listen(config.host, 0) if leader is None else _listener(config, index)
         self._address = f"[{host}]" if ":" in host else host, int(listener.getsockname()[1])
         place: Shards | Seat = shards
         if leader is not None:
@@ -122,6 +125,17 @@ class Actor:
         self._ends = True
         self._process.terminate()
         self._process.wait()
+
+
+def _listener(config: RouterConfig, index: int) -> socket.socket:
+    """Return where a shard listens: at the same port whenever it is started, unless another has that on this machine
+    since a machine was lost."""
+    port = config.port + index % config.processes if config.port else 0
+    try:
+        return listen(config.host, port)
+    except ConfigError as error:
+        logger.warning("port_taken", extra={"fields": {"port": port, "reason": str(error)}})
+        return listen(config.host, 0)
 
 
 class RayRouter:

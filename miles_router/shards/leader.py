@@ -86,7 +86,6 @@ class LeaderDuty(Duty):
         self.shares_state = shards.shared_state
         self._directory = directory
         self._listener = listener
-        self._term = term
         self._ended = ended
         self._register: Register = Platform(term)
         self._serials = itertools.count(1)
@@ -276,6 +275,9 @@ class LeaderDuty(Duty):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
+        except ConnectionAbortedError:  # it only looked whether somebody listens
+            writer.close()
+            return
         except OSError as error:
             logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
             writer.close()
@@ -287,6 +289,11 @@ class LeaderDuty(Duty):
 
         async def join(message: Message) -> None:
             fields = message.fields
+            if fields["shards"] != self.shards.count or not 0 <= fields["seat"] < self.shards.count:
+                reason = f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {self.shards.count}"
+                logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
+                channel.order("refused", reason=reason)
+                return
             self._pools.layered |= fields["layered"]
             self._as_one.stack = fields["stack"]
             state = json.loads(message.blob) if message.blob else None
@@ -297,7 +304,8 @@ class LeaderDuty(Duty):
 
         async def ack(message: Message) -> None:
             fields = message.fields
-            self.seats.hears(joined[0], Ack(fields["term"], fields["at"], fields["stamp"]))
+            for connected in joined:  # one that was refused is in no seat
+                self.seats.hears(connected, Ack(fields["term"], fields["at"], fields["stamp"]))
 
         handlers = {
             "join": join,

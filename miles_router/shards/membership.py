@@ -30,7 +30,7 @@ UNCLAIMED = 1.0
 #: silent before its connection is given up: its machine, or the way there, may be lost without a word.
 STAMPS, SILENT = 5, 0.5
 #: What the leader says that is followed in its order.
-ORDERED = frozenset({"welcome", "decided", "beat", "end", "ping", "counts", "counted"})
+ORDERED = frozenset({"welcome", "decided", "beat", "end", "refused", "ping", "counts", "counted"})
 
 
 class Membership:
@@ -53,7 +53,6 @@ class Membership:
         #: Called with the address of a seat that nobody is in any more.
         self.lost: Callable[[str], None] = lambda url: None
         self.store: StateStore | None = None
-        self._process = process
         self._fenced = fenced
         self._life = Life(seat.index, life_of(process), seat.shards.lease)
         self._urls: Mapping[int, str] = {}
@@ -105,7 +104,8 @@ class Membership:
                 await asyncio.sleep(AGAIN)
                 continue
             own = {"welcome": self._welcome, "decided": self._decided, "beat": self._beat, "end": self._end}
-            self._channel = channel = Channel(reader, writer, {**self.handlers, **own, "ping": self._ping}, ORDERED)
+            own |= {"refused": self._refused, "ping": self._ping}
+            self._channel = channel = Channel(reader, writer, {**self.handlers, **own}, ORDERED)
             reading = tasks.spawn(channel.run(), name="leader's channel")
             try:
                 self._heard_at = clock()
@@ -113,6 +113,7 @@ class Membership:
                 channel.order(
                     "join",
                     b"" if join.state is None else json.dumps(join.state).encode(),
+                    shards=self.seat.shards.count,
                     seat=join.seat,
                     life=join.life,
                     fresh=join.fresh,
@@ -130,17 +131,18 @@ class Membership:
     async def _hear(self, said: Said) -> None:
         """Follow what the leader says, and say so."""
         was_fresh, self._heard_at = self.is_fresh, clock()
-        ack, at = None, self._life.at
-        try:
-            ack = self._life.hear(said, self._heard_at)
-            if self._life.over:
-                logger.error("shard_fenced", extra={"fields": {"seat": self.seat.index}})
-                self._fenced()
-            elif self._life.at != at and self._life.state is not None:
+        before = self._life.at, self._life.state
+        ack = self._life.hear(said, self._heard_at)
+        if self._life.over:
+            self._end_it("another process has its seat")
+        if self._life.at != before[0] and self._life.state is not None:
+            try:
                 await self._follow(self._life.state)
-        finally:
-            if ack is not None and self._channel is not None:
-                self._channel.tell("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
+            except BaseException:  # it does not act by what it could not follow: that is told anew
+                self._life.at, self._life.state = before
+                raise
+        if ack is not None and self._channel is not None:
+            self._channel.order("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
         if self.is_fresh:
             self._seated.set()
             if not was_fresh:
@@ -169,8 +171,17 @@ class Membership:
     async def _end(self, message: Message) -> None:
         await self._hear(End(message.fields["term"]))
 
+    async def _refused(self, message: Message) -> None:
+        self._end_it(message.fields["reason"])
+
     async def _ping(self, message: Message) -> None:
         """Being here is the answer."""
+        self._heard_at = clock()
+
+    def _end_it(self, reason: str) -> None:
+        """End this process: whatever it knows may be no longer true."""
+        logger.error("shard_fenced", extra={"fields": {"seat": self.seat.index, "reason": reason}})
+        self._fenced()
 
     # Staying fresh
 
@@ -197,8 +208,7 @@ class Membership:
                 await self.store.claim(slot, self._life.epoch)
                 return
             except StateOutdated as error:
-                logger.error("shard_fenced", extra={"fields": {"seat": self.seat.index, "reason": str(error)}})
-                self._fenced()
+                self._end_it(str(error))
             except StateError as error:
                 logger.warning("slot_not_claimed", extra={"fields": {"slot": slot, "reason": str(error)}})
             await asyncio.sleep(UNCLAIMED)

@@ -25,11 +25,16 @@ async def prove(
         side, other: which of the two this one is, and the other.
 
     Raises:
-        OSError: the other side does not know the secret, or ends.
+        ConnectionAbortedError: the other side has gone without a word.
+        OSError: it does not know the secret, or ends.
     """
     try:
         await tasks.within(PATIENCE, _prove(reader, writer, secret.encode(), side, other), name="prove")
-    except (TimeoutError, asyncio.IncompleteReadError):
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            raise ConnectionAbortedError("the other side has said nothing") from None
+        raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
+    except TimeoutError:
         raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
 
 

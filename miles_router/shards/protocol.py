@@ -252,11 +252,15 @@ class Leader:
 
     def is_settled(self, number: int, now: float) -> bool:
         """Return whether everybody acts by this number, or acts no more."""
-        return self.open and all(each.acked >= number or now >= each.until for each in self._seated.values())
+        return self.open and not self.late(number, now)
 
     def is_certain(self, now: float) -> bool:
         """Return whether no later leader can have decided anything. Asked at each write of what engines are told."""
         return now < self._certain
+
+    def late(self, number: int, now: float) -> dict[int, Seated]:
+        """Return the lives that may act and do not act by this number yet, by their seats."""
+        return {seat: each for seat, each in self.acting(now).items() if each.acked < number}
 
     def acting(self, now: float) -> dict[int, Seated]:
         """Return the lives that may act, by their seats."""

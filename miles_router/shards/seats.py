@@ -97,6 +97,8 @@ class Seats:
             began = clock()
             if await self._confirmed():
                 self._post(self.leader.confirmed(began, clock()))
+                for connected in self._lives.values():  # who waits for a seat would take silence for a lost leader
+                    connected.channel.tell("ping")
                 self._moved()
             with suppress(TimeoutError):
                 await tasks.within(
@@ -196,16 +198,18 @@ class Seats:
         """Return when everybody who may act does so by what is decided now, and can be asked. On one machine who does
         not is killed."""
         self.changed()
-        number, loop = self.leader.number, asyncio.get_running_loop()
-        ends = loop.time() + FOLLOW
+        number, since = self.leader.number, dict[str, float]()
         while late := self._late(number):
             await self._until_moved()
-            if self.shards.local and loop.time() > ends:
-                await asyncio.gather(*(self._end(seat, each) for seat, each in late.items()))
+            now = clock()
+            since = {each.life: since.get(each.life, now) for each in late.values()}
+            if self.shards.local:
+                ended = [(seat, each) for seat, each in late.items() if now - since[each.life] > FOLLOW]
+                await asyncio.gather(*(self._end(*each) for each in ended))
 
     def _late(self, number: int) -> dict[int, Seated]:
-        acting = self.acting()
-        return {seat: each for seat, each in acting.items() if each.acked < number or each.life not in self._lives}
+        unheard = {seat: each for seat, each in self.acting().items() if each.life not in self._lives}
+        return {**self.leader.late(number, clock()), **unheard}
 
     async def _until_moved(self) -> None:
         if self._progress is None or self._progress.done():

@@ -39,19 +39,19 @@ class Joined:
         self._worker = worker
         (directory / "secret").write_text("a secret that all of them have\n", encoding="utf-8")
 
-    def command(self, place: int) -> list[str]:
+    def command(self, place: int, count: int) -> list[str]:
         own = ["--leader"]
         if place:
             own = ["--join", f"127.0.0.1:{self.ports[0]}", "--shard", str(place - 1)]
             own += ["--url", f"http://127.0.0.1:{self.ports[place]}"]
-        settings = ["--shards", str(COUNT), "--secret-file", str(self._directory / "secret"), "--log-level", "info"]
+        settings = ["--shards", str(count), "--secret-file", str(self._directory / "secret"), "--log-level", "info"]
         settings += ["--state-dir", str(self._directory / f"state-{place}"), "--worker-urls", self._worker]
         settings += ["--middleware-paths", SESSIONS, TEXTS, "--hf-checkpoint", checkpoint()]
         return [sys.executable, "-m", "miles_router", *own, *settings, "--port", str(self.ports[place])]
 
-    def start(self, place: int) -> None:
+    def start(self, place: int, count: int = COUNT) -> None:
         with self.logs[place].open("ab") as log:
-            process = subprocess.Popen(self.command(place), stdout=log, stderr=log)
+            process = subprocess.Popen(self.command(place, count), stdout=log, stderr=log)
         self.parts[place : place + 1] = [process]
 
     async def ask(self, shard: int, method: str, path: str, **fields: object) -> RawReply:
@@ -92,13 +92,13 @@ async def joined() -> AsyncIterator[Joined]:
         async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
             made = Joined(Path(directory), worker.url)
             with ended(made):
-                for place in range(COUNT + 1):
-                    made.start(place)
                 yield made
 
 
 async def test_shards_that_join_a_leader_are_one_router_and_lose_nothing_when_they_are_killed() -> None:
     async with joined() as router:
+        for place in range(COUNT + 1):
+            router.start(place)
         sessions = []
         for shard in range(COUNT):
             made = (await router.ask(shard, "POST", "/sessions")).json()
@@ -128,6 +128,24 @@ async def test_shards_that_join_a_leader_are_one_router_and_lose_nothing_when_th
         for part in reversed(router.parts):
             part.send_signal(signal.SIGTERM)
         await until(lambda: all(part.poll() == 0 for part in router.parts), "all have ended in order")
+
+
+async def test_a_shard_that_was_told_another_count_is_refused_and_a_probe_is_no_stranger() -> None:
+    async with joined() as router:
+        router.start(0)
+        router.start(1, count=COUNT + 1)
+        refused = f"it is shard 0 of {COUNT + 1}, and the leader has {COUNT}"
+        await until(lambda: refused in router.logs[0].read_text(encoding="utf-8"), "the leader says so")
+        await until(lambda: router.parts[1].poll() is not None, "the shard has ended")
+        assert refused in router.logs[1].read_text(encoding="utf-8")
+        _, writer = await asyncio.open_connection("127.0.0.1", router.ports[0])
+        writer.close()
+        await writer.wait_closed()
+        router.start(1)
+        router.start(2)
+        assert (await router.ask(0, "POST", "/generate", text="Hi")).status == 200
+        assert "stranger_refused" not in router.logs[0].read_text(encoding="utf-8")
+        assert "leader_silent" not in router.logs[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
