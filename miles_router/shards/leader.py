@@ -206,6 +206,7 @@ class LeaderDuty(Duty):
     # Taking over
 
     async def _begin(self, sections: dict[str, Any]) -> None:
+        self.seats.remember(sections.get(URLS, {}))
         for name, record in sections.items():
             if name.startswith(POOL):
                 await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)

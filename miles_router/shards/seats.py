@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -110,6 +110,8 @@ class Seats:
         """A shard is connected. Where it was connected before, nothing comes by that any more."""
         life = connected.join.life
         before, self._lives[life] = self._lives.get(life), connected
+        if self.shards.local:  # the port is the seat's, whoever is in it
+            self._urls[connected.join.seat] = connected.url
         if before is not None:
             before.channel.close()
         self._post(self.leader.join(connected.join, clock()))
@@ -130,6 +132,11 @@ class Seats:
         if join.seat not in self.leader.acting(clock()):
             self._stir()
         self._moved()
+
+    def remember(self, urls: Mapping[str, str]) -> None:
+        """Know where seats were reached under the leader before. On one machine that stays so: clients wait there."""
+        if self.shards.local:
+            self._urls = {int(seat): url for seat, url in urls.items()} | self._urls
 
     @property
     def open(self) -> bool:
