@@ -36,6 +36,8 @@ commands:
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
 """
+#: Flags of a part of a router on several machines.
+OF_PARTS = ("shards", "shard", "url", "secret_file", "shared_state")
 #: By a kind of rows, what writes an owner of such as lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
@@ -193,6 +195,9 @@ def _run(options: argparse.Namespace) -> None:
 
         serve_part(loaded.config, options)
         return
+    given = [name for name in OF_PARTS if getattr(options, name) not in (None, False)]
+    if given:  # a part that is told so by half would be a router of its own
+        raise ConfigError(f"{given[0].replace('_', '-')}: only with --leader or --join")
     from miles_router.compat import run
 
     run(loaded.config)

@@ -21,7 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import LEASE, Seat, Shards
+from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
 from miles_router.version import __version__
 
 try:
@@ -58,10 +58,11 @@ class Actor:
         place: Shards | Seat = shards
         if leader is not None:
             self._leader, self._named = leader, directory / "leader"
-            self._named.touch()
             threading.Thread(target=self._follow_leader, daemon=True).start()
             place = Seat(shards, index, directory, "http://{}:{}".format(*self._address), self._named)
-        self._process, self._read = spawn(Assignment(config, args, place, os.getpid(), 1, listener=listener.fileno()))
+        self._process, self._read = spawn(
+            Assignment(config, args, place, os.getpid(), chance_generation(), listener=listener.fileno())
+        )
         listener.close()
         self._told, self._ends = b"", False
         threading.Thread(target=self._watch, daemon=True).start()

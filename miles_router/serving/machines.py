@@ -8,11 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from miles_router import log
-from miles_router.errors import ConfigError
+from miles_router.errors import BadRequest, ConfigError
+from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.process import run_leader, serve_shard
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import LEASE, Seat, Shards
+from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
 
 #: Characters of a secret, at least.
 MIN_SECRET = 16
@@ -42,7 +43,9 @@ def serve_part(config: RouterConfig, options: Namespace) -> None:
         with tempfile.TemporaryDirectory(prefix="miles-router-") as directory:
             url = options.url or f"http://{socket.gethostname()}:{port}"
             seat = Seat(shards, options.shard, Path(directory), url, options.join, shown=not config.public_url)
-            serve_shard(config, None, seat, 0, sock, started=lambda: log.show(banner(config, (host, port))))
+            serve_shard(
+                config, None, seat, chance_generation(), sock, started=lambda: log.show(banner(config, (host, port)))
+            )
     finally:
         log.flush()
 
@@ -72,6 +75,11 @@ def _check(config: RouterConfig, options: Namespace) -> None:
         raise ConfigError(f"shard: from 0 to {options.shards - 1}, and no other process has it")
     if options.join and not options.join.rpartition(":")[2].isdigit():
         raise ConfigError(f"join: HOST:PORT of the leader, not {options.join!r}")
+    if options.url is not None:
+        try:
+            parse_worker_url(options.url)
+        except BadRequest as error:
+            raise ConfigError(f"url: {error}") from None
     if config.processes > 1:
         raise ConfigError("processes: a shard is one process; start more shards")
     if options.shared_state and config.state_dir is None:

@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -187,7 +188,7 @@ def serve_shard(
     is_there: Callable[[int], bool] = lambda other: membership.url_of(other) is not None  # noqa: E731  # as a value
     if local:
         senders = Senders(seat.directory)
-        senders.begin(seat.index)
+        membership.begins = partial(senders.begin, seat.index)
         is_there = lambda other: senders.process(other) != 0  # noqa: E731
     affinity = Affinity(config.affinity_names)
     check = None if local else membership.check

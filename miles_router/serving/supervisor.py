@@ -203,8 +203,8 @@ class Supervisor:
         self._loop.add_reader(ended, self._ended, child)
 
     def _seat(self, index: int) -> Seat:
-        url = self._sockets.urls()[index]
-        return Seat(self._shards, index, self._directory, url, shown=not self._config.public_url)
+        urls = self._sockets.urls()
+        return Seat(self._shards, index, self._directory, urls[index], shown=not self._config.public_url, urls=urls)
 
     def _hear(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
@@ -237,6 +237,8 @@ class Supervisor:
     def _ended(self, child: Child) -> None:
         """A process has ended: by order, because it cannot start, or by accident."""
         assert child.running is not None
+        if child.index is not None:
+            self._senders.end(child.index)  # before its id can be another process's
         status = child.running.wait()
         read = child.watched[1]
         with contextlib.suppress(BlockingIOError):
@@ -246,8 +248,6 @@ class Supervisor:
             self._loop.remove_reader(each)
             os.close(each)
         child.running = None
-        if child.index is not None:
-            self._senders.end(child.index)
         if self._ending:
             # Who still starts, or has done all, dies of the order to end.
             self.failed |= child.ready and status not in (0, -signal.SIGTERM)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
-from miles_router.errors import StateOutdated
+from miles_router.errors import ConfigError, StateError, StateOutdated
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.standstill import stand_still
@@ -48,11 +48,14 @@ from miles_router.shards.seats import Connected, Seats
 from miles_router.shards.senders import Senders
 from miles_router.shards.state import Record, followed, own_numbers, written
 from miles_router.slots import CONTROL
+from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks whether something was decided that no request has asked for.
 BEAT = 0.1
+#: Connections that have not shown yet that they know the secret: further ones are closed.
+MAX_UNPROVEN = 256
 #: The names of what is decided: each pool's behind this mark; where each seat is reached.
 POOL, URLS = "pool ", "urls"
 
@@ -92,6 +95,7 @@ class LeaderDuty(Duty):
         self._config: RouterConfig  # as it was given: what this process leaves out, others do
         self._pools: Pools
         self._channels: set[Channel] = set()
+        self._unproven = 0
         self._ready = asyncio.Event()
         self._as_one: AsOne
         self._registrations: Registrations
@@ -148,15 +152,17 @@ class LeaderDuty(Duty):
     async def restore(self, registrations: Registrations) -> None:
         """See `Duty`. Not before it is known whether this leader follows another one."""
         self._registrations = registrations
-        if self.shares_state:
-            assert registrations.store is not None
+        if not self.shards.local and registrations.store is not None:
             self._register = Stored(registrations.store)
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         """Listens for shards. What was decided before is taken over from them, if they are there already."""
         self._pools = pools
-        term, first = await self._register.claim()
+        try:
+            term, first = await self._register.claim()
+        except StateError as error:
+            raise ConfigError(f"state_dir: {error}") from None
         self.seats.begin(term, first=first)
         leading = [tasks.spawn(self.seats.lead(), name="lead")]
         server = await self._listen()
@@ -206,7 +212,6 @@ class LeaderDuty(Duty):
     # Taking over
 
     async def _begin(self, sections: dict[str, Any]) -> None:
-        self.seats.remember(sections.get(URLS, {}))
         for name, record in sections.items():
             if name.startswith(POOL):
                 await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
@@ -274,6 +279,10 @@ class LeaderDuty(Duty):
     # Shards
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._unproven >= MAX_UNPROVEN:
+            writer.close()
+            return
+        self._unproven += 1
         try:
             await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
         except ConnectionAbortedError:  # it only looked whether somebody listens
@@ -283,6 +292,8 @@ class LeaderDuty(Duty):
             logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
             writer.close()
             return
+        finally:
+            self._unproven -= 1
         await self._welcome(reader, writer)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -290,10 +301,13 @@ class LeaderDuty(Duty):
 
         async def join(message: Message) -> None:
             fields = message.fields
-            if fields["shards"] != self.shards.count or not 0 <= fields["seat"] < self.shards.count:
-                reason = f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {self.shards.count}"
+            if (reason := self._why_refused(fields)) is not None:
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.order("refused", reason=reason)
+                return
+            if fields["at"][0] > self.seats.leader.term:  # by a clock that is behind that of the leader before
+                logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
+                self._ended()
                 return
             self._pools.layered |= fields["layered"]
             self._as_one.stack = fields["stack"]
@@ -323,6 +337,14 @@ class LeaderDuty(Duty):
             self._channels.discard(channel)
             for connected in joined:
                 self.seats.leaves(connected)
+
+    def _why_refused(self, fields: Mapping[str, Any]) -> str | None:
+        count = self.shards.count
+        if fields["version"] != __version__:
+            return f"it is version {fields['version']}, and the leader {__version__}"
+        if fields["shards"] != count or fields["seat"] not in range(count):
+            return f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {count}"
+        return None
 
     async def _is_paused(self, message: Message) -> Message:
         pool, fields = self._find(message), message.fields

@@ -19,11 +19,12 @@ from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import Beat, Decided, End, Life, Said, Welcome
 from miles_router.shards.seats import life_of
 from miles_router.state.store import StateStore
+from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two tries to reach the leader, and for which a request waits for it.
-AGAIN, PATIENCE = 0.05, 30.0
+#: Seconds between two tries to reach the leader, on this machine and further away; and for which requests wait for it.
+AGAIN, FURTHER, PATIENCE = 0.05, 0.5, 30.0
 #: Seconds between two tries to take over a slot of the state directory.
 UNCLAIMED = 1.0
 #: How often a shard says by what it acts within the time of a lease, and the part of it for which a leader may be
@@ -48,6 +49,8 @@ class Membership:
         self.follow: Callable[[dict[str, Any]], Awaitable[None]]
         #: What the leader is told of this router at each connection.
         self.introduction: Mapping[str, Any] = {}
+        #: Called before it may act for the first time.
+        self.begins: Callable[[], None] = lambda: None
         #: Called when this shard may act again.
         self.when_fresh: Callable[[], None] = lambda: None
         #: Called with the address of a seat that nobody is in any more.
@@ -55,7 +58,8 @@ class Membership:
         self.store: StateStore | None = None
         self._fenced = fenced
         self._life = Life(seat.index, life_of(process), seat.shards.lease)
-        self._urls: Mapping[int, str] = {}
+        self._urls: Mapping[int, str] = dict(enumerate(seat.urls))
+        self._following = False
         self._channel: Channel | None = None
         self._connected, self._followed, self._seated = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._heard_at = 0.0
@@ -83,6 +87,7 @@ class Membership:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While it is entered, this shard follows. It is entered once there is something to follow."""
+        self.begins()
         connecting = [tasks.spawn(self._stay_connected(), name="leader")]
         if not self.seat.shards.local:
             connecting.append(tasks.spawn(self._stay_fresh(), name="lease"))
@@ -97,12 +102,17 @@ class Membership:
                 await tasks.cancelled(task)
 
     async def _stay_connected(self) -> None:
+        local, reason = self.seat.shards.local, ""
         while True:
             try:
                 reader, writer = await self._connect()
-            except OSError:
-                await asyncio.sleep(AGAIN)
+            except (OSError, ValueError) as error:  # or nobody has said yet where it is
+                if not local and str(error) != reason:
+                    reason = str(error)
+                    logger.warning("leader_not_reached", extra={"fields": {"reason": reason}})
+                await asyncio.sleep(AGAIN if local else FURTHER)
                 continue
+            reason = ""
             own = {"welcome": self._welcome, "decided": self._decided, "beat": self._beat, "end": self._end}
             own |= {"refused": self._refused, "ping": self._ping}
             self._channel = channel = Channel(reader, writer, {**self.handlers, **own}, ORDERED)
@@ -113,6 +123,7 @@ class Membership:
                 channel.order(
                     "join",
                     b"" if join.state is None else json.dumps(join.state).encode(),
+                    version=__version__,
                     shards=self.seat.shards.count,
                     seat=join.seat,
                     life=join.life,
@@ -131,16 +142,18 @@ class Membership:
     async def _hear(self, said: Said) -> None:
         """Follow what the leader says, and say so."""
         was_fresh, self._heard_at = self.is_fresh, clock()
-        before = self._life.at, self._life.state
+        before = self._life.at
         ack = self._life.hear(said, self._heard_at)
         if self._life.over:
             self._end_it("another process has its seat")
-        if self._life.at != before[0] and self._life.state is not None:
+        if self._life.at != before and self._life.state is not None:
+            self._following = True
             try:
                 await self._follow(self._life.state)
-            except BaseException:  # it does not act by what it could not follow: that is told anew
-                self._life.at, self._life.state = before
+            except Exception as error:  # nobody else would know that it does not act by this
+                self._end_it(f"state {self._life.at[1]} cannot be followed: {error!r}")
                 raise
+            self._following = False
         if ack is not None and self._channel is not None:
             self._channel.order("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
         if self.is_fresh:
@@ -149,7 +162,8 @@ class Membership:
                 self.when_fresh()
 
     async def _follow(self, state: dict[str, Any]) -> None:
-        before, self._urls = self._urls, {int(seat): url for seat, url in state[URLS].items()}
+        told = {int(seat): url for seat, url in state[URLS].items()}
+        before, self._urls = self._urls, dict(enumerate(self.seat.urls)) | told
         for seat, url in before.items():
             if self._urls.get(seat) != url and seat != self.seat.index:
                 self.lost(url)
@@ -195,6 +209,8 @@ class Membership:
             if clock() - self._heard_at > SILENT * seconds:
                 logger.error("leader_silent")
                 channel.close()
+                continue
+            if self._following:  # else it would say that it has followed
                 continue
             ack = self._life.ack(clock())
             channel.tell("ack", term=ack.term, at=ack.number, stamp=ack.stamp)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +53,7 @@ class Seat:
         directory: outlives each process in this seat, and only this user may enter it. On one machine it is that of all
             seats, and lies in memory (`/dev/shm`) where nothing is to touch the disk.
         url: where this seat alone is reached, by the others at least.
+        urls: the same of all seats, where that never changes: whoever asks there waits until somebody is in the seat.
         leader: on several machines, `host:port`, or a file that says so.
         shown: whether clients may know the `url`.
     """
@@ -61,6 +64,7 @@ class Seat:
     url: str
     leader: str | Path = ""
     shown: bool = True
+    urls: Sequence[str] = ()
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -71,6 +75,11 @@ class Seat:
     def slots(self) -> frozenset[int]:
         """Those that belong to it."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
+
+
+def chance_generation() -> int:
+    """Return a number for a process of which nobody counts how many were started before it."""
+    return secrets.randbits(31)
 
 
 def clock() -> float:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 #: How much longer the leader counts a lease than the life that has it.
 SLACK = 1.1
-#: Of a life, stamps that wait to be echoed; of a leader, decisions of which it is known when they were made.
-STAMPS, DECISIONS = 8, 64
+#: Stamps of a life that wait to be echoed.
+STAMPS = 8
 #: Before any time.
 NEVER = float("-inf")
 #: Bits of an epoch below its leader's term.
@@ -56,8 +56,8 @@ class Decided(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A shard acts by this state, and nothing that was admitted under an older one is still being written. Sent at each
-    state, and several times in a lease. `stamp` is the shard's clock; `number` is -1 where it has no state of this
+    """A shard acts by this state: it begins to write nothing that this one does not let in. Sent at each state, and
+    several times in a lease. `stamp` is the shard's clock; `number` is -1 where it has no state of this
     term."""
 
     term: int
@@ -113,6 +113,8 @@ class Leader:
         first: no other leader was there before it.
         stored: (term, number) and state of what was decided last, as far as the store knows.
         local: whoever starts a life has seen the one before it end.
+        alone: whoever starts a leader has seen the one before it end. Else that one may still be certain that it
+            decides, for a lease, whoever is here.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Leader:
         first: bool,
         stored: tuple[tuple[int, int], Any],
         local: bool = False,
+        alone: bool = False,
     ) -> None:
         self.term = term
         self.number, self.state = 0, None
@@ -134,12 +137,14 @@ class Leader:
         self._opens = now if first else now + lease * SLACK
         self._known = stored
         self._local = local
+        self._alone = alone
         self._seated: dict[int, Seated] = {}
         self._waiting: dict[int, Join] = {}
         #: Seats of which whoever starts lives says that none in them acts.
         self._empty: set[int] = set()
         self._epochs = 0
-        self._decisions: deque[tuple[float, int]] = deque(maxlen=DECISIONS)
+        #: When each was made, from the last one on by which everybody must act.
+        self._decisions: deque[tuple[float, int]] = deque()
         self._certain = NEVER
 
     # Joining
@@ -164,9 +169,12 @@ class Leader:
         return []
 
     def left(self, seat: int, life: str) -> None:
-        """Hear that a connection is lost. A life that has its seat may act for its lease."""
+        """Hear that a connection is lost. A life that has its seat may act for its lease; and goes on in it where its
+        successor leaves, which has done nothing."""
         if seat in self._waiting and self._waiting[seat].life == life:
             del self._waiting[seat]
+            if seat in self._seated and not self._local:
+                self._seated[seat].revoked = False
 
     def ended(self, seat: int, now: float) -> None:
         """Hear that no life in a seat acts, of whoever starts them."""
@@ -200,9 +208,9 @@ class Leader:
         return told
 
     def _knows_all(self, now: float) -> bool:
-        """Whether nobody who is not here can act by what another leader has said."""
+        """Whether nobody who is not here can act by what another leader has said, and no other leader can act."""
         here = {*self._seated, *(self._waiting if self._local else ()), *self._empty}
-        return now >= self._opens or len(here) == self._seats
+        return now >= self._opens or (self._alone and len(here) == self._seats)
 
     def _prolonged(self, began: float, now: float) -> list[tuple[str, float]]:
         found = []
@@ -239,7 +247,7 @@ class Leader:
     # Deciding
 
     def decide(self, state: Any, now: float) -> Told:
-        """Decide a state, which the store has by now. Only an open leader may.
+        """Decide a state. What of it has to outlive all lives is in the store by now. Only an open leader may.
 
         Raises:
             ValueError: it is not open.
@@ -247,7 +255,10 @@ class Leader:
         if not self.open:
             raise ValueError("a leader that is not open decides nothing")
         self.number, self.state = self.number + 1, state
-        self._decisions.append((now, self.number))
+        if not self._local:
+            self._decisions.append((now, self.number))
+            while len(self._decisions) > 1 and now - self._decisions[1][0] > self._lease / 2:
+                self._decisions.popleft()
         return [told for seated in self._seated.values() for told in self._news(seated.life)]
 
     def is_settled(self, number: int, now: float) -> bool:
@@ -293,7 +304,7 @@ class Life:
         return Join(self._seat, self._life, self.may_act(now), self.at, self.state)
 
     def hear(self, said: Said, now: float) -> Ack | None:
-        """Follow the leader. The answer to `Decided` waits until nothing that an older one let in is being written."""
+        """Follow the leader. What this returns is sent once the state is followed."""
         if said.term < self._term or self.over:
             return None
         self._term = said.term

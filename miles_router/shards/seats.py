@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ class Connected:
         self.channel = channel
         self.join = join
         self.url = url
+        self.heard_at = clock()
         #: Asks it what it has in flight.
         self.counting: asyncio.Task[bool] | None = None
 
@@ -84,7 +85,14 @@ class Seats:
         """Be the leader of this term."""
         shards = self.shards
         self.leader = Leader(
-            shards.count, shards.lease, term, clock(), first=first, stored=((0, 0), None), local=shards.local
+            shards.count,
+            shards.lease,
+            term,
+            clock(),
+            first=first,
+            stored=((0, 0), None),
+            local=shards.local,
+            alone=not shards.shared_state,
         )
 
     async def lead(self) -> None:
@@ -97,8 +105,10 @@ class Seats:
             began = clock()
             if await self._confirmed():
                 self._post(self.leader.confirmed(began, clock()))
-                for connected in self._lives.values():  # who waits for a seat would take silence for a lost leader
-                    connected.channel.tell("ping")
+                for connected in tuple(self._lives.values()):
+                    connected.channel.tell("ping")  # who waits for a seat would take silence for a lost leader
+                    if clock() - connected.heard_at > shards.lease:  # its machine, or the way there, is lost
+                        connected.channel.close()
                 self._moved()
             with suppress(TimeoutError):
                 await tasks.within(
@@ -110,8 +120,6 @@ class Seats:
         """A shard is connected. Where it was connected before, nothing comes by that any more."""
         life = connected.join.life
         before, self._lives[life] = self._lives.get(life), connected
-        if self.shards.local:  # the port is the seat's, whoever is in it
-            self._urls[connected.join.seat] = connected.url
         if before is not None:
             before.channel.close()
         self._post(self.leader.join(connected.join, clock()))
@@ -127,16 +135,11 @@ class Seats:
 
     def hears(self, connected: Connected, ack: Ack) -> None:
         """A shard says by what it acts."""
-        join = connected.join
+        join, connected.heard_at = connected.join, clock()
         self.leader.heard(join.seat, join.life, ack, clock())
         if join.seat not in self.leader.acting(clock()):
             self._stir()
         self._moved()
-
-    def remember(self, urls: Mapping[str, str]) -> None:
-        """Know where seats were reached under the leader before. On one machine that stays so: clients wait there."""
-        if self.shards.local:
-            self._urls = {int(seat): url for seat, url in urls.items()} | self._urls
 
     @property
     def open(self) -> bool:
@@ -153,13 +156,12 @@ class Seats:
         return [process_of(each.life) for each in self.acting().values()]
 
     def urls(self) -> dict[str, str]:
-        """Where each seat is reached that somebody may act in. On one machine that is so before he does, since clients
-        can wait there."""
+        """Where each seat is reached that somebody may act in."""
         acting = self.acting()
         for seat, each in acting.items():
             if each.life in self._lives:
                 self._urls[seat] = self._lives[each.life].url
-        return {str(seat): url for seat, url in self._urls.items() if self.shards.local or seat in acting}
+        return {str(seat): url for seat, url in self._urls.items() if seat in acting}
 
     def _stir(self) -> None:
         self._stirred.set()

@@ -160,6 +160,8 @@ async def test_a_shard_that_was_told_another_count_is_refused_and_a_probe_is_no_
         (["--leader", "--join", "h:1", "--shards", "2", "--secret-file", "{secret}"], "one of both"),
         (["--leader", "--shards", "2", "--secret-file", "{secret}", "--shared-state"], "no state_dir"),
         (["--leader", "--shards", "2", "--secret-file", "{secret}", "--processes", "2"], "one process"),
+        (["--shards", "2", "--secret-file", "{secret}"], "only with --leader or --join"),
+        (["--join", "h:1", "--shards", "2", "--shard", "0", "--secret-file", "{secret}", "--url", "h:1"], "url: "),
     ],
 )
 def test_an_option_of_a_part_that_cannot_be_used_is_one_line(

@@ -111,9 +111,9 @@ class World:
             self.cut.add(way)
             self.later(dice.uniform(0.5, 25), lambda: self.cut.discard(way))
         elif kind == "stop" and lives:
-            dice.choice(lives).stop(dice.choice((0.5, 4, 9, 20)))
+            dice.choice(lives).stop(dice.choice((0.5, 4, 7, 9, 20)))
         elif kind == "stop leader" and leaders:
-            dice.choice(leaders).stop(dice.choice((0.5, 4, 9, 20)))
+            dice.choice(leaders).stop(dice.choice((0.5, 4, 7, 9, 20)))
         elif kind == "kill" and lives:
             dice.choice(lives).end(dice.uniform(0.1, 3))
         elif kind == "kill leader" and leaders:

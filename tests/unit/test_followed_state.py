@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from miles_router.engines.actions import Order, Pause
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import APART, set_apart
 from miles_router.fleet.fleet import Fleet, Orders, Questions
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
@@ -18,7 +18,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.membership import Membership
-from miles_router.shards.places import Seat, Shards
+from miles_router.shards.places import Seat, Shards, chance_generation
 from miles_router.shards.pools import DecidingPool, FollowingPool
 from miles_router.shards.shard import ShardDuty
 from miles_router.shards.state import SharedPool, followed, own_numbers, written
@@ -172,6 +172,12 @@ def test_bounds_of_the_router_are_shared_out_and_nothing_moves() -> None:
     config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
     assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
     assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"
+
+
+def test_processes_that_nobody_counts_give_no_number_twice() -> None:
+    numbers = {next(own_numbers(chance_generation())) for _ in range(100)}
+    assert len(numbers) == 100
+    assert max(numbers) < APART, "between two numbers of the leader's"
 
 
 def abort() -> None:
