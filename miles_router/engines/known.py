@@ -33,7 +33,10 @@ PLACES = frozenset[str]().union(*(kind.places for kind in KINDS))
 TOKENIZERS = frozenset[str]().union(*(kind.tokenizers for kind in KINDS))
 CLIENT_PATHS = frozenset[str]().union(*(kind.client_paths for kind in KINDS))
 #: Every control request by its path, as the first kind reads it that has it.
-CONTROL: Mapping[str, ControlRequest] = {each.path: each for kind in reversed(KINDS) for each in kind.control}
+CONTROL: dict[str, ControlRequest] = {}
+for each_kind in KINDS:
+    for each_request in each_kind.control:
+        CONTROL.setdefault(each_request.path, each_request)
 
 
 def read_facts(documents: Documents) -> Facts:

@@ -79,6 +79,7 @@ class SimulatedVLLM:
         experts: bool = False,
         sleep_mode: bool = False,
         latency_s: float = 0.002,
+        keep_alive_s: int = 5,
         config: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.url = ""
@@ -96,7 +97,7 @@ class SimulatedVLLM:
         self.salts: dict[tuple[int, ...], set[str | None]] = {}
         self._tokenizer = DirectoryTokenizer(tokenizer)
         self._raw, self._scale_out, self._controlled, self._experts = raw_logprobs, scale_out, controlled, experts
-        self._weights = "default"
+        self._weights, self._keep_alive_s = "default", keep_alive_s
         self._seed, self._count = next(SEEDS), itertools.count()
         self._running: list[Sample] = []
         self._turned = asyncio.Event()
@@ -121,11 +122,18 @@ class SimulatedVLLM:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[SimulatedVLLM]:
-        """Serve it as vLLM is served: idle connections end after 5 s."""
+        """Serve it as vLLM is served: idle connections end after `keep_alive_s`."""
         open_, core = self._routes()
         routes = [*open_, *(core if self._controlled else ())]
         app = Starlette(routes=[Route(path, self._endpoint(act), methods=[method]) for method, path, act in routes])
-        config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_keep_alive=5)
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=self._keep_alive_s,
+        )
         async with serving(config, listen("127.0.0.1", 0)) as (_, self.url):
             yield self
 
