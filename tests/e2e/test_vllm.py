@@ -325,7 +325,6 @@ async def test_new_weights_come_by_vllms_way_and_a_cached_prompt_is_computed_ane
         {"return_hidden_states": True},
         {"custom_logit_processor": "x"},
         {"token_ids_logprob": [1]},
-        {"top_logprobs_num": 2},
         {"return_routed_experts": True},
         {"return_indexer_topk": True},
         {"image_data": "x"},

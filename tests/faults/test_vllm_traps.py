@@ -221,6 +221,32 @@ async def test_routed_experts_come_as_int32_from_the_row_that_is_asked_for(stage
         assert len(base64.b64decode(prompt)) == 2 * LAYERS * TOP * 4
 
 
+# Top logprobs
+
+
+async def test_top_logprobs_are_the_likeliest_with_their_ids_and_the_sampled_one_where_it_ranks(stage: Stage) -> None:
+    async with before(stage, names_ids=True) as (router, worker):
+        wanted = {**GENERATE, "return_logprob": True, "top_logprobs_num": 2}
+        for stream in (False, True):
+            answer = await post(router, "/generate", **wanted, stream=stream)
+            said = orjson.loads(answer.body.split(b"data: ")[-2] if stream else answer.body)
+            own, tops = (said["meta_info"][f"output_{name}_logprobs"] for name in ("token", "top"))
+            assert [entry[1] for entry in own] == said["output_ids"]
+            for sampled, two in zip(own, tops, strict=True):
+                assert len(two) == 2
+                assert two == sorted(two, key=lambda entry: -entry[0])
+                assert {entry[1] for entry in two} <= {sampled[1], 20, 21}
+                assert sampled in two or sampled[0] <= two[-1][0]
+        assert {asked["sampling_params"]["logprobs"] for asked in worker.sampled} == {3}
+
+
+async def test_top_logprobs_without_ids_are_refused_by_name(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        wanted = {**GENERATE, "return_logprob": True, "top_logprobs_num": 2}
+        assert "--return-tokens-as-token-ids" in refusal(await post(router, "/generate", **wanted))
+        assert worker.sampled == []
+
+
 # Names
 
 

@@ -31,6 +31,7 @@ from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.running_router import serving
 
 LAYERS, EXPERTS, TOP = 2, 8, 2
+LIKELY = (20, 21, 22)  # as top logprobs have it, wherever they rank
 SEEDS = itertools.count(1)
 
 
@@ -80,6 +81,7 @@ class SimulatedVLLM:
         sleep_mode: bool = False,
         latency_s: float = 0.002,
         keep_alive_s: int = 5,
+        names_ids: bool = False,
         config: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.url = ""
@@ -98,6 +100,7 @@ class SimulatedVLLM:
         self._tokenizer = DirectoryTokenizer(tokenizer)
         self._raw, self._scale_out, self._controlled, self._experts = raw_logprobs, scale_out, controlled, experts
         self._weights, self._keep_alive_s = "default", keep_alive_s
+        self._names_ids = names_ids
         self._seed, self._count = next(SEEDS), itertools.count()
         self._running: list[Sample] = []
         self._turned = asyncio.Event()
@@ -113,7 +116,7 @@ class SimulatedVLLM:
             "parallel_config": {"data_parallel_size": 1, "_api_process_count": 1},
             "structured_outputs_config": {"reasoning_parser": "qwen3"},
             "aux_output_config": {"enable_return_routed_experts": experts},
-            "additional_config": {"tool_call_parser": "hermes"},
+            "additional_config": {"tool_call_parser": "hermes", "return_tokens_as_token_ids": names_ids},
             "lora_config": {},
             "instance_id": self._seed,
         }
@@ -363,7 +366,8 @@ class SimulatedVLLM:
             for version, group in itertools.groupby(range(end), key=lambda place: sample.versions[place])
             for each in [[*group]]
         ]
-        logprobs = [self._entry(sample, place) for place in range(begin, end)]
+        wanted = range(begin, end) if "logprobs" in sample.params else ()
+        logprobs = [self._entry(sample, place) for place in wanted]
         return {
             "index": index,
             "finish_reason": sample.finish,
@@ -387,8 +391,14 @@ class SimulatedVLLM:
     def _entry(self, sample: Sample, place: int) -> dict[str, Any]:
         temperature = 1.0 if self._raw else sample.params.get("temperature", 1.0) or 1.0
         context = [*sample.prompt, *sample.ids[:place]]
-        score = self._score(context, sample.ids[place], sample.adapter) / temperature
-        return {"token": self._tokenizer.decode([sample.ids[place]]), "logprob": score, "bytes": []}
+        own = sample.ids[place]
+        likely = [token for token in LIKELY if token != own][: max(0, sample.params["logprobs"] - 1)]
+        each = {token: self._score(context, token, sample.adapter) / temperature for token in (own, *likely)}
+        told = [{"token": self._named(token), "logprob": score, "bytes": []} for token, score in each.items()]
+        return {**told[0], "top_logprobs": told}
+
+    def _named(self, token: int) -> str:
+        return f"token_id:{token}" if self._names_ids else self._tokenizer.decode([token])
 
     def _score(self, context: Sequence[int], token: int, adapter: str) -> float:
         told = f"{self._weights} {adapter} {context} {token}".encode()

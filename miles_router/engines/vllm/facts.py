@@ -1,8 +1,8 @@
 """What vLLM says about itself. Pure.
 
 Source: vLLM 0.32.0. `/server_info` (with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) has the
-configuration of the engine, `/v1/models` its names. The tool parser is told nowhere: whoever starts a worker
-says it in its `--additional-config`, which vLLM shows and does not read.
+configuration of the engine, `/v1/models` its names. Flags of its HTTP server are told nowhere: whoever starts
+a worker says those that matter in its `--additional-config`, which vLLM shows and does not read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CALLS: Mapping[str, str] = {
     "minimax_m2": "minimax-m2",
     "openai": "gpt-oss",
 }
-#: The name of the tool parser in `--additional-config`.
-CALL_PARSER = "tool_call_parser"
+#: In `--additional-config`: the name of the tool parser, and whether tokens in logprobs are named by their ids.
+CALL_PARSER, IDS_AS_TOKENS = "tool_call_parser", "return_tokens_as_token_ids"
 #: In place of that name where there is none: the model's family tells the parser, where that is set.
 UNTOLD_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
 
@@ -58,6 +58,8 @@ class Flags(NamedTuple):
     """`--api-server-count`, by default as many as ranks"""
     seed: int | None = None
     """`--seed`"""
+    names_ids: bool = False
+    """`--return-tokens-as-token-ids`"""
 
     def lacks(self) -> Iterator[str]:
         """Yield which flags are missing, and what is refused for that."""
@@ -85,6 +87,7 @@ def flags(documents: Documents) -> Flags:
         sleeps=_at(config, "model_config", "enable_sleep_mode") is True,
         servers=_count(_at(config, "parallel_config", "_api_process_count")) or 1,
         seed=_at(config, "model_config", "seed"),
+        names_ids=_at(config, "additional_config", IDS_AS_TOKENS) is True,
     )
 
 

@@ -3,14 +3,15 @@ Pure.
 
 Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. It leaves fields that it does not know out without a
 word, so that only those pass which are known here. It is asked for texts (`output_mode`), in which logprobs have the
-texts of tokens and no ids: these stand beside them, one for each.
+texts of tokens and no ids: these stand beside them, one for each. Those of top logprobs it names by ids alone, where
+it was started so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +41,14 @@ from miles_router.engines.generate import (
 )
 from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.rows import EXPERT_FIELDS
-from miles_router.engines.vllm.facts import Flags
+from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
 from miles_router.engines.vllm.paths import SAMPLE
 from miles_router.engines.vllm.rows import rows_of
 
 TARGET = SAMPLE.encode()
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
+TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
+PLACEHOLDER = "token_id:"
 SALT = "cache_salt"
 CACHE_KEYS = ("extra_key", SALT)
 NEW_TOKENS = "max_new_tokens"
@@ -76,7 +79,7 @@ SHIFTS: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0
 FIELDS = frozenset(
     (
         *(TEXT, IDS, IDS_ALIAS, PARAMS, RID, MODEL, ADAPTER, "stream", *CACHE_KEYS),
-        *(WANTED, START_LEN, WITH_TEXT, EXPERT_FIELDS.wanted, EXPERT_FIELDS.start, "log_metrics", "return_bytes"),
+        *(WANTED, START_LEN, WITH_TEXT, TOP, EXPERT_FIELDS.wanted, EXPERT_FIELDS.start, "log_metrics", "return_bytes"),
     )
 )
 #: What a token says whose logprob vLLM does not know.
@@ -110,6 +113,7 @@ class PromptSampling:
         self._first = place * request.samples
         self._wants_logprobs = bool(request.field(WANTED, place))
         self._with_text = bool(request.body.get(WITH_TEXT))
+        self._tops: int = (request.field(TOP, place) or 0) if self._wants_logprobs else 0
         self._prompt_from = request.field(START_LEN, place) if self._wants_logprobs else None
         self._check(place, flags)
         self._cut = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
@@ -121,7 +125,9 @@ class PromptSampling:
         self.rids: Mapping[str, str] = dict.fromkeys(sorted({self._rid, *self._ids} - {self._name}), self._name)
         self.target: bytes | None = TARGET
         self.body = orjson.dumps(self._asked(place))
-        self._choices = [VLLMSample(self._wants_logprobs, with_text=self._with_text) for _ in range(request.samples)]
+        self._choices = [
+            VLLMSample(self._entry if self._wants_logprobs else None, self._tops) for _ in range(request.samples)
+        ]
 
     def _check(self, place: int, flags: Flags) -> None:
         """See that all of it can be asked for.
@@ -141,6 +147,11 @@ class PromptSampling:
             raise CannotServe("it samples behind one token at least")
         if body.get(EXPERT_FIELDS.wanted) and not flags.experts:
             raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+        if self._tops and not flags.names_ids:
+            raise CannotServe(
+                f"it names no ids of top logprobs: start it with --return-tokens-as-token-ids, and --additional-config "
+                f"'{{\"{IDS_AS_TOKENS}\": true}}'"
+            )
         if self._prompt_from not in (None, -1) and self._request.stream:
             raise CannotServe(f"it tells no logprobs of the prompt in a stream, and {START_LEN} asks for them")
         if self._wants_logprobs and flags.raw_logprobs and _shifts(params):
@@ -187,9 +198,9 @@ class PromptSampling:
         if self._request.samples > 1:
             asked["n"] = self._request.samples
         if self._wants_logprobs:
-            asked["logprobs"] = 0
+            asked["logprobs"] = self._tops + 1 if self._tops else 0  # the one that was sampled counts
             if self._prompt_from not in (None, -1):
-                asked["prompt_logprobs"] = 0
+                asked["prompt_logprobs"] = self._tops
         return asked
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
@@ -238,6 +249,7 @@ class PromptSampling:
         said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
         if self._wants_logprobs:
             said |= {LOGPROBS: choice.entries[:count], "output_token_logprobs_length": count}
+            said |= {TOP_ENTRIES: choice.tops[:count]} if self._tops else {}
             said.setdefault("input_token_logprobs", [])
         spans = choice.versions
         if spans and not self._cut:
@@ -260,29 +272,45 @@ class PromptSampling:
         if len(each) != len(ids):
             raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs of {len(ids)} tokens of prompt")
         entries: list[list[Any]] = []
+        tops: list[list[list[Any]] | None] = []
         for token, said in zip(ids[begin:], each[begin:], strict=True):
             known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
-            entries.append([known["logprob"], token, known["decoded_token"] if self._with_text else None])
-        return {"input_token_logprobs": entries}
+            ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
+            tops.append([self._of_prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
+            entries.append(self._of_prompt_entry(token, known))
+        return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
+
+    def _of_prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
+        return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
+
+    def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
+        """Return a logprob as `/generate` has it: of a token that was sampled, or of the one that it names."""
+        named = told["token"].startswith(PLACEHOLDER)
+        if token is None:
+            token = int(told["token"].removeprefix(PLACEHOLDER))
+        if told["logprob"] <= NO_LOGPROB:
+            raise UnreadableAnswer("incomplete", "the logprob of a token")
+        return [told["logprob"], token, told["token"] if self._with_text and not named else None]
 
 
 class VLLMSample:
     """One sample as it grows: each event has what is new, and a whole answer is one event.
 
     Args:
-        with_text: whether its logprobs have the texts of tokens.
+        entry: makes an entry for a token of what is told of it; None where no logprobs are wanted.
+        tops: how many of the likeliest are wanted.
     """
 
-    def __init__(self, wants_logprobs: bool, *, with_text: bool) -> None:
+    def __init__(self, entry: Callable[..., list[Any]] | None, tops: int) -> None:
         self.ids: list[int] = []
         self.text = ""
         self.entries: list[list[Any]] = []
+        self.tops: list[list[list[Any]]] = []
         self.finish = ""
         self.versions: list[Any] = []
         self.experts: object = None
         self._matched: object = None
-        self._wants_logprobs = wants_logprobs
-        self._with_text = with_text
+        self._entry, self._tops = entry, tops
 
     def add(self, told: Mapping[str, Any]) -> None:
         """Take an event.
@@ -296,14 +324,14 @@ class VLLMSample:
         ids, text = told["token_ids"], told["text"]
         if not isinstance(text, str) or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
             raise TypeError("ids or a text that are none")
-        if self._wants_logprobs:
+        if self._entry is not None:
             content = (told["logprobs"] or {"content": []})["content"]
             if len(content) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} tokens, {len(content)} logprobs")
-            if any(each["logprob"] <= NO_LOGPROB for each in content):
-                raise UnreadableAnswer("incomplete", "the logprob of a token that was sampled")
-            tokens = zip(content, ids, strict=True)
-            self.entries += [[each["logprob"], id_, each["token"] if self._with_text else None] for each, id_ in tokens]
+            self.entries += map(self._entry, content, ids)
+            if self._tops:  # the sampled one stands among them, wherever it ranks
+                ranked = (sorted(each["top_logprobs"], key=lambda one: -one["logprob"]) for each in content)
+                self.tops += [[*map(self._entry, each[: self._tops])] for each in ranked]
         self.ids += ids
         self.text += text
         finish = told["finish_reason"]
