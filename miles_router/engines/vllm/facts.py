@@ -15,7 +15,7 @@ import orjson
 
 from miles_router.engines.engine import WITHHELD, Documents
 from miles_router.engines.facts import Facts
-from miles_router.engines.vllm.paths import MODEL_LIST, SAMPLE, SERVER_INFO, VERSION, WEIGHT_INFO
+from miles_router.engines.vllm.paths import CLIENT_PATHS, MODEL_LIST, SAMPLE, SERVER_INFO, VERSION, WEIGHT_INFO
 
 OWNER = "vllm"
 RAW = "raw_logprobs"
@@ -122,6 +122,7 @@ def read_facts(documents: Documents) -> Facts:
         auto_truncate=False,
         context_length=_count(base.get("max_model_len")),
         token_capacity=blocks * size if _count(blocks) and _count(size) else None,
+        endpoints=CLIENT_PATHS if models else None,
         process=None if instance is None else str(instance).encode(),
     )
 
