@@ -17,10 +17,16 @@ import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
+from miles_router.testing import SimulatedWorker
+from tests.support.agent_apis import APIS
+from tests.support.by_ids_trial import five_turns, is_exactly, went
 from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.door import Door
 from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of
+from tests.support.session_trial import qwen3
 from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import soon, until
 from tests.vllm_worker import VENV, RealVLLM, model, vllm_workers
 
@@ -263,6 +269,26 @@ async def test_turns_of_a_session_are_exact_whole_streamed_and_cut(stage: Stage,
         await client.is_scored(sample["tokens"], sample["loss_mask"], sample["logprobs"])
 
 
+@contextlib.asynccontextmanager
+async def behind_a_door(engines: Engines) -> AsyncIterator[tuple[Door, str]]:
+    """The door of a worker whose tokenizer is Qwen3's, and its checkpoint."""
+    async with contextlib.AsyncExitStack() as stack:
+        url, checkpoint = engines.urls[0], engines.checkpoint
+        if engines.simulated:
+            checkpoint = tokenizer_directory("qwen3")
+            url = (await stack.enter_async_context(SimulatedVLLM(checkpoint).running())).url
+        yield await stack.enter_async_context(Door(url)), checkpoint
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", sorted(APIS))
+async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
+    stage: Stage, engines: Engines, api: str, stream: bool
+) -> None:
+    async with behind_a_door(engines) as (door, checkpoint):
+        await five_turns(stage, door, checkpoint, api, stream=stream)
+
+
 async def test_an_agents_apis_other_than_chat_are_recorded(stage: Stage, engines: Engines) -> None:
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
@@ -356,3 +382,57 @@ async def test_several_requests_at_once_are_answered_apart(client: Client) -> No
     for answer in await asyncio.gather(*(client.generate(**request) for _ in range(4))):
         assert answer["meta_info"]["id"] == "same"
         assert len(await client.is_true(PROMPT, answer)) == 6
+
+
+# Fleets of two kinds
+
+
+@contextlib.asynccontextmanager
+async def mixed() -> AsyncIterator[tuple[Door, Door]]:
+    """The doors of a simulated vLLM worker and a simulated SGLang worker with one tokenizer."""
+    checkpoint = tokenizer_directory("qwen3")
+    async with (
+        SimulatedVLLM(checkpoint).running() as one,
+        SimulatedWorker(tokenizer=qwen3(), reasoning_parser="qwen3", weight_version="default") as other,
+        Door(one.url) as door,
+        Door(other.url) as other_door,
+    ):
+        yield door, other_door
+
+
+async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -> None:
+    async with mixed() as (one, other):
+        layers = (MiddlewareSpec(SESSIONS, {}),)
+        settings: dict[str, Any] = {"middlewares": layers, "hf_checkpoint": tokenizer_directory("qwen3")}
+        async with client_of(stage, [one.url, other.url], **settings) as client:
+            for _ in range(4):
+                session = (await client.post("/sessions"))["session_id"]
+                history = [{"role": "user", "content": f"Hi {session}"}]
+                for turn in range(3):
+                    request = {"messages": history, "max_tokens": 6, "ignore_eos": True}
+                    answer = await client.post(f"/sessions/{session}{CHATS}", **request)
+                    history += [answer["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
+                (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
+                assert sum(sample["loss_mask"]) == 18
+                if turns := [each for each in went(one) if sample["tokens"][: len(each.prompt)] == each.prompt]:
+                    is_exactly(sample, turns)
+            assert went(one), "one of them was at vLLM"
+            assert [*other.chats(version="default")], "and one at SGLang"
+
+
+async def test_each_of_two_kinds_is_asked_and_told_in_its_own_words(stage: Stage) -> None:
+    async with mixed() as (one, other), client_of(stage, [one.url, other.url], partial_rollout="resume") as client:
+        request = {"text": "Hi", "sampling_params": {**LONG, "max_new_tokens": 80}, "return_logprob": True}
+        running = [spawn(client.generate(**request), name="rollout") for _ in range(6)]
+        await until(lambda: client.router.pool.in_flight == 6, "all run")
+        for path in ("/pause?mode=abort", "/continue_generation", "/pause_generation", "/resume"):
+            assert (await client.ask("POST", path, {})).status == 200
+        for answer in await asyncio.gather(*running):
+            assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) == 80
+        paths = [exchange.path for exchange in one.exchanges if exchange.method == "POST"]
+        assert [path for path in paths if "pause" in path or "resume" in path] == ["/pause", "/resume"] * 2
+        theirs = [exchange.path for exchange in other.exchanges if exchange.method == "POST"]
+        assert [path for path in theirs if "pause" in path] == ["/pause_generation"] * 2
+        for path, kind in (("/update_weights_from_disk", "vllm"), ("/start_weight_update", "sglang")):
+            refused = await client.refused(path, model_path="m")
+            assert f"({kind})" in refused

@@ -11,12 +11,13 @@ import numpy as np
 import orjson
 import pytest
 
+from miles_router.engines.known import overflow_of
 from miles_router.fleet.workers import WorkerState
 from tests.support.cache_trial import checkpoint
 from tests.support.fleet import PROBING, becomes, info, post, posting
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
-from tests.support.simulated_vllm import EXPERTS, LAYERS, TOP, SimulatedVLLM
+from tests.support.simulated_vllm import CONTEXT, EXPERTS, LAYERS, TOP, SimulatedVLLM
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -156,6 +157,29 @@ async def test_a_pause_behind_the_router_takes_a_worker_out_until_it_ends(stage:
         worker.paused = False
         worker.hang(hung=False)
         await becomes(router, worker, READY)
+
+
+async def test_a_worker_that_begins_anew_has_other_weights_and_takes_nothing(stage: Stage) -> None:
+    settings = {**PROBING, "health_check_interval": 0.05}
+    async with before(stage, settings) as (router, worker), SimulatedVLLM(checkpoint()).running() as other:
+        assert (await post(router, "/add_worker", url=other.url)).status == 200
+        assert (await post(router, "/update_weight_version", new_version="7")).status == 200
+        worker.version = "default"  # as it begins anew
+        await becomes(router, worker, WorkerState.OUTDATED)
+        for _ in range(4):
+            answer = (await post(router, "/generate", **GENERATE)).json()
+            assert answer["meta_info"]["weight_version"] == "7"
+
+
+async def test_a_prompt_that_is_too_long_is_refused_as_vllm_says_it(stage: Stage) -> None:
+    async with before(stage) as (router, _):
+        refused = await post(router, "/generate", **{**GENERATE, "input_ids": [40] * CONTEXT})
+        assert (refused.status, b"longer than the maximum model length" in refused.body) == (400, True)
+        assert overflow_of(refused.json()) == (CONTEXT, CONTEXT, None)
+        said = (
+            "This model's maximum context length is 10 tokens. However, your prompt contains at least 11 input tokens"
+        )
+        assert overflow_of({"error": {"message": said}}) == (11, 10, None)
 
 
 # Errors inside a 200

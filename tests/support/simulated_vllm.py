@@ -14,6 +14,7 @@ import functools
 import hashlib
 import io
 import itertools
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from miles_router.serving.server import listen
+from miles_router.testing.worker.model.constrained import spelled, stop_id, text_matching
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.running_router import serving
 
-LAYERS, EXPERTS, TOP = 2, 8, 2
+LAYERS, EXPERTS, TOP, CONTEXT = 2, 8, 2, 4096
 LIKELY = (20, 21, 22)  # as top logprobs have it, wherever they rank
 SEEDS = itertools.count(1)
 
@@ -57,6 +59,7 @@ class Sample:
     versions: list[str] = field(default_factory=list)
     sent: int = 0
     text: str = ""
+    script: list[int] | None = None
     finish: str | None = None
     reason: int | str | None = None
 
@@ -218,7 +221,7 @@ class SimulatedVLLM:
     def _models(self, asked: Any) -> Any:
         cards = [{"id": "a-model", "root": "a-model", "parent": None}]
         cards += [{"id": name, "root": path, "parent": "a-model"} for name, path in self.adapters.items()]
-        return {"data": [{**card, "owned_by": "vllm", "max_model_len": 4096} for card in cards]}
+        return {"data": [{**card, "owned_by": "vllm", "max_model_len": CONTEXT} for card in cards]}
 
     # Control
 
@@ -280,6 +283,10 @@ class SimulatedVLLM:
         if model != "a-model" and model not in self.adapters:
             raise Refused(404, f"The model `{model}` does not exist.")
         late = None
+        if len(prompt) >= CONTEXT:
+            raise Refused(
+                400, f"The decoder prompt (length {len(prompt)}) is longer than the maximum model length of {CONTEXT}."
+            )
         if not prompt or max(prompt) >= self._tokenizer.vocab_size:
             late = Refused(400, "Token id out of vocabulary")
         elif params.get("max_tokens") == 0 or params.get("stop") == [""] or None in params.values():
@@ -291,6 +298,8 @@ class SimulatedVLLM:
         count, seed = params.get("n", 1), params.get("seed")
         noises = [f"{seed + n}" if seed is not None else f"{self._seed}.{next(self._count)}" for n in range(count)]
         samples = [Sample(prompt, params, noise, self.adapters.get(model, ""), name) for noise in noises]
+        for sample in samples:
+            sample.script = self._script(sample)
         if asked.get("stream"):
             return StreamingResponse(self._events(samples, asked, late), media_type="text/event-stream")
         if late is not None:
@@ -336,10 +345,20 @@ class SimulatedVLLM:
     def _may_go_on(self, sample: Sample) -> bool:
         return sample.finish is not None or not (self.hung or self.paused)
 
+    def _script(self, sample: Sample) -> list[int] | None:
+        """Ids of a text that a constraint allows, cut otherwise than the tokenizer would."""
+        pattern = sample.params.get("structured_outputs", {}).get("regex")
+        if pattern is None:
+            return None
+        source = random.Random(sample.noise)
+        return [*spelled(text_matching(pattern, source), self._tokenizer, source), stop_id(self._tokenizer)]
+
     def _step(self, sample: Sample) -> None:
         params, place = sample.params, len(sample.ids)
         forced = next((int(token) for token, bias in (params.get("logit_bias") or {}).items() if bias >= 100), None)
         drawn = int.from_bytes(hashlib.sha256(f"{sample.noise} {place}".encode()).digest()[:4], "big")
+        if sample.script is not None:
+            forced = sample.script[place]
         token = forced if forced is not None else 3 + drawn % (self._tokenizer.size - 16)
         sample.ids.append(token)
         sample.versions.append(self.version)
@@ -347,11 +366,11 @@ class SimulatedVLLM:
         stop = next((each for each in params.get("stop") or () if each in whole), None)
         if token in params.get("stop_token_ids", ()):
             sample.finish, sample.reason = "stop", token
-        elif token in self._tokenizer.eos_token_ids and not params.get("ignore_eos"):
+        elif token in self._tokenizer.eos_token_ids and not (params.get("ignore_eos") and sample.script is None):
             sample.finish = "stop"
         elif stop is not None:
             sample.finish, sample.reason = "stop", stop
-        elif len(sample.ids) >= params.get("max_tokens", 4096 - len(sample.prompt)):
+        elif len(sample.ids) >= params.get("max_tokens", CONTEXT - len(sample.prompt)):
             sample.finish = "length"
 
     def _choice(self, index: int, sample: Sample, asked: Any) -> dict[str, Any]:
