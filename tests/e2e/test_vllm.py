@@ -291,15 +291,17 @@ async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
 
 async def test_an_agents_apis_other_than_chat_are_recorded(stage: Stage, engines: Engines) -> None:
     asked: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
-        ("/v1/responses", {"input": "Hi", "max_output_tokens": 8}),
+        ("/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
+        ("/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}),
+        ("/v1/completions", {"prompt": "Question: one?", "max_tokens": 8}),
     ]
     async with layered(stage, engines, SESSIONS) as client:
         for path, fields in asked:
             session = (await client.post("/sessions"))["session_id"]
-            await client.post(f"/sessions/{session}{path}", model="a-model", **fields)
+            await client.post(f"/sessions/{session}{path}", **fields)
             (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
             assert 1 <= sum(sample["loss_mask"]) <= 8
+            assert [span["version"] for span in sample["weight_versions"]] == ["default"]
             await client.is_scored(sample["tokens"], sample["loss_mask"], sample["logprobs"])
 
 
@@ -436,3 +438,17 @@ async def test_each_of_two_kinds_is_asked_and_told_in_its_own_words(stage: Stage
         for path, kind in (("/update_weights_from_disk", "vllm"), ("/start_weight_update", "sglang")):
             refused = await client.refused(path, model_path="m")
             assert f"({kind})" in refused
+
+
+async def test_running_generations_move_to_an_idler_worker(stage: Stage) -> None:
+    async with simulated(2, latency_s=0.02) as engines, client_of(stage, engines.urls[:1], move_after=0.05) as client:
+        request = {"input_ids": PROMPT, "sampling_params": {**LONG, "max_new_tokens": 100}, "return_logprob": True}
+        running = [spawn(client.generate(**request, rid=f"mine-{n}"), name="rollout") for n in range(4)]
+        await until(lambda: len(engines.simulated[0].sampled) == 4, "all run at the first")
+        assert (await client.ask("POST", f"/add_worker?url={engines.urls[1]}")).status == 200
+        answers = await asyncio.gather(*running)
+        assert len(engines.simulated[1].sampled) >= 1, client.router.app.router.metrics.unmoved_generations
+        for number, answer in enumerate(answers):
+            assert answer["meta_info"]["id"] == f"mine-{number}"
+            assert len(await client.is_true(PROMPT, answer)) == 100
+        assert sum(answer["meta_info"].get("resumed", 0) for answer in answers) >= 1

@@ -153,6 +153,7 @@ class SimulatedVLLM:
             ("POST", "/inference/v1/generate", self._generate),
             ("POST", "/inference/v1/abort_requests", self._abort),
             ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._complete),
             ("POST", "/v1/load_lora_adapter", self._load),
             ("POST", "/v1/unload_lora_adapter", lambda asked: self.adapters.pop(asked["lora_name"]) and None),
         ], [
@@ -174,7 +175,7 @@ class SimulatedVLLM:
         async def answer(request: Request) -> Response:
             body = await request.body()
             asked = {**request.query_params, **(orjson.loads(body) if body else {})}
-            if request.method == "POST" and act not in (self._generate, self._chat):
+            if request.method == "POST" and act not in (self._generate, self._chat, self._complete):
                 self.told.append((request.url.path + ("?" + request.url.query) * bool(request.url.query), asked))
             if "x-request-id" in request.headers:
                 asked["request_id"] = request.headers["x-request-id"]  # it wins
@@ -273,6 +274,28 @@ class SimulatedVLLM:
         message = {"role": "assistant", "content": "Hi", "reasoning": None}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return {"id": f"chatcmpl-{asked.get('request_id', 'x')}", "model": model, "choices": [choice]}
+
+    async def _complete(self, asked: Any) -> Any:
+        """A whole completion, which names no weights."""
+        params = {"max_tokens": asked.get("max_tokens", 16), "logprobs": asked.get("logprobs", 0)}
+        told = await self._generate({"token_ids": self._tokenizer.encode(asked["prompt"]), "sampling_params": params})
+        (choice,) = told["choices"]
+        content = choice["logprobs"]["content"]
+        logprobs = {
+            "token_logprobs": [each["logprob"] for each in content],
+            "tokens": [each["token"] for each in content],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        ids = {"token_ids": choice["token_ids"], "prompt_token_ids": self._tokenizer.encode(asked["prompt"])}
+        shown = {name: choice[name] for name in ("index", "text", "finish_reason", "stop_reason")}
+        usage = {**told["usage"], "total_tokens": sum(filter(None, told["usage"].values()))}
+        return {
+            "id": "cmpl-x",
+            "object": "text_completion",
+            "choices": [{**shown, **ids, "logprobs": logprobs}],
+            "usage": usage,
+        }
 
     async def _generate(self, asked: Any) -> Any:
         self.sampled.append(asked)

@@ -127,7 +127,7 @@ class VLLM(Engine):
         return openai.translate(path, body, parse, self.flags) if path in openai.PATHS else None
 
     def _sampling(self, fields: Any) -> PromptSampling:
-        return PromptSampling(GenerateRequest.read(fields), 0, self.flags)
+        return PromptSampling(GenerateRequest.read(fields), 0, self.flags, incremental=True)
 
 
 def _tokens(answer: Mapping[str, Any]) -> list[int] | None:

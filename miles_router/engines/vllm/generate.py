@@ -103,12 +103,13 @@ class PromptSampling:
 
     Args:
         place: of the prompt among those of the request.
+        incremental: each event of a stream has what is new, as vLLM's own; otherwise it has all so far.
     """
 
     heeds_cache_key = True
 
-    def __init__(self, request: GenerateRequest, place: int, flags: Flags) -> None:
-        self._request = request
+    def __init__(self, request: GenerateRequest, place: int, flags: Flags, *, incremental: bool = False) -> None:
+        self._request, self._incremental = request, incremental
         self._prompt = request.prompts[place]
         self._first = place * request.samples
         self._wants_logprobs = bool(request.field(WANTED, place))
@@ -229,8 +230,9 @@ class PromptSampling:
             index = told_choice["index"]
             if type(index) is not int or not 0 <= index < len(self._choices):
                 raise UnreadableAnswer("incomplete", "an event of no generation")
+            begin, said = len(self._choices[index].ids), len(self._choices[index].text)
             self._choices[index].add(told_choice)
-            answer = self._answer(index, version, {})
+            answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
             place = {"index": self._first + index} if self._request.indexed else {}
             return write_event({**answer, **place})
 
@@ -241,15 +243,18 @@ class PromptSampling:
         if not all(choice.finish for choice in self._choices):
             raise UnreadableAnswer("incomplete", "the counts came, and a generation has not ended")
 
-    def _answer(self, index: int, version: str | None, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(
+        self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
+    ) -> dict[str, Any]:
+        """Return what has come of a sample, or what is new behind so many tokens and characters."""
         choice = self._choices[index]
         ids, prompt = ([] if self._cut else choice.ids), len(self._prompt.ids or ())
         count = len(ids)
         said: dict[str, Any] = {"id": self._ids[index], "finish_reason": choice.reason(cut=self._cut)}
         said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
         if self._wants_logprobs:
-            said |= {LOGPROBS: choice.entries[:count], "output_token_logprobs_length": count}
-            said |= {TOP_ENTRIES: choice.tops[:count]} if self._tops else {}
+            said |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
+            said |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
             said.setdefault("input_token_logprobs", [])
         spans = choice.versions
         if spans and not self._cut:
@@ -261,7 +266,7 @@ class PromptSampling:
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
             said[EXPERT_FIELDS.rows.name] = rows_of(choice.experts, rows, rows - 1 if self._cut else rows)
-        return {"text": "" if self._cut else choice.text, "output_ids": ids, "meta_info": said}
+        return {"text": "" if self._cut else choice.text[said_text:], "output_ids": ids[begin:], "meta_info": said}
 
     def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logprobs of the prompt. Of its first token, and of the first that is asked for, there is none."""

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
+from miles_router.engines.answers import MALFORMED, VERSION, UnreadableAnswer
 from miles_router.engines.engine import CannotServe, Parse
 from miles_router.engines.events import Event
 from miles_router.engines.generate import RID, is_absent
@@ -50,16 +51,23 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
             "its logprobs are those of temperature 1, which the request must name: start it with --logprobs-mode "
             "processed_logprobs"
         )
-    return Renamed(fields) if any(not is_absent(fields.get(name)) for name in NAMES) else None
+    versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
+    renamed = any(not is_absent(fields.get(name)) for name in NAMES)
+    return Renamed(fields, versions=versions) if renamed or versions else None
 
 
 class Renamed:
-    """A request with vLLM's names for fields, whose answers pass but for the request's name."""
+    """A request with vLLM's names for fields, whose answers pass but for the request's name.
+
+    Args:
+        versions: whether a whole answer is to name the weights, as SGLang's completions do where ids are wanted.
+    """
 
     heeds_cache_key = True
     target: bytes | None = None
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Mapping[str, Any], *, versions: bool) -> None:
+        self._versions = versions
         given, name = fields.get(RID), uuid.uuid4().hex
         if isinstance(given, list):
             raise CannotServe("it names a request by one rid")
@@ -73,10 +81,18 @@ class Renamed:
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
         """Return a whole answer with the client's name."""
-        for name, given in self._outward.items():
-            answer = answer.replace(name, given)
-        return answer
+        if not self._versions or version is None:
+            return self._named(answer)
+        try:
+            return orjson.dumps({**orjson.loads(self._named(answer)), "metadata": {VERSION: version}})
+        except (orjson.JSONDecodeError, *MALFORMED) as error:
+            raise UnreadableAnswer("incomplete", "completions that are no JSON object") from error
 
     def event(self, event: Event, version: str | None) -> bytes:
         """Return an event of a stream with the client's name."""
-        return self.whole(event.raw, version)
+        return self._named(event.raw)
+
+    def _named(self, said: bytes) -> bytes:
+        for name, given in self._outward.items():
+            said = said.replace(name, given)
+        return said
