@@ -298,6 +298,19 @@ async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left
         assert len(worker.sampled) == 2
 
 
+async def test_an_adapter_is_applied_however_its_model_is_written(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        loaded = await post(router, "/v1/load_lora_adapter", lora_name="a", lora_path="/a")
+        assert loaded.status == 200
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        for model in ("a", "a-model:a"):
+            answer = await post(router, "/v1/chat/completions", **chat, model=model)
+            assert (answer.status, answer.json().get("model")) == (200, "a"), answer.body
+        assert (await post(router, "/v1/chat/completions", **chat, model="a-model")).json()["model"] == "a-model"
+        answer = await post(router, "/generate", **GENERATE, model="a-model:a")
+        assert (answer.status, worker.sampled[-1]["model"]) == (200, "a")
+
+
 async def test_connections_that_vllm_closes_when_they_are_idle_cost_no_request(stage: Stage) -> None:
     async with before(stage, keep_alive_s=0) as (router, worker):
         for _ in range(20):
