@@ -174,7 +174,8 @@ class Probes:
         for kind in KINDS if worker.engine is None else (worker.engine,):
             for names in kind.documents:
                 if names[0] not in documents:
-                    documents[names[0]] = await self._document(worker, names)
+                    timeout = max(self.timeout, kind.slow_documents.get(names[0], 0.0))
+                    documents[names[0]] = await self._document(worker, names, timeout)
                     process = self.process(worker) if len(documents) == 1 else process
                 if worker.engine is None and documents[kind.documents[0][0]] == b"":
                     break
@@ -182,10 +183,10 @@ class Probes:
                 return documents, process
         return {names[0]: b"" for names in DOCUMENTS}, process
 
-    async def _document(self, worker: Worker, names: Names) -> bytes | None:
+    async def _document(self, worker: Worker, names: Names, timeout: float) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
         try:
-            status, body = await self._first(worker, names, self.timeout, MAX_DOCUMENT)
+            status, body = await self._first(worker, names, timeout, MAX_DOCUMENT)
         except UpstreamError:
             return None
         return body if status == OK else WITHHELD if status in KEYED else b""

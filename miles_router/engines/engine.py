@@ -115,6 +115,8 @@ class Engine(ABC):
     well: ClassVar[str | None] = None
     #: What the engine says about itself.
     documents: ClassVar[Sequence[Names]]
+    #: Of these, those whose first answer takes longer than a check may: seconds, by the newest name.
+    slow_documents: ClassVar[Mapping[str, float]] = MappingProxyType({})
     #: The path of its numbers, as Prometheus reads them.
     metrics: ClassVar[str]
     #: Lists its models, and adapters among them.

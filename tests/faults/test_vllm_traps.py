@@ -109,19 +109,19 @@ async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, ch
             assert (await post(router, "/generate", **same, return_logprob=True)).status == 200
 
 
-async def test_a_slow_first_answer_about_itself_holds_requests_back(stage: Stage) -> None:
-    worker = SimulatedVLLM(checkpoint())
+async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(stage: Stage) -> None:
+    worker = SimulatedVLLM(checkpoint(), raw_logprobs=True)
     worker.info_ready.clear()
     async with worker.running():
-        router = await stage.router(worker.url, health_check_timeout=0.1, health_check_failure_threshold=1000)
-        early = await post(router, "/generate", **GENERATE)
-        assert (early.status, early.error_type) == (502, "upstream_unreachable")
-        assert "has not said yet what engine it is" in early.json()["error"]["message"]
-        assert worker.sampled == []
+        router = await stage.router(health_check_timeout=0.1)
+        added = (await post(router, "/add_worker", url=worker.url)).json()
+        assert "lacks" not in added, "nobody waits for that"
+        early = posting(router, **GENERATE)
+        assert "lacks" not in (await post(router, "/add_worker", url=worker.url)).json()
+        assert (early.done(), worker.sampled) == (False, []), "it is not known how to ask it"
         worker.info_ready.set()
-        while (answer := await post(router, "/generate", **GENERATE)).status == 502:
-            assert "has not said yet" in answer.json()["error"]["message"]
-        assert len(answer.json()["output_ids"]) == 6
+        assert len((await early).json()["output_ids"]) == 6
+        assert (await post(router, "/add_worker", url=worker.url)).json()["lacks"]
 
 
 # Health

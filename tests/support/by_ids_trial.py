@@ -17,6 +17,7 @@ from tests.support.door import Door
 from tests.support.events import events_of
 from tests.support.session_trial import SESSIONS, SessionTrial, tool_result, user
 from tests.support.stage import Stage
+from tests.support.waiting import until
 
 #: Where SGLang-Jax and vLLM sample behind ids.
 GENERATE, VLLM_GENERATE = "/generate", "/inference/v1/generate"
@@ -83,6 +84,7 @@ def is_exactly(sample: Any, turns: Sequence[Went]) -> None:
 async def five_turns(stage: Stage, door: Door, checkpoint: str, api: str, *, stream: bool) -> None:
     """See that five turns with tools are what the engine behind the door was given and has sampled."""
     router = await stage.router(door.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=checkpoint)
+    await until(lambda: router.pool.routable, "the worker has answered")
     trial = SessionTrial(router, ())
     agent = APIS[api](f"{router.url}/sessions/{await trial.create('s')}")
     history: list[Any] = [{"role": "system", "content": "You go."}, user("Go 3 steps.")]

@@ -12,7 +12,7 @@ import aiohttp
 from tests.contract.client import WorkerClient
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 LONG = {"max_new_tokens": 40, "ignore_eos": True}
@@ -58,5 +58,6 @@ class Client(WorkerClient):
 @contextlib.asynccontextmanager
 async def client_of(stage: Stage, urls: Sequence[str], **settings: Any) -> AsyncIterator[Client]:
     router = await stage.router(*urls, **settings)
+    await until(lambda: len(router.pool.routable) == len(urls), "all workers have answered")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=4 * PATIENCE)) as session:
         yield Client(router, session)

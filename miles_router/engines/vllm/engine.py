@@ -42,6 +42,7 @@ class VLLM(Engine):
     ready: ClassVar[str | None] = paths.IS_PAUSED
     well: ClassVar[str | None] = paths.WEIGHT_INFO[0]
     documents = (paths.VERSION, paths.SERVER_INFO, paths.MODEL_LIST, paths.WEIGHT_INFO, (paths.SAMPLE,))
+    slow_documents: ClassVar[Mapping[str, float]] = {paths.SERVER_INFO[0]: 60.0}
     metrics = paths.METRICS
     models = paths.MODEL_LIST
     generates, computes = paths.GENERATION, paths.COMPUTED
