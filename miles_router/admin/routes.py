@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router import tasks
 from miles_router.admin.dashboard import dashboard_routes
 from miles_router.admin.episodes import EpisodeRoutes
 from miles_router.asgi.exchange import Exchange
@@ -88,8 +89,17 @@ class Admin:
     # Workers, the spelling of slime and miles
 
     async def add_worker(self, request: Request) -> Response:
-        await self._add(await _arguments(request))
-        return Json({"status": "success", "worker_urls": self._in_flight()})
+        worker = await self._add(await _arguments(request))
+        said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
+        return Json({"status": "success", "worker_urls": self._in_flight(), **said})
+
+    async def _lacks(self, worker: Worker) -> Sequence[str]:
+        """Return the flags that a worker's engine was started without, as far as it says soon what it is."""
+        with suppress(NotFound, TimeoutError):
+            pool, _ = self._pools.holding(worker.url)
+            facts = pool.fleet.facts(worker.url)
+            return (await tasks.within(self._router.config.health_check_timeout, facts, name="facts")).lacks or ()
+        return ()
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)

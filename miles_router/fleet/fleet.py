@@ -220,8 +220,7 @@ class Fleet:
             raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be: {error}") from None
 
     async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
-        refusal = await self._orders.obey(newcomer, order)
-        if refusal is not None:
+        if (refusal := await self._orders.obey(newcomer, order)) is not None:
             raise PartlyFailed(f"{why}, and {newcomer.url} could not be: {refusal}")
 
     # Standstills: what the router has done to all
@@ -309,9 +308,7 @@ class Fleet:
     async def weight_version(self, url: str) -> str | None:
         """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
         worker = self.pool.find(url)
-        with suppress(UpstreamError):
-            return (await self.questions.liveness(worker)).weight_version if worker is not None else None
-        return None
+        return None if worker is None else await self._version_of(worker)
 
     def note_heard(self) -> None:
         """Some worker may have said it, or no longer."""
@@ -390,9 +387,12 @@ class Fleet:
         self.note_applies(worker, facts.lora, adapters)
         self.note_adapters(facts.adapters or ())
         if process is not None and self.pool.find(worker.url) is worker:
-            if facts.auto_truncate and not (worker.facts is not None and worker.facts.auto_truncate):
+            before = worker.facts or Facts()
+            if facts.auto_truncate and not before.auto_truncate:
                 logger.warning("worker_truncates_prompts", extra={"fields": {"worker": worker.url}})
-            worker.facts, worker.facts_of = facts.after(worker.facts), process
+            if facts.lacks and facts.lacks != before.lacks:
+                logger.warning("worker_lacks", extra={"fields": {"worker": worker.url, "lacks": [*facts.lacks]}})
+            worker.facts, worker.facts_of = facts.after(before), process
             self._count_on_ranks(worker, worker.facts)
             self._note_names(worker.facts)
             for listener in self.facts_listeners:

@@ -250,6 +250,7 @@ class Worker:
             "last_check": self.last_check,
             **({"ranks": ranks} if ranks else {}),
             **({"rank_fault": self.rank_fault} if self.rank_fault else {}),
+            **({"lacks": list(self.facts.lacks)} if self.facts is not None and self.facts.lacks else {}),
             **self.attributes,
         }
 
