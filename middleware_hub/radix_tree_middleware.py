@@ -63,7 +63,6 @@ class RadixTreeMiddleware:
     """
 
     one_model = True
-    one_machine = True
 
     def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
         if max_tokens < 1:

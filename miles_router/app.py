@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
-from miles_router.cluster.duty import Duty
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
@@ -36,6 +35,7 @@ from miles_router.errors import (
 )
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES, Checked
@@ -64,6 +64,7 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
+from miles_router.shards.duty import Duty
 from miles_router.state.store import StateStore
 
 if TYPE_CHECKING:
@@ -132,8 +133,17 @@ def create_app(
         metrics.register(numbers)
     routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay, traces)
     _register_metrics(router, layers)
-    made = duty.app if traces is None else partial(TracedRouterApp, traces)
-    return made(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
+    made: Callable[..., RouterApp] = RouterApp if traces is None else partial(TracedRouterApp, traces)
+    return made(
+        config=config,
+        pools=pools,
+        routes=routes,
+        doors=doors,
+        stack=stack,
+        layers=layers,
+        clients=clients,
+        counts=duty.counts,
+    )
 
 
 def _pool(
@@ -161,13 +171,14 @@ def _pool(
     )
     fleet = duty.fleet(
         pool=workers,
-        gate=(duty.gate if traces is None else traces.gate)(
+        gate=(Gate if traces is None else traces.gate)(
             workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout
         ),
         policy=policy_named(config.policy),
         questions=probes,
         orders=fan_out,
     )
+    fleet.gate.lease = duty.lease
     if store is not None and duty.checks:
         fleet.keep = StandstillRow(store, name, fleet).keep
     metrics.count(fleet, sends=duty.sends, decides=duty.checks)

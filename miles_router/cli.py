@@ -36,6 +36,8 @@ commands:
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
 """
+#: Flags of a part of a router on several machines.
+OF_PARTS = ("shards", "shard", "url", "secret_file", "shared_state")
 #: By the kind that an owner's head names, what writes it as lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
@@ -104,6 +106,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a setting, or a middleware's option: --set radix_tree_middleware.limit=4 (repeatable)",
     )
+    machines = made.add_argument_group("several machines (docs/scale.md)")
+    machines.add_argument(
+        "--leader", action="store_true", help="be the leader, which shards reach at --host and --port"
+    )
+    machines.add_argument("--join", metavar="HOST:PORT", help="be a shard of the router whose leader is there")
+    machines.add_argument("--shards", metavar="N", type=int, help="how many shards the router has")
+    machines.add_argument("--shard", metavar="K", type=int, help="which of them this is, from 0")
+    machines.add_argument("--url", help="where the other shards reach this one [default: http://HOSTNAME:PORT]")
+    machines.add_argument("--secret-file", metavar="FILE", help="a secret that the leader and all shards have")
+    machines.add_argument("--shared-state", action="store_true", help="all of them have the same --state-dir")
     made.add_argument("--version", action="version", version=f"miles-router {__version__}")
     return made
 
@@ -178,6 +190,14 @@ def _load(options: argparse.Namespace) -> Loaded:
 
 def _run(options: argparse.Namespace) -> None:
     loaded = _load(options)
+    if options.leader or options.join:
+        from miles_router.serving.machines import serve_part
+
+        serve_part(loaded.config, options)
+        return
+    given = [name for name in OF_PARTS if getattr(options, name) not in (None, False)]
+    if given:  # a part that is told so by half would be a router of its own
+        raise ConfigError(f"{given[0].replace('_', '-')}: only with --leader or --join")
     from miles_router.compat import run
 
     run(loaded.config)
@@ -281,7 +301,7 @@ def _ray(arguments: Sequence[str]) -> int:
         ray_parser().error(f"unrecognized arguments: {' '.join(options.names)}")
     loaded = _load(options)
     try:
-        from miles_router.ray.command import run
+        from miles_router.ray.router import run
     except ImportError as error:  # of an extra that is not installed, and it says which
         raise ConfigError(f"ray: {error}") from None
     run(loaded.config, options.address, options.nodes)

@@ -45,7 +45,12 @@ class RouterApp:
         stack: ASGIApp,
         layers: Sequence[ASGIApp],
         clients: ClientStatistics,
+        counts: bool = True,
     ) -> None:
+        """
+        Args:
+            counts: whether requests come in here first; if not, they were counted and logged where they did.
+        """
         self.pools = pools
         #: The middlewares, outermost first.
         self.layers = layers
@@ -54,6 +59,7 @@ class RouterApp:
         self.doors = doors
         #: What the server of this app counts.
         self.clients = clients
+        self._counts = counts
         self._routes = routes
         self._stack = stack
         self._public_url = config.public_url
@@ -102,7 +108,7 @@ class RouterApp:
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            if not exchange.forwarded:  # else the process that answers counts it
+            if self._counts and not exchange.forwarded:  # else another process counts it
                 self._finished(scope, exchange, outlet.status or refused, started_at)
 
     async def _restore(self, scope: Scope) -> None:

@@ -21,7 +21,7 @@
     ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
-    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's control plane is away
+    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's leader is away
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
     │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format
@@ -191,8 +191,7 @@ class OwnerLost(RouterError):
 
 
 class NodeUnleased(RouterError):
-    """This machine has not heard from the control plane for longer than it may act without it, or another one has what
-    the request is about: it may not answer."""
+    """This shard has not heard from the leader for longer than it may act without it: it may not answer."""
 
     status = 503
     type = "node_unleased"
@@ -216,7 +215,7 @@ class FleetFull(FleetPaused):
 
 
 class ControlUnavailable(RouterError):
-    """The router's control plane is away, or was lost while it was asked: it may have done what was asked."""
+    """The router's leader is away, or was lost while it was asked: it may have done what was asked."""
 
     status = 503
     type = "control_unavailable"

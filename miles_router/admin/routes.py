@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router import tasks
 from miles_router.admin.dashboard import dashboard_routes
 from miles_router.admin.episodes import EpisodeRoutes
 from miles_router.asgi.exchange import Exchange
@@ -50,6 +51,9 @@ class Admin:
         self._registrations = registrations
         self._router = pools.default.router
         self._stack = stack
+        #: What is shown of the router; where it has several processes, of all of them.
+        self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
+        self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._started = time.time()
         self._episodes = EpisodeRoutes(pools)
 
@@ -85,8 +89,17 @@ class Admin:
     # Workers, the spelling of slime and miles
 
     async def add_worker(self, request: Request) -> Response:
-        await self._add(await _arguments(request))
-        return Json({"status": "success", "worker_urls": self._in_flight()})
+        worker = await self._add(await _arguments(request))
+        said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
+        return Json({"status": "success", "worker_urls": self._in_flight(), **said})
+
+    async def _lacks(self, worker: Worker) -> Sequence[str]:
+        """Return the flags that a worker's engine was started without, as far as it says soon what it is."""
+        with suppress(NotFound, TimeoutError):
+            pool, _ = self._pools.holding(worker.url)
+            facts = pool.fleet.facts(worker.url)
+            return (await tasks.within(self._router.config.health_check_timeout, facts, name="facts")).lacks or ()
+        return ()
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
@@ -125,10 +138,10 @@ class Admin:
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
-        return Json(self.described())
+        return Json(await self.shown())
 
-    def described(self) -> dict[str, Any]:
-        """The router, for `GET /router/info`."""
+    async def described(self) -> dict[str, Any]:
+        """Return what `GET /router/info` shows of this process."""
         config = self._router.config
         return {
             "version": __version__,
@@ -175,7 +188,11 @@ class Admin:
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)
+        return Response(await self.shown_metrics(), media_type=MEDIA_TYPE)
+
+    async def own_metrics(self) -> bytes:
+        """Return what `GET /metrics` shows of this process."""
+        return self._router.metrics.render()
 
     async def engine_metrics(self, request: Request) -> Response:
         text = await self._router.control.engine_metrics(self._pools.workers)

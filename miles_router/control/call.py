@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from miles_router.control.requests import Requests
 
 BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
+#: The status of what an engine refuses.
+REFUSED = 400
 #: What an engine has done that was asked in other words than its client's.
 DONE = b'{"status":"ok"}'
 
@@ -75,14 +77,15 @@ class Call:
 
     async def tell(self, workers: Collection[Worker], action: Action, *, brief: bool = False) -> list[Outcome]:
         """Have these workers do something, each as its engine spells it."""
-        timeout = BRIEF if brief else QUICK
-        orders = [outgoing_order((worker.engine or USUAL).order(action)) for worker in workers]
+        timeout, engines = BRIEF if brief else QUICK, [worker.engine or USUAL for worker in workers]
+        orders = [outgoing_order(engine.order(action)) for engine in engines]
         asked = zip(workers, orders, strict=True)
-        return list(await asyncio.gather(*(self.fan_out.ask_one(*each, timeout) for each in asked)))
+        outcomes = await asyncio.gather(*(self.fan_out.ask_one(*each, timeout) for each in asked))
+        return [_heard(outcome, engine) for outcome, engine in zip(outcomes, engines, strict=True)]
 
     async def _ask_one(self, worker: Worker, engine: Engine) -> Outcome:
         spelled = self._spelled(engine, self.order.action)
-        outcome = await self.fan_out.ask_one(worker, spelled, self.timeout)
+        outcome = _heard(await self.fan_out.ask_one(worker, spelled, self.timeout), engine)
         if spelled is self.request or not outcome.ok:
             return outcome
         return replace(outcome, headers=[(b"content-type", JSON)], body=DONE)
@@ -99,6 +102,11 @@ class Call:
             [worker.engine or USUAL for worker in known] if self.order.is_common else await self.fleet.engines(known)
         )
         return zip(known, engines, strict=True)
+
+
+def _heard(outcome: Outcome, engine: Engine) -> Outcome:
+    """What a worker said, with the status of a refusal where that is one whatever its status."""
+    return replace(outcome, status=REFUSED) if outcome.ok and engine.refused(outcome.body) else outcome
 
 
 async def ask_all(call: Call) -> list[Outcome]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,6 +47,9 @@ class Control:
         #: Layers that end what they know of a group when it is aborted.
         self.group_listeners = requests.group_listeners
         self.requests = requests
+        #: Runs control requests where another process decides, and what that says of `may_silence`.
+        self.relay: Callable[[str, Outgoing, str], Awaitable[FleetAnswer]] | None = None
+        self.told_may_silence = False
         #: How many control requests there were: what engines have may be other than before.
         self.sent = 0
         self._fleet = fleet
@@ -60,6 +63,8 @@ class Control:
     def may_silence(self) -> bool:
         """Whether engines may be silent for what they are told, or were told: a pause may hold an update behind the
         router. While they are only being told to pause, they answer; one that hangs then would fail every pause."""
+        if self.relay is not None:
+            return self.told_may_silence
         return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
@@ -70,7 +75,10 @@ class Control:
             NoWorkerAvailable: no worker is registered.
             UnsupportedByEngine: the engine of one cannot do it; none was asked.
             StateError: that the fleet stands still cannot be made durable; none was asked.
+            ControlUnavailable: another process decides, and is away or was lost meanwhile.
         """
+        if self.relay is not None:
+            return await self.relay(path, request, request_id)
         known = self.by_path[path]
         try:
             order = ReadOrder.read(known, request.target, _object(request.body))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import orjson
@@ -23,7 +24,7 @@ from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.upstream import Upstream
+from miles_router.forwarding.upstream import NotAdmitted, Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,22 @@ class FleetAnswer:
 
 
 class FanOut:
-    """Asks workers, beside the bound on connections: it must get through while all are taken."""
+    """Asks workers, beside the bound on connections: it must get through while all are taken.
 
-    def __init__(self, upstream: Upstream) -> None:
+    Args:
+        confirmed: makes sure that this process alone decides; None: it always does.
+        is_certain: whether it has been so since, asked at each write: this process may have stood still in between.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        confirmed: Callable[[], Awaitable[bool]] | None = None,
+        is_certain: Callable[[], bool] | None = None,
+    ) -> None:
         self._upstream = upstream
+        self._confirmed = confirmed
+        self._is_certain = is_certain
 
     async def ask(self, workers: Collection[Worker], request: Outgoing, timeout: float) -> list[Outcome]:
         """What each worker answers within `timeout` seconds."""
@@ -97,13 +110,17 @@ class FanOut:
         return None if outcome.ok else outcome.body.decode(errors="replace")
 
     def reading(self) -> FanOut:
-        """For what changes nothing at an engine."""
-        return self
+        """For what changes nothing at an engine: whoever decides, it may be asked."""
+        return FanOut(self._upstream)
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
-        return await send(
-            self._upstream, worker, request, slot=False, fresh=not may_come_twice(request.method, request.target)
-        )
+        fresh = not may_come_twice(request.method, request.target)
+        if self._confirmed is None:
+            return await send(self._upstream, worker, request, slot=False, fresh=fresh)
+        while await self._confirmed():
+            with suppress(NotAdmitted):
+                return await send(self._upstream, worker, request, slot=False, admit=self._is_certain, fresh=fresh)
+        raise UpstreamError("nothing was sent: another leader may decide by now")
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)

@@ -8,12 +8,12 @@ from contextlib import suppress
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.engine import WITHHELD, Engine, Names
 from miles_router.engines.facts import Facts
-from miles_router.engines.known import ALIVE, DOCUMENTS, USUAL, facts_of, read_facts
+from miles_router.engines.known import ALIVE, DOCUMENTS, KINDS, USUAL, facts_of, read_facts
 from miles_router.errors import Unauthorized, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
 
-OK, NOT_FOUND, UNAVAILABLE = 200, 404, 503
+OK, NOT_FOUND = 200, 404
 #: What an engine answers that has a key which it was not asked with.
 KEYED = frozenset({401, 403})
 MAX_ANSWER = 1024 * 1024
@@ -63,12 +63,7 @@ class Probes:
         """All that a worker says about itself, and the number of the process that said it; None where parts of it went
         unanswered, or may be another process's. What it does not answer is unknown."""
         for _ in range(ATTEMPTS):
-            documents: dict[str, bytes | None] = {}
-            process: int | None = None
-            for names in DOCUMENTS if worker.engine is None else worker.engine.documents:
-                documents[names[0]] = await self._document(worker, names)
-                if len(documents) == 1:  # the connection of the first answer is kept; it proves the others
-                    process = self.process(worker)
+            documents, process = await self._documents(worker)
             facts = facts_of(documents)
             if None in documents.values():
                 break
@@ -111,10 +106,9 @@ class Probes:
         if path is None:
             return False
         try:
-            status, _ = await self._get(worker, path, self.timeout)
+            return _engine(worker).is_unready(*await self._get(worker, path, self.timeout))
         except UpstreamError:
             return False
-        return status == UNAVAILABLE
 
     async def is_paused(self, worker: Worker) -> bool:
         """Whether it says that it was paused and is well. One that is not well says neither."""
@@ -154,19 +148,45 @@ class Probes:
         Raises:
             UpstreamTimeout: no answer came.
         """
-        path = (worker.engine or (await self.facts(worker))[0].engine or USUAL).deep
+        order = (worker.engine or (await self.facts(worker))[0].engine or USUAL).deep
+        path = order.target.decode("ascii")
+        headers = [*_headers(worker, None), *([(b"content-type", b"application/json")] if order.body else [])]
         try:
-            status, _ = await self._get(worker, path, min(self.timeout, DEEP_PATIENCE))
+            status, _ = await self._upstream.fetch(
+                worker.address,
+                path,
+                headers=headers,
+                timeout=min(self.timeout, DEEP_PATIENCE),
+                limit=MAX_ANSWER,
+                body=order.body or None,
+            )
         except UpstreamTimeout:
             raise
         except UpstreamError as error:
             return str(error)
         return f"{worker.url}{path} answered {status}" if status >= 500 else None
 
-    async def _document(self, worker: Worker, names: Names) -> bytes | None:
+    async def _documents(self, worker: Worker) -> tuple[dict[str, bytes | None], int | None]:
+        """What a worker says about itself, and the number of the process that answered first, whose connection is kept.
+        One that is unknown is asked for the documents of the first kind of which it has the first document."""
+        documents: dict[str, bytes | None] = {}
+        process: int | None = None
+        for kind in KINDS if worker.engine is None else (worker.engine,):
+            for names in kind.documents:
+                if names[0] not in documents:
+                    timeout = max(self.timeout, kind.slow_documents.get(names[0], 0.0))
+                    documents[names[0]] = await self._document(worker, names, timeout)
+                    process = self.process(worker) if len(documents) == 1 else process
+                if worker.engine is None and documents[kind.documents[0][0]] == b"":
+                    break
+            else:
+                return documents, process
+        return {names[0]: b"" for names in DOCUMENTS}, process
+
+    async def _document(self, worker: Worker, names: Names, timeout: float) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
         try:
-            status, body = await self._first(worker, names, self.timeout, MAX_DOCUMENT)
+            status, body = await self._first(worker, names, timeout, MAX_DOCUMENT)
         except UpstreamError:
             return None
         return body if status == OK else WITHHELD if status in KEYED else b""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import orjson
 
-from miles_router.control.call import Call
+from miles_router.control.call import REFUSED, Call
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.engines.actions import Continue, Order, Pause, Sleep, Wake
 from miles_router.errors import StateError, UnsupportedByEngine
@@ -18,7 +18,6 @@ from miles_router.fleet.workers import Worker, WorkerState
 
 #: Seconds for which a paused fleet is asked again to flush, and between two questions.
 FLUSH_PATIENCE, FLUSH_AGAIN = 5.0, 0.25
-REFUSED = 400
 MAX_NAMED = 8  # requests, in the answer to a flush
 
 

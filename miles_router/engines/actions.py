@@ -79,9 +79,16 @@ class Update:
 
 @dataclass(frozen=True)
 class ChangeAdapter:
-    """Load or unload the adapter of this name; None where it has none that can be read."""
+    """Load or unload the adapter of this name; None where it has none that can be read.
+
+    Attributes:
+        path: where it is loaded from; None where the request says it in another way.
+        loads: whether it is loaded; None where the request's path does not say so.
+    """
 
     name: str | None
+    path: str | None = None
+    loads: bool | None = None
 
 
 @dataclass(frozen=True)

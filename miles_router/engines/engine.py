@@ -30,6 +30,7 @@ Names = Sequence[str]
 Documents = Mapping[str, bytes | None]
 WITHHELD = b"null"
 Headers = list[tuple[bytes, bytes]]
+UNAVAILABLE = 503
 
 
 class CannotServe(ValueError):
@@ -80,6 +81,21 @@ class Translation(Protocol):
         ...
 
 
+class Parts:
+    """One request as several to the same worker. Each answers with a list, and these follow on each other."""
+
+    heeds_cache_key = True
+
+    def __init__(self, parts: Sequence[Translation]) -> None:
+        self.parts = parts
+        self.rids: Mapping[str, str] = {own: name for part in parts for own, name in part.rids.items()}
+
+    @staticmethod
+    def joined(answers: Sequence[bytes]) -> bytes:
+        """Return the lists of all parts as one."""
+        return b"[%b]" % b",".join(answer[1:-1] for answer in answers)
+
+
 class Engine(ABC):
     """One kind of engine."""
 
@@ -89,15 +105,18 @@ class Engine(ABC):
     #: Answered by what generates, without generating: proves that it moves, and names the weights that sample.
     scheduler: ClassVar[Names]
     #: Generates a token: proves that the engine works.
-    deep: ClassVar[str]
+    deep: ClassVar[Order]
     #: The same for an engine that may stand still: the engine's environment changes nothing about it.
     token: ClassVar[Names]
-    #: 503 while the engine is paused, and after a failed `deep` until one succeeds. None: nothing says so.
+    #: Says, as `is_unready` reads it, that the engine is paused, or that `deep` failed and none succeeded since. None:
+    #: nothing says so.
     ready: ClassVar[str | None] = None
     #: 503 after a failed `deep` until one succeeds; a pause changes nothing.
     well: ClassVar[str | None] = None
     #: What the engine says about itself.
     documents: ClassVar[Sequence[Names]]
+    #: Of these, those whose first answer takes longer than a check may: seconds, by the newest name.
+    slow_documents: ClassVar[Mapping[str, float]] = MappingProxyType({})
     #: The path of its numbers, as Prometheus reads them.
     metrics: ClassVar[str]
     #: Lists its models, and adapters among them.
@@ -124,6 +143,8 @@ class Engine(ABC):
     #: Paths where an adapter has a field and the model says nothing, and all where it has a field.
     adapter_only_by_field: ClassVar[frozenset[str]] = frozenset()
     adapter_by_field: ClassVar[frozenset[str]] = frozenset()
+    #: Headers that it would read otherwise than they are meant.
+    unwanted_headers: ClassVar[frozenset[bytes]] = frozenset()
     #: Its control requests.
     control: ClassVar[Sequence[ControlRequest]]
     #: Whether it says which weights it has. Where not, they are what the router was told.
@@ -137,6 +158,11 @@ class Engine(ABC):
     #: Sampling parameters, and fields of `/generate`, that depend on what was output before: a generation with one of
     #: them is not carried on behind a cut.
     stateful: ClassVar[frozenset[str]] = frozenset()
+    #: Whether a seed that is sent again with what it has sampled samples the same noise again: what is carried on goes
+    #: without it.
+    repeats_noise: ClassVar[bool] = False
+    #: Whether `/generate` samples behind ids alone: of a text they are asked for first (`ask_prompt_tokens`).
+    ids_only: ClassVar[bool] = False
     #: Whether its chat samples behind ids that it is given, and tells those that it has sampled. Where not, sessions
     #: render prompts and read answers themselves, and ask for raw chat by ids, which `translate` makes a request of
     #: `/generate` (`openai/by_ids.py`).
@@ -160,6 +186,10 @@ class Engine(ABC):
     @abstractmethod
     def sampling_version(self, said: bytes) -> str | None:
         """Read which weights sample now in an answer of `scheduler`; None where it names none, or several."""
+
+    def is_unready(self, status: int, said: bytes) -> bool:
+        """Return whether an answer of `ready` says that it is not."""
+        return status == UNAVAILABLE
 
     def with_adapter(self, path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
         """Return a request whose model is `base:adapter` so that its route applies the adapter.
@@ -226,6 +256,10 @@ class Engine(ABC):
             CannotServe: it cannot do this.
         """
 
+    def refused(self, answer: bytes) -> bool:
+        """Return whether an answer to a control request says that nothing was done, whatever its status."""
+        return False
+
     @classmethod
     def own_request(cls, path: str) -> ControlRequest | None:
         """Return how a control request is read whose path is the user's own; None where the path says nothing."""
@@ -278,7 +312,7 @@ class Engine(ABC):
         """Return a request with the place where the halves meet."""
         raise CannotServe("the engine has no halves")
 
-    def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
+    def translate(self, path: str, body: bytes, parse: Parse) -> Translation | Parts | None:
         """Return how a request to this path is asked; None where it goes as it came.
 
         Raises:

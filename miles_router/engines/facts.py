@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -59,6 +59,8 @@ class Facts:
     endpoints: frozenset[str] | None = None
     #: The fields of each schema of its API, by the schema's name, as "ChatCompletionRequest".
     schemas: Mapping[str, frozenset[str]] | None = None
+    #: Flags that it was started without, and what is refused for that.
+    lacks: Sequence[str] | None = None
     #: Tells this process from every other; only some engines say enough for that.
     process: bytes | None = None
     _learned: dict[type[Any], Any] = field(default_factory=dict, repr=False)

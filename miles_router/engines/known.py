@@ -14,9 +14,10 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.refusals import Overflow, refusal_of
 from miles_router.engines.sglang.engine import SGLANG, SGLang
 from miles_router.engines.sglang_jax.engine import SGLangJax
+from miles_router.engines.vllm.engine import VLLM
 
 #: The first that recognizes a worker is its engine.
-KINDS: Sequence[type[Engine]] = (SGLangJax, SGLang)
+KINDS: Sequence[type[Engine]] = (SGLangJax, SGLang, VLLM)
 #: What a worker is taken for that says nothing about itself.
 USUAL: Engine = SGLANG
 #: What a worker is asked before its engine is known.
@@ -32,7 +33,10 @@ PLACES = frozenset[str]().union(*(kind.places for kind in KINDS))
 TOKENIZERS = frozenset[str]().union(*(kind.tokenizers for kind in KINDS))
 CLIENT_PATHS = frozenset[str]().union(*(kind.client_paths for kind in KINDS))
 #: Every control request by its path, as the first kind reads it that has it.
-CONTROL: Mapping[str, ControlRequest] = {each.path: each for kind in reversed(KINDS) for each in kind.control}
+CONTROL: dict[str, ControlRequest] = {}
+for each_kind in KINDS:
+    for each_request in each_kind.control:
+        CONTROL.setdefault(each_request.path, each_request)
 
 
 def read_facts(documents: Documents) -> Facts:
@@ -82,7 +86,9 @@ class ReadOrder:
         Raises:
             BadArguments: no engine could make sense of it.
         """
-        query = dict(parse_qsl(target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True))
+        query: dict[str, str] = {}  # of a name that stands several times the values, as a list that commas separate
+        for name, value in parse_qsl(target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
+            query[name] = f"{query[name]},{value}" if name in query else value
         arguments = Arguments(fields, query)
         return cls(request.path, arguments, request.read(arguments))
 

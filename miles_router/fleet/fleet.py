@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from miles_router import tasks
@@ -69,7 +70,6 @@ class Fleet:
         #: The router's own pause, while it lasts.
         self.pause: Pause | None = None
         self._policy = policy
-        #: How one worker is asked about itself.
         self.questions = questions
         self._orders = orders
         #: The parts of its memory that the fleet is without, and what led to that.
@@ -78,6 +78,8 @@ class Fleet:
         self.slept: set[str] = set()  # the URLs of those that were told
         #: Makes durable whether the fleet stands still, where the router has a state directory.
         self.keep: Callable[[], Awaitable[None]] = _here
+        #: Where another process decides: tells it what was seen of a worker, `(what, worker, reason)`.
+        self.report: Callable[[str, Worker, str], None] | None = None
         #: Returns when every process that sends requests acts by what was decided here.
         self.everywhere: Callable[[], Awaitable[None]] = _here
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
@@ -120,7 +122,10 @@ class Fleet:
 
     def record_silence(self, worker: Worker, reason: str) -> None:
         """Count that a worker took no connection in time, as `WorkerPool.record_failure` does."""
-        self.pool.record_failure(worker, reason)
+        if self.report is None:
+            self.pool.record_failure(worker, reason)
+        else:  # other processes may hear it
+            self.report("silence", worker, reason)
 
     def end_session(self, key: str) -> None:
         """A session is over: what it holds on its workers counts no more."""
@@ -133,7 +138,11 @@ class Fleet:
         return lambda: self.pool.listeners.remove(listener)
 
     def _changed(self, transition: Transition) -> None:
-        _log(transition)
+        if self.report is not None:  # logged where it was decided; who waits for room must know whether there is some
+            if transition.after is WorkerState.READY:
+                self.ask_for_facts(transition.worker)
+            return
+        transition.log()
         if transition.after is None:
             self.slept.discard(transition.worker.url)
         self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
@@ -176,14 +185,12 @@ class Fleet:
         await idle.wait()
 
     def _is_registered(self, address: WorkerUrl) -> bool:
-        states = (worker.state for worker in self.pool if worker.url == address.url)
-        return next(states, WorkerState.UNREACHED) is not WorkerState.UNREACHED
+        return any(each.url == address.url and each.state is not WorkerState.UNREACHED for each in self.pool)
 
     async def _version_of(self, newcomer: Worker) -> str | None:
-        try:
+        with suppress(UpstreamError):
             return (await self.questions.liveness(newcomer)).weight_version
-        except UpstreamError:
-            return None
+        return None
 
     async def _bring_along(self, newcomer: Worker) -> None:
         """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
@@ -213,8 +220,7 @@ class Fleet:
             raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be: {error}") from None
 
     async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
-        refusal = await self._orders.obey(newcomer, order)
-        if refusal is not None:
+        if (refusal := await self._orders.obey(newcomer, order)) is not None:
             raise PartlyFailed(f"{why}, and {newcomer.url} could not be: {refusal}")
 
     # Standstills: what the router has done to all
@@ -302,10 +308,7 @@ class Fleet:
     async def weight_version(self, url: str) -> str | None:
         """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
         worker = self.pool.find(url)
-        try:
-            return (await self.questions.liveness(worker)).weight_version if worker is not None else None
-        except UpstreamError:
-            return None
+        return None if worker is None else await self._version_of(worker)
 
     def note_heard(self) -> None:
         """Some worker may have said it, or no longer."""
@@ -315,8 +318,7 @@ class Fleet:
     def heard(self) -> bool:
         """Whether all workers that answer have said whether they apply adapters."""
         if self._heard_in is not self.pool.snapshot:
-            self._all_heard = all(map(self._has_said, self.alive))
-            self._heard_in = self.pool.snapshot
+            self._all_heard, self._heard_in = all(map(self._has_said, self.alive)), self.pool.snapshot
         return self._all_heard
 
     @property
@@ -385,9 +387,12 @@ class Fleet:
         self.note_applies(worker, facts.lora, adapters)
         self.note_adapters(facts.adapters or ())
         if process is not None and self.pool.find(worker.url) is worker:
-            if facts.auto_truncate and not (worker.facts is not None and worker.facts.auto_truncate):
+            before = worker.facts or Facts()
+            if facts.auto_truncate and not before.auto_truncate:
                 logger.warning("worker_truncates_prompts", extra={"fields": {"worker": worker.url}})
-            worker.facts, worker.facts_of = facts.after(worker.facts), process
+            if facts.lacks and facts.lacks != before.lacks:
+                logger.warning("worker_lacks", extra={"fields": {"worker": worker.url, "lacks": [*facts.lacks]}})
+            worker.facts, worker.facts_of = facts.after(before), process
             self._count_on_ranks(worker, worker.facts)
             self._note_names(worker.facts)
             for listener in self.facts_listeners:
@@ -414,6 +419,8 @@ class Fleet:
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""
+        if self.report is not None and worker.rank_fault is not None:  # another process has seen it
+            facts.learned(RankFault).reason = worker.rank_fault
         fault = facts.learned(RankFault).reason
         if self.pool.set_ranks(worker, 1 if fault else (worker.engine or USUAL).ranks(facts), fault):
             logger.info("worker_ranks", extra={"fields": {"worker": worker.url, "ranks": len(worker.units)}})
@@ -421,6 +428,8 @@ class Fleet:
     def rank_ignored(self, unit: Unit, reason: str) -> None:
         """An engine has not heeded which rank was meant: it is one unit from now on, until another process is there."""
         if not unit.retired:
+            if self.report is not None:
+                self.report("ranks", unit.worker, reason)
             self.drop_ranks(unit.worker, reason)
 
     def drop_ranks(self, worker: Worker, reason: str) -> None:
@@ -439,12 +448,3 @@ class Fleet:
 
 async def _here() -> None:
     """There is only this process."""
-
-
-def _log(transition: Transition) -> None:
-    """One line for each change of a worker's state, with its reason."""
-    worker = transition.worker
-    after = transition.after.value if transition.after else "removed"
-    in_order = transition.before is None or transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
-    level = logging.INFO if in_order else logging.WARNING
-    logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
@@ -49,6 +49,19 @@ class ClosedTime(NamedTuple):
     mode: str | None
 
 
+class ActsUnderLease(Protocol):
+    """What a router of several machines may do only while its leader is heard: `shards.membership.Membership`."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it may send generations."""
+        ...
+
+    def check(self) -> None:
+        """Raises NodeUnleased where it may not."""
+        ...
+
+
 class Gate:
     """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
 
@@ -58,7 +71,9 @@ class Gate:
     def __init__(
         self, admission: Admission, *, max_held: int, timeout: float, now: Callable[[], float] = time.time
     ) -> None:
-        self.closed = False
+        #: Where a shard's right to send can run out; nobody waits for that here.
+        self.lease: ActsUnderLease | None = None
+        self._closed = False
         self.mode: str | None = None  # of the router's own pause
         self.paused_since: float | None = None
         self.asleep_since: float | None = None
@@ -78,6 +93,11 @@ class Gate:
         self._held: dict[asyncio.Future[None], Waiting] = {}
         #: Where new sessions wait for room. They take nobody's place here: what runs may have to wait here too.
         self.queue = AdmissionQueue(admission, max_waiting=max_held, timeout=timeout, is_open=self.is_open)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no generation may be sent; asked at each write."""
+        return self._closed or (self.lease is not None and not self.lease.is_fresh)
 
     @property
     def held(self) -> int:
@@ -134,7 +154,7 @@ class Gate:
 
     def update(self) -> None:
         """What it knows may be other than before."""
-        self.closed = self.deliberate or self.workers_paused_since is not None
+        self._closed = self.deliberate or self.workers_paused_since is not None
         if self._held and not self.closed:
             held, self._held = self._held, {}
             for waiting, _ in sorted(held.items(), key=lambda each: each[1].number):
@@ -175,6 +195,8 @@ class Gate:
 
     async def _hold(self, who: Waiting, came_at: float) -> None:
         """Wait until somebody changes something."""
+        if self.lease is not None:
+            self.lease.check()
         loop = asyncio.get_running_loop()
         if len(self._held) >= self._max_held:
             raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")

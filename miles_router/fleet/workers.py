@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # the settings come by here, and a command that shows its help does without the engine's wire
     from miles_router.engines.engine import Engine
@@ -247,6 +250,7 @@ class Worker:
             "last_check": self.last_check,
             **({"ranks": ranks} if ranks else {}),
             **({"rank_fault": self.rank_fault} if self.rank_fault else {}),
+            **({"lacks": list(self.facts.lacks)} if self.facts is not None and self.facts.lacks else {}),
             **self.attributes,
         }
 
@@ -272,6 +276,13 @@ class Transition:
         self.before = before  # None: newly registered
         self.after = after  # None: removed
         self.reason = reason
+
+    def log(self) -> None:
+        """Write one line, with the reason."""
+        after = self.after.value if self.after else "removed"
+        in_order = self.before is None or self.after in (None, WorkerState.READY, WorkerState.DRAINING)
+        level = logging.INFO if in_order else logging.WARNING
+        logger.log(level, f"worker_{after}", extra={"fields": {"worker": self.worker.url, "reason": self.reason}})
 
 
 def other_weights(worker: Worker, version: str | None, *, must_say: bool = False) -> str | None:

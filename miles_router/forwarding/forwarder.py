@@ -12,63 +12,32 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from miles_router.asgi.flight import Flight, UsedCache
-from miles_router.asgi.headers import first_header
 from miles_router.engines.client_json import read_json
-from miles_router.engines.engine import CannotServe, Translation
-from miles_router.engines.footprint import prompt_tokens, sampled_tokens
-from miles_router.engines.generate import UnknownShape
+from miles_router.engines.engine import CannotServe, Parts, Translation
+from miles_router.engines.footprint import prompt_tokens
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
-from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
+from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import Role, Unit, Worker
+from miles_router.forwarding.forwarded import AnyReply, Forwarded
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
 from miles_router.forwarding.pairs import Halves, PairExchange, PairInterrupted, PrefillLost
+from miles_router.forwarding.parts import ask_parts
 from miles_router.forwarding.ranks import Ranks
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.translated import EVENTS, HeldReply, RewrittenStream, translated
+from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
+from miles_router.forwarding.translating import translation_for
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 from miles_router.forwarding.used_names import LeftRequests, NameUse, UsedNames
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-#: From this status on an engine has refused, and holds nothing of what it was asked.
-REFUSED = 400
 ABORTED = "aborted while it waited for the fleet to go on"
-
-
-#: What a request comes to, however it was asked.
-AnyReply = Reply | HeldReply | RewrittenStream
-
-
-class Forwarded:
-    """A reply together with the lease that pays for it."""
-
-    __slots__ = ("_names", "lease", "reply")
-
-    def __init__(self, lease: Lease, reply: AnyReply, names: NameUse | None) -> None:
-        self.lease = lease
-        self.reply = reply
-        self._names = names
-
-    @property
-    def worker(self) -> Worker:
-        """Who answers."""
-        return self.lease.worker
-
-    def close(self) -> None:
-        """Give up both; harmless when repeated."""
-        lease, answered = self.lease, self.reply.status < REFUSED
-        if self._names is not None:
-            streams = (first_header(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
-            # A refusal may say that the engine has the name.
-            self._names.end(forgotten=answered and self.reply.exhausted and not streams)
-        self.reply.close()
-        lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)
 
 
 class UnkeyedPaths(set[str]):
@@ -182,21 +151,37 @@ class Forwarder:
         engine = (worker.engine or await self._fleet.engine(worker)) if request.computes else None
         if request.generates and worker.role is Role.DECODE:
             return await self._ask_pair(unit, request, flight)
-        translation: Translation | None = None
+        translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
-            try:
-                translation = engine.translate(request.path, request.body, read_json)
-            except UnknownShape as error:
-                raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+            translation = await translation_for(self._upstream, worker, engine, request)
         given = self._given_names(request) if translation is None else None
         if translation is None and self._needs_others(request, flight, [worker], given):
             translation = RenamedRequest(endpoint(request.path), request.body, read_json)
         self._use(request, [worker], given, None if translation is None else translation.rids.values())
         if flight is not None and translation is not None:
             flight.inward |= translation.rids
+        if isinstance(translation, Parts):
+            return await ask_parts(
+                translation,
+                lambda part, slot: self._ask_as(unit, request, part, flight, slot=slot),
+                self._max_answer_bytes,
+            )
+        return await self._ask_as(unit, request, translation, flight)
+
+    async def _ask_as(
+        self,
+        unit: Unit,
+        request: Outgoing,
+        translation: Translation | None,
+        flight: Flight | None,
+        *,
+        slot: bool = True,
+    ) -> Reply | HeldReply | RewrittenStream:
+        """Ask one unit by a translation. Raises as `_ask`."""
+        worker = unit.worker
         version = worker.weight_version
         if request.generates:
-            reply = await self._generate(unit, request, translation, flight)
+            reply = await self._generate(unit, request, translation, flight, slot=slot)
         else:
             target, body = (None, None) if translation is None else (translation.target, translation.body)
             reply = await send(self._upstream, worker, request, target=target, body=body)
@@ -242,7 +227,7 @@ class Forwarder:
             request.names = NameUse(self._used_names, workers, own, others or ())
 
     async def _generate(
-        self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None
+        self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None, *, slot: bool
     ) -> Reply:
         """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
         worker = unit.worker
@@ -256,20 +241,27 @@ class Forwarder:
             return not gate.closed and worker.caches is caches and caches.number == now and not unit.retired
 
         if unit.rank is None:
-            reply = await send(self._upstream, worker, request, target=target, body=body, admit=admit)
+            reply = await send(self._upstream, worker, request, target=target, body=body, slot=slot, admit=admit)
         else:
-            reply = await self._ask_rank(unit, request, target, body, admit)
+            reply = await self._ask_rank(unit, request, target, body, admit, slot=slot)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
     async def _ask_rank(
-        self, unit: Unit, request: Outgoing, target: bytes | None, body: bytes | None, admit: Admit
+        self, unit: Unit, request: Outgoing, target: bytes | None, body: bytes | None, admit: Admit, *, slot: bool
     ) -> Reply:
         """Send it so that this rank answers."""
         pin = await self._ranks.pin(unit, request, request.body if body is None else body)
         reply = await send(
-            self._upstream, unit.worker, request, target=target, body=pin.body, headers=pin.headers, admit=admit
+            self._upstream,
+            unit.worker,
+            request,
+            target=target,
+            body=pin.body,
+            headers=pin.headers,
+            slot=slot,
+            admit=admit,
         )
         self._ranks.watch(reply, unit, pin.rank, request.path)
         return reply

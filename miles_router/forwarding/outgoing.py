@@ -131,6 +131,8 @@ async def send(
         UpstreamError, NotAdmitted: as `Upstream.open`.
     """
     headers = request.headers if headers is None else headers
+    if worker.engine is not None and (unwanted := worker.engine.unwanted_headers):
+        headers = [pair for pair in headers if pair[0] not in unwanted]
     if worker.api_key is not None:
         headers = [pair for pair in headers if pair[0] != b"authorization"]
         headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))

@@ -22,7 +22,8 @@ from miles_router.errors import BadRequest, ClientDisconnected, FleetPaused, Ups
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
+from miles_router.forwarding.forwarded import AnyReply
+from miles_router.forwarding.forwarder import ABORTED, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import CountsBytes, Reply

@@ -11,6 +11,9 @@ from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.openai.chat_parts import as_generation, constraint_of, rest_request
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 
+#: The field of a seed in chat.
+CHAT_SEED = "seed"
+
 
 class ChatGeneration(ResumableGeneration):
     """One choice. Its text is known once it was asked for: what the engine said of it was parsed.
@@ -47,7 +50,11 @@ class ChatGeneration(ResumableGeneration):
         rows = {name: rest[name] for each in self.wanted_rows for name in each.request(0) if name in rest}
         # Where a character or a stop string may stand across the cut, what follows is looked at as a whole.
         self.live = self.watched and not self.halved and not self.forming
-        return rest_request(self.fields, rest["input_ids"], rest["sampling_params"], rows, stream=self.live)
+        fields = self.fields
+        if self._repeats_noise and fields.get(CHAT_SEED) is not None:
+            self.seed_dropped = True
+            fields = {name: value for name, value in fields.items() if name != CHAT_SEED}
+        return rest_request(fields, rest["input_ids"], rest["sampling_params"], rows, stream=self.live)
 
     @property
     def given(self) -> int:

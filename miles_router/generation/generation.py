@@ -20,6 +20,8 @@ from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
 META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, **dict.fromkeys(ROWS, str)}
+#: The field of a seed, and what an answer says whose rest was sampled without the one that it had.
+SEED, SEED_DROPPED = "sampling_seed", "seed_dropped"
 #: Fields about the prompt, which the first attempt has answered.
 OF_THE_PROMPT = ("text", "logprob_start_len")
 
@@ -50,6 +52,7 @@ class ResumableGeneration:
         halved: the text before the cut may end within a character.
         forming: it may end within a stop string.
         rows_from: of each kind, the first token whose row has not come.
+        seed_dropped: what is carried on has a seed no more.
         attempt_rid: what this attempt is called by its worker; None for the first, which has the client's name.
     """
 
@@ -71,6 +74,7 @@ class ResumableGeneration:
     forming: bool = False
     rows_from: dict[RowKind, int] = field(init=False)
     attempt_rid: str | None = None
+    seed_dropped: bool = False
     _attempt: GrowingAnswer = field(default_factory=GrowingAnswer)
     _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this attempt, by their weight version
 
@@ -97,6 +101,8 @@ class ResumableGeneration:
         sampled, params = self.answer["output_ids"], {**self.params}
         if self.budget is not None:  # null: as much as fits
             params["max_new_tokens"] = self.budget - len(sampled)
+        if self._repeats_noise and params.pop(SEED, None) is not None:
+            self.seed_dropped = True
         if params.get("min_new_tokens"):
             params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
         request = {name: value for name, value in self.request.items() if name not in OF_THE_PROMPT}
@@ -104,6 +110,11 @@ class ResumableGeneration:
         for fields in self.wanted_rows:
             request |= fields.request(self.rows_from[fields.kind])
         return request
+
+    @property
+    def _repeats_noise(self) -> bool:
+        """Whether the rest would be sampled with the noise of the beginning, had it the same seed."""
+        return self.facts.engine is not None and self.facts.engine.repeats_noise
 
     @property
     def budget(self) -> int | None:
@@ -175,6 +186,8 @@ class ResumableGeneration:
                 raise UnreadableAnswer("incomplete", f"{name} has another type")
         self._check_prompt(meta)
         named = meta if self.attempt_rid is None or self.rid is None else {**meta, "id": self.rid}
+        if self.seed_dropped:
+            named = {**named, SEED_DROPPED: True}
         self._attempt.add({"text": "", **answer, "meta_info": named})
         # SGLang shows unfinished characters and stop strings in the making only where it ends a running generation,
         # not where it aborts one in its queue. Such a one does not tell its prompt's length either.

@@ -3,7 +3,6 @@
 Seven further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
 `owner_name()`, `metrics()`, `restore()`.
 A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
-One with `one_machine = True` holds what only its own machine finds: several machines do not start with it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import computes, generates
-from miles_router.forwarding.forwarder import Forwarded, Forwarder
+from miles_router.forwarding.forwarded import Forwarded
+from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.metrics.run import RunSeries

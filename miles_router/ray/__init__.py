@@ -1,13 +1,13 @@
-"""One router on the machines of a Ray cluster. Needs the extra `[ray]`.
+"""One router on several machines of a Ray cluster. Needs the extra `[ray]`.
 
     router = miles_router.ray.start(config, nodes=4)      # in a program that has called ray.init
-    router.urls                                           # of the machines, any of which may be asked
+    router.urls                                           # of its shards, any of which may be asked
     router.stop()
 
-Ray places one actor on each machine, starts again what ends, and tells where the control plane is: all of that beside
-requests, none of which waits for a call of an actor.
+Ray places an actor for each seat and one for the leader, and starts again what ends. Each runs its part in a process
+beside itself, so that no request waits for a call of an actor.
 """
 
-from miles_router.ray.starting import RayRouter, start
+from miles_router.ray.router import RayRouter, start
 
 __all__ = ["RayRouter", "start"]

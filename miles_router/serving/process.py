@@ -1,4 +1,4 @@
-"""One process of a router that has several: the control plane, or one that takes requests. The supervisor starts it."""
+"""One process of a router that has several: the leader, or a shard. On one machine the supervisor starts it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -20,26 +22,22 @@ import uvloop
 
 from miles_router import log, tasks
 from miles_router.app import create_app
-from miles_router.cluster.control.data import DataDuty
-from miles_router.cluster.control.plane import ControlDuty
-from miles_router.cluster.control.senders import Senders
-from miles_router.cluster.nodes.duty import MachineDuty
-from miles_router.cluster.nodes.leases import Seat
-from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.nodes.plane import MachinesDuty, end_process
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
 from miles_router.fleet.affinity import Affinity
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig
+from miles_router.shards.leader import LeaderDuty
+from miles_router.shards.membership import Membership
+from miles_router.shards.owners import ShardOwners
+from miles_router.shards.places import Seat, Shards
+from miles_router.shards.senders import Senders
+from miles_router.shards.shard import ShardDuty
 
 #: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
 READY = b"ready"
-#: And by one that must not stand still, every so many seconds: that it goes on.
+#: And every so many seconds: that it goes on.
 ALIVE, BEAT = b"\0", 1.0
-#: The status of a control plane that another one, elsewhere, has succeeded: it is not started again.
+#: The status of a leader that another one, elsewhere, has succeeded.
 SUCCEEDED = 3
 PR_SET_PDEATHSIG = 1
 #: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
@@ -51,43 +49,97 @@ START = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where a process stands among those of its router, and what it has inherited."""
+    """A process's part of a router, and what it has inherited.
+
+    Attributes:
+        place: the seat of a shard; of the leader, all of them.
+        parent: the id of the process that started it, with which it ends.
+        generation: no other process of this router on this machine has, or had, it.
+        directory: of the leader of one machine: where the router's sockets are.
+        listener, own, status: descriptors: the socket that it listens on, another on which it alone listens, and where
+            its parent is told.
+    """
 
     config: RouterConfig
     args: Namespace | None
-    #: The number of the process that started it.
-    supervisor: int
-    #: Of the router's sockets; only its user sees into it.
-    directory: Path
-    #: Its number among those that take requests; None: it is the control plane.
-    index: int | None
-    #: No other process of this router has, or had, this number.
+    place: Shards | Seat
+    parent: int
     generation: int
-    #: Descriptors: where the supervisor is told, and the socket that it listens on.
-    status: int
+    status: int = -1
+    directory: Path | None = None
     listener: int | None = None
-    #: And the one on which it alone listens.
     own: int | None = None
-    #: Where each process that takes requests is reached so.
-    urls: tuple[str, ...] = ()
-    #: Of several machines: this one; for the control plane, all of them.
-    node: Machine | Machines | None = None
+
+
+def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a process that does its part, and return it and the descriptor of what it tells.
+
+    Args:
+        assigned: its `status` is made here.
+        output: where it logs; None: where this process does.
+
+    Raises:
+        ConfigError: the settings cannot be given to another process.
+        OSError: the system has no room for it.
+    """
+    with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
+        (theirs, write), (read, status) = _pipe(given, kept), _pipe(kept, given)
+        assigned = replace(assigned, status=status)
+        try:
+            text = pickle.dumps(sys.path) + pickle.dumps(assigned)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
+        inherited = [each for each in (status, assigned.listener, assigned.own) if each is not None]
+        running = subprocess.Popen(
+            [sys.executable, "-c", START, str(theirs)],
+            pass_fds=[theirs, *inherited],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is for the parent, which tells them
+        )
+        kept.pop_all()
+    with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+        pipe.write(text)
+    return running, read
+
+
+def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
+    """Return a pipe's ends, each of which is closed with its stack."""
+    ends = os.pipe()
+    for stack, end in zip((reading, writing), ends, strict=True):
+        stack.callback(os.close, end)
+    return ends
 
 
 def main(given: IO[bytes]) -> None:
-    """Do what the supervisor has written."""
+    """Do what the parent has written."""
     with given:
         assigned: Assignment = pickle.load(given)
-    end_with(assigned.supervisor)
-    config = assigned.config
+    end_with(assigned.parent)
+    config, place = assigned.config, assigned.place
     log.configure(config.log_level, config.log_format)
     raise_file_limit()
+    listener, own = (None if each is None else socket.socket(fileno=each) for each in (assigned.listener, assigned.own))
     status = 0
+
+    def show_life() -> asyncio.Task[None]:
+        return tasks.spawn(_show_life(assigned), name="show life")
+
+    def ready() -> None:
+        _tell(assigned, READY)
+
+    def started() -> None:
+        ready()
+        show_life()
+
     try:
-        if assigned.index is None:
-            _decide(assigned)
+        if isinstance(place, Seat):
+            assert listener is not None
+            serve_shard(config, assigned.args, place, assigned.generation, listener, own, started)
         else:
-            _serve(assigned, assigned.index)
+            term = assigned.generation if place.local else None
+            run_leader(config, assigned.args, place, assigned.directory, listener, term, show_life, ready)
     except ConfigError as error:
         _tell(assigned, str(error).encode())
         status = 2
@@ -96,12 +148,12 @@ def main(given: IO[bytes]) -> None:
     sys.exit(status)
 
 
-def end_with(supervisor: int) -> None:
-    """Have the system kill this process when its supervisor ends, however that comes."""
+def end_with(parent: int) -> None:
+    """Have the system kill this process when the one that started it ends, however that comes."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() != supervisor:  # it has ended before
+    if os.getppid() != parent:  # it has ended before
         os._exit(1)
 
 
@@ -117,65 +169,78 @@ async def _show_life(assigned: Assignment) -> None:
         await asyncio.sleep(BEAT)
 
 
-def _serve(assigned: Assignment, index: int) -> None:
-    """Take requests."""
-    shown = assigned.node is None and not assigned.config.public_url
-    peers = Peers(index, assigned.config.processes, assigned.directory, assigned.urls, shown=shown)
-    affinity = Affinity(assigned.config.affinity_names)
-    duty: DataDuty
-    if isinstance(assigned.node, Machine):
-        seat = Seat(assigned.node.life, assigned.node.index, index)
-        membership = Membership(
-            assigned.node, seat, generation=assigned.generation, fenced=_kill_this, surplus=end_process
-        )
-        duty = MachineDuty(membership, peers, affinity)
-        owners: ClusterOwners = duty.owners
-    else:
-        duty = DataDuty(peers, generation=assigned.generation)
-        owners = ClusterOwners(peers, affinity, Senders(assigned.directory).sends)
-    app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
-    own = None if assigned.own is None else socket.socket(fileno=assigned.own)
-    listener = socket.socket(fileno=assigned.listener)
+def serve_shard(
+    config: RouterConfig,
+    args: Namespace | None,
+    seat: Seat,
+    generation: int,
+    listener: socket.socket,
+    own: socket.socket | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> None:
+    """Take requests in a seat, until SIGTERM or SIGINT.
 
-    def started() -> None:
-        _tell(assigned, READY)
-        if assigned.node is not None:  # who stands still has lost its leases
-            tasks.spawn(_show_life(assigned), name="show life")
-
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+    local = seat.shards.local
+    membership = Membership(seat, os.getpid(), _kill_this)
+    is_there: Callable[[int], bool] = lambda other: membership.url_of(other) is not None  # noqa: E731  # as a value
+    if local:
+        senders = Senders(seat.directory)
+        membership.begins = partial(senders.begin, seat.index)
+        is_there = lambda other: senders.process(other) != 0  # noqa: E731
+    affinity = Affinity(config.affinity_names)
+    check = None if local else membership.check
+    owners = ShardOwners(seat, affinity, url_of=membership.url_of, is_there=is_there, check=check)
+    membership.lost = owners.lost
+    app = create_app(config, args=args, duty=ShardDuty(membership, generation=generation), owners=owners)
     serve_at(app, listener, started, own=own)
 
 
-def _decide(assigned: Assignment) -> None:
-    """Be the control plane."""
-    duty = _control(assigned)
-    app = duty.edge = create_app(assigned.config, args=assigned.args, duty=duty)
-    if app.router.store is not None and assigned.node is None:
+def run_leader(
+    config: RouterConfig,
+    args: Namespace | None,
+    shards: Shards,
+    directory: Path | None,
+    listener: socket.socket | None,
+    term: int | None,
+    beside: Callable[[], asyncio.Task[None]] | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Lead, until SIGTERM or SIGINT.
+
+    Args:
+        directory, listener, term: as of `LeaderDuty`.
+        beside: starts what runs as long as it does.
+        ready: called once it decides.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+    duty = LeaderDuty(shards, directory=directory, listener=listener, term=term, ended=_succeeded)
+    app = duty.edge = create_app(config, args=args, duty=duty)
+    if app.router.store is not None and not shards.shared_state:
         app.router.store.check()
 
     async def run() -> None:
         stop = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop.set)
-        showing = tasks.spawn(_show_life(assigned), name="show life")
+        running = None if beside is None else beside()
         try:
             async with app.running():
-                _tell(assigned, READY)
+                ready()
                 await stop.wait()
         finally:
-            await tasks.cancelled(showing)
+            if running is not None:
+                await tasks.cancelled(running)
 
     _run(run)
 
 
-def _control(assigned: Assignment) -> ControlDuty:
-    machines = assigned.node
-    if not isinstance(machines, Machines):
-        return ControlDuty(assigned.directory)
-    return MachinesDuty(assigned.directory, machines, socket.socket(fileno=assigned.listener), _succeeded)
-
-
 def _succeeded() -> None:
-    """End at once: another control plane decides."""
+    """End at once: another leader decides."""
     log.flush()
     os._exit(SUCCEEDED)
 

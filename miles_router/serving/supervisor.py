@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -20,18 +19,16 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from miles_router import log, tasks
-from miles_router.cluster.control.senders import Senders
-from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.errors import ConfigError
-from miles_router.serving.process import ALIVE, BEAT, READY, START, SUCCEEDED, Assignment
+from miles_router.serving.process import ALIVE, BEAT, READY, Assignment, spawn
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
+from miles_router.shards.places import Seat, Shards
+from miles_router.shards.senders import Senders
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ SOON, LATEST = 0.1, 5.0
 #: Seconds that a process must have done its part to have died by chance; as often it may die sooner before that is an
 #: error.
 LASTING, CHANCES = 10.0, 3
-#: Looks, one in `BEAT` seconds, without a sign of life of a process that gives them, until it is killed.
+#: Looks, one in `BEAT` seconds, without a sign of life of a process that has given one, until it is killed.
 SILENT = 10
 #: Seconds beside `shutdown_timeout` in which all must have ended.
 SPARE = 10.0
@@ -51,18 +48,8 @@ LOOPBACK = "127.0.0.1"
 MEMORY = Path("/dev/shm")
 
 
-def supervise(
-    config: RouterConfig,
-    args: Namespace | None,
-    part: Machine | Machines | None = None,
-    listening: Callable[[int], None] = lambda port: None,
-) -> None:
+def supervise(config: RouterConfig, args: Namespace | None) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
-
-    Args:
-        part: where the router has several machines, what is done here: the requests of one of them, or the control
-            plane of all.
-        listening: hears the port, before anything is served.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -70,50 +57,25 @@ def supervise(
     """
     raise_file_limit()
     with contextlib.ExitStack() as held:
-        count = 1 if isinstance(part, Machines) else config.processes
-        shown = part is None and not config.public_url
-        sockets = _listeners(config, count, own_host=config.host if shown else LOOPBACK)
+        sockets = _listeners(config, own_host=LOOPBACK if config.public_url else config.host)
         held.callback(sockets.close)
-        port = sockets.shared[0].getsockname()[1]
-        listening(port)
-        if isinstance(part, Machine):
-            part = replace(part, url=f"http://{part.host}:{port}")
-        supervisor = _supervised(config, args, sockets, part)
+        directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
+        held.callback(shutil.rmtree, directory, ignore_errors=True)
+        supervisor = Supervisor(config, args, sockets, directory)
+        asyncio.run(supervisor.run())
+        log.flush()
     if supervisor.refusal is not None:
         raise ConfigError(supervisor.refusal)
     if supervisor.failed:
         sys.exit(1)
 
 
-def _supervised(
-    config: RouterConfig,
-    args: Namespace | None,
-    sockets: Sockets,
-    part: Machine | Machines | None,
-) -> Supervisor:
-    with contextlib.ExitStack() as held:
-        directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
-        held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, directory, part)
-        asyncio.run(supervisor.run())
-        log.flush()
-        return supervisor
-
-
-def _listeners(config: RouterConfig, count: int, own_host: str) -> Sockets:
+def _listeners(config: RouterConfig, own_host: str) -> Sockets:
     """Listen for each process on the router's port, which nobody has beside them, and on a port of its own."""
     with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
         port = alone.getsockname()[1]
-    shared = [listen(config.host, port, shared=True) for _ in range(count)]
-    return Sockets(shared, [listen(own_host, 0) for _ in range(count)])
-
-
-def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe's ends, each of which is closed with its stack."""
-    ends = os.pipe()
-    for stack, end in zip((reading, writing), ends, strict=True):
-        stack.callback(os.close, end)
-    return ends
+    shared = [listen(config.host, port, shared=True) for _ in range(config.processes)]
+    return Sockets(shared, [listen(own_host, 0) for _ in range(config.processes)])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -144,11 +106,11 @@ def _reached(host: str, port: int) -> str:
 
 
 class Child:
-    """A process, and what is known of it. `index` None: the control plane."""
+    """A process, and what is known of it. `index` None: the leader."""
 
     def __init__(self, index: int | None) -> None:
         self.index = index
-        self.name = "control" if index is None else f"data {index}"
+        self.name = "leader" if index is None else f"shard {index}"
         self.running: subprocess.Popen[bytes] | None = None
         self.watched: list[int] = []
         self.told = b""
@@ -174,7 +136,6 @@ class Supervisor:
         args: Namespace | None,
         sockets: Sockets,
         directory: Path,
-        part: Machine | Machines | None,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
@@ -184,16 +145,12 @@ class Supervisor:
         self._args = args
         self._sockets = sockets
         self._senders = Senders(directory, config.processes)
-        self._part = part
-        #: Only the control plane of several machines is run here.
-        self._decides = isinstance(part, Machines)
+        self._shards = Shards(config.processes)
         self._directory = directory
         self._generation = 0
-        self._control = Child(None)
+        self._leader = Child(None)
         self._data = [Child(index) for index in range(config.processes)]
-        if self._decides:
-            self._data.clear()
-        self._children = [*([] if isinstance(part, Machine) else [self._control]), *self._data]
+        self._children = [self._leader, *self._data]
         self._shown = False
         self._ending = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -221,49 +178,33 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         """Start it. Raises OSError where the system has no room for it."""
-        with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
-            (theirs, write), (read, status) = _pipe(given, kept), _pipe(kept, given)
-            text, inherited = self._assigned(child, status)
-            running = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs)],
-                pass_fds=[theirs, *inherited],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which tells them
+        self._generation += 1
+        running, read = spawn(
+            Assignment(
+                config=self._config,
+                args=self._args,
+                place=self._shards if child.index is None else self._seat(child.index),
+                parent=os.getpid(),
+                generation=self._generation,
+                directory=self._directory,
+                listener=None if child.index is None else self._sockets.shared[child.index].fileno(),
+                own=None if child.index is None else self._sockets.own[child.index].fileno(),
             )
-            kept.callback(_end, running)
+        )
+        try:
             ended = os.pidfd_open(running.pid)
-            kept.pop_all()
-        with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
-            pipe.write(text)
+        except OSError:
+            os.close(read)
+            _end(running)
+            raise
         child.running, child.ready_at, child.silent, child.told = running, None, None, b""
         child.watched = [ended, read]
         self._loop.add_reader(read, self._hear, child, read)
         self._loop.add_reader(ended, self._ended, child)
 
-    def _assigned(self, child: Child, status: int) -> tuple[bytes, list[int]]:
-        """What it reads, and the descriptors that it inherits."""
-        self._generation += 1
-        shared, own_ones = self._sockets
-        listener = None if child.index is None and not self._decides else shared[child.index or 0].fileno()
-        own = None if child.index is None else own_ones[child.index].fileno()
-        assigned = Assignment(
-            config=self._config,
-            args=self._args,
-            supervisor=os.getpid(),
-            directory=self._directory,
-            index=child.index,
-            generation=self._generation,
-            status=status,
-            listener=listener,
-            own=own,
-            urls=self._sockets.urls(),
-            node=self._part,
-        )
-        try:
-            text = pickle.dumps(sys.path) + pickle.dumps(assigned)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
-        return text, [each for each in (status, listener, own) if each is not None]
+    def _seat(self, index: int) -> Seat:
+        urls = self._sockets.urls()
+        return Seat(self._shards, index, self._directory, urls[index], shown=not self._config.public_url, urls=urls)
 
     def _hear(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
@@ -277,7 +218,7 @@ class Supervisor:
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
             address = self._sockets.shared[0].getsockname()
-            log.show(f"control plane {address[1]}" if self._decides else banner(self._config, address))
+            log.show(banner(self._config, address))
 
     async def _watch(self) -> None:
         """Kill what stands still: nobody else would notice, and what it should do nobody does."""
@@ -296,6 +237,8 @@ class Supervisor:
     def _ended(self, child: Child) -> None:
         """A process has ended: by order, because it cannot start, or by accident."""
         assert child.running is not None
+        if child.index is not None:
+            self._senders.end(child.index)  # before its id can be another process's
         status = child.running.wait()
         read = child.watched[1]
         with contextlib.suppress(BlockingIOError):
@@ -305,15 +248,10 @@ class Supervisor:
             self._loop.remove_reader(each)
             os.close(each)
         child.running = None
-        if child.index is not None:
-            self._senders.end(child.index)
         if self._ending:
             # Who still starts, or has done all, dies of the order to end.
             self.failed |= child.ready and status not in (0, -signal.SIGTERM)
             self._go_on_ending()
-        elif self._decides and status == SUCCEEDED:
-            self.failed = True
-            self._over.set()
         elif not self._shown:
             self._give_up(child, status)
         else:
@@ -366,12 +304,12 @@ class Supervisor:
         self._go_on_ending()
 
     def _go_on_ending(self) -> None:
-        """The control plane ends behind those that follow it."""
+        """The leader ends behind those that follow it."""
         if all(child.running is None for child in self._data):
-            if self._control.running is None:
+            if self._leader.running is None:
                 self._over.set()
             else:
-                self._control.running.terminate()
+                self._leader.running.terminate()
 
     def _kill_all(self) -> None:
         for child in self._children:

@@ -16,14 +16,14 @@ from statistics import median
 
 import orjson
 
-from miles_router.cluster.control.peer_loads import Row
-from miles_router.cluster.control.pools import DecidingPool, FollowingPool
-from miles_router.cluster.control.state import written_workers
 from miles_router.engines.footprint import sampled_tokens
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.shards.peer_loads import Row
+from miles_router.shards.pools import DecidingPool, FollowingPool
+from miles_router.shards.state import written_workers
 
 LEASES = 4_000
 #: Of each prompt.

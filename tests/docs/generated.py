@@ -20,14 +20,14 @@ from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionS
 from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
-from miles_router.cluster.control.plane import ShardStatistics
-from miles_router.cluster.owners.forwarding import ForwardStatistics
 from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.generation.attempt import ResumeStatistics
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from miles_router.shards.as_one import ShardStatistics
+from miles_router.shards.forwarding import ForwardStatistics
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
 from miles_router.traces.queue import TraceStatistics

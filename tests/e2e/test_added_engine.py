@@ -41,8 +41,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (engines / "toy" / "engine.py").write_text(shown.text, encoding="utf-8")
     known = (engines / "known.py").read_text(encoding="utf-8")
     listed = "KINDS: Sequence[type[Engine]] = ("
-    assert f"{listed}Toy, SGLangJax, SGLang)" in (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert f"{listed}SGLangJax, SGLang)" in known
+    assert f"{listed}Toy, SGLangJax, SGLang, VLLM)" in (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert f"{listed}SGLangJax, SGLang, VLLM)" in known
     imported = "from miles_router.engines.toy.engine import Toy\n"
     before = "from miles_router.engines.sglang.engine"
     known = known.replace(listed, f"{listed}Toy, ").replace(before, imported + before)

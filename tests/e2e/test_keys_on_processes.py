@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import orjson
 import pytest
 
-from miles_router.cluster.control.senders import Senders
-from miles_router.cluster.nodes.leases import Seat
-from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.nodes.owners import MachinesOwners
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import NAMES, Affinity
 from miles_router.settings.config import MiddlewareSpec
+from miles_router.shards.owners import ShardOwners
+from miles_router.shards.senders import Senders
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_owned_texts import LAYER
 from tests.support.cache_trial import Trial, checkpoint
@@ -26,6 +20,7 @@ from tests.support.owned import name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, ScriptedWorker, script
+from tests.support.seats import owners_at
 from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
 
@@ -45,7 +40,7 @@ async def takers(
 
 def forwarded(router: RunningRouter) -> int:
     owners = router.app.router.owners
-    assert isinstance(owners, ClusterOwners)
+    assert isinstance(owners, ShardOwners)
     (numbers,) = owners.numbers()
     return int(numbers.requests)  # type: ignore[attr-defined]
 
@@ -84,22 +79,10 @@ async def test_a_key_that_is_half_a_surrogate_pair_is_one_as_well(stage: Stage, 
     assert sum(map(forwarded, routers)) == 1
 
 
-async def test_what_comes_from_another_machine_goes_on_to_the_process_of_its_key(stage: Stage, tmp_path: Path) -> None:
-    worker, other = await stage.worker(), await stage.worker()
-    machine = Machine(Machines(2, 2, "secret", lease=0.1), 0, "life", "127.0.0.1", tmp_path)
-    membership = Membership(machine, Seat("life", 0, 0), generation=1, fenced=os.abort, surplus=os.abort)
-    owners = MachinesOwners(Peers(0, 2, tmp_path, ["", other.url]), Affinity(NAMES), membership)
-    router = await stage.router(worker, owners=owners)
-    headers = [("X-Session-Id", name_of(1, 2)), ("X-Miles-Router-Hop", "forward-machine"), *JSON]
-    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
-    assert (len(worker.requests), len(other.requests)) == (0, 1)
-    await membership.leave()
-
-
 async def test_nobody_waits_for_the_home_of_a_key_that_is_being_started_again(stage: Stage, tmp_path: Path) -> None:
     worker, held = await stage.worker(), await stage.worker()
     senders = Senders(tmp_path, 2)
-    owners = ClusterOwners(Peers(0, 2, tmp_path, ["", held.url]), Affinity(NAMES), Senders(tmp_path).sends)
+    owners = owners_at(0, 2, tmp_path, ["", held.url], Affinity(NAMES), lambda other: senders.process(other) != 0)
     router = await stage.router(worker, owners=owners)
     for there in (False, True):
         if there:
@@ -131,7 +114,7 @@ async def test_a_key_counts_only_where_something_generates(stage: Stage, tmp_pat
 
 async def test_where_the_home_is_not_there_the_request_is_answered_where_it_is(stage: Stage, tmp_path: Path) -> None:
     worker, gone = await stage.worker(), f"http://127.0.0.1:{free_ports(1)[0]}"
-    owners = ClusterOwners(Peers(0, 2, tmp_path, ["", gone]), Affinity(NAMES))
+    owners = owners_at(0, 2, tmp_path, ["", gone], Affinity(NAMES))
     router = await stage.router(worker, owners=owners)
     key, body = name_of(1, 2), b'{"text": "Hi"}'
     for path in ("/generate", CHAT):
@@ -146,7 +129,7 @@ async def test_what_a_home_that_is_lost_may_have_done_is_not_done_again(
     """No session knows the turn, so its id makes it no repeat."""
     worker, lost = await stage.worker(), await stage.worker()
     lost.always(script(CLOSE))
-    owners = ClusterOwners(Peers(0, 2, tmp_path, ["", lost.url]), Affinity(NAMES))
+    owners = owners_at(0, 2, tmp_path, ["", lost.url], Affinity(NAMES))
     router = await stage.router(worker, owners=owners)
     for path in ("/generate", CHAT):
         answer = await router.ask("POST", path, [("X-Session-Id", name_of(1, 2)), *headers, *JSON], b"{}")
@@ -179,7 +162,7 @@ async def test_a_new_text_goes_where_its_key_is_at_home_and_one_that_goes_on_to_
 async def test_what_is_not_recorded_stays_where_its_home_is_not_there(stage: Stage, tmp_path: Path) -> None:
     async with SimulatedWorker(tokenizer=checkpoint()) as worker:
         gone = f"http://127.0.0.1:{free_ports(1)[0]}"
-        owners = ClusterOwners(Peers(0, 2, tmp_path, ["", gone]), Affinity(NAMES))
+        owners = owners_at(0, 2, tmp_path, ["", gone], Affinity(NAMES))
         router = await stage.router(worker.url, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
         body = orjson.dumps({"input_ids": [1, 2, 3], "image_data": "data:image/png;base64,AA=="})
         answer = await router.ask("POST", "/generate", [("X-Session-Id", name_of(1, 2)), *JSON], body)

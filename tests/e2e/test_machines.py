@@ -14,21 +14,15 @@ import orjson
 import pytest
 
 from miles_router import cli
-from miles_router.app import create_app
-from miles_router.cluster.nodes.duty import MachineDuty
-from miles_router.cluster.nodes.leases import Seat
-from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.peers import Peers
-from miles_router.errors import ConfigError
-from miles_router.fleet.affinity import Affinity
 from miles_router.serving.process import SUCCEEDED
-from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
+from tests.support.cache_trial import checkpoint
 from tests.support.fleet import asked, by_path
 from tests.support.http import CutReply, RawReply, ask
 from tests.support.machines import Part, RunningMachines, machines, stand_still, wired
+from tests.support.metrics import metrics, total
 from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.session_trial import SESSIONS, qwen3, user
 from tests.support.stage import Stage
@@ -36,6 +30,9 @@ from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import STEP, until
 
 LEASE = 6.0
+TEXTS = (MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware"),)
+LENGTH = {"max_new_tokens": 6, "ignore_eos": True}
+ENTRIES = "miles_router_radix_tree_entries"
 HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
 
 
@@ -66,7 +63,7 @@ async def outcome(node: Part, session: str) -> int:
         return 0
 
 
-async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_its_own_is_stopped(
+async def test_a_session_is_found_from_any_machine_and_goes_on_in_the_next_shard(
     tmp_path: Path,
 ) -> None:
     sessions: Any = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
@@ -96,6 +93,8 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
         processes = (await other.answers("GET", "/router/info")).json()["processes"]
         assert len(processes) == 1, "it was answered when the stopped one could not generate any more"
         await other.answers("POST", "/continue_generation")
+        assert (await other.ask("GET", "/sessions")).status == 503, "what the others have is not all there is"
+        await router.replace(0)
         await turn(other, made[0])
         assert await turns(other, made[0]) == 3
         one.send(signal.SIGCONT)
@@ -233,12 +232,12 @@ async def test_a_request_that_is_forwarded_brings_its_client_s_key_and_shows_no_
         turn = f"/sessions/{session}/v1/chat/completions"
         assert (await with_key(one, "clients", "POST", turn, **HI)).status == 200
         sent = bytes(wire.sent)
-        assert b"x-miles-router-hop: forward-machine\r\n" in sent
+        assert b"x-miles-router-hop: forward\r\n" in sent
         wire.sent.clear()
         assert (await with_key(one, "clients", "POST", f"/episodes/{session}/audit")).status == 200
-        assert b"x-miles-router-hop: forward-machine\r\n" in wire.sent, "not asked: nobody knows how long it takes"
+        assert b"x-miles-router-hop: forward\r\n" in wire.sent, "not asked: nobody knows how long it takes"
         for each in (listing, sent):
-            assert router.machines.secret.encode() not in each
+            assert router.shards.secret.encode() not in each
             assert b"Bearer clients" in each
             for other_key in (b"Bearer admins2", b"Basic clients"):
                 assert (await raw(other, each.replace(b"Bearer clients", other_key))).status == 401
@@ -266,7 +265,7 @@ async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_t
         assert (await asking).json()["error"]["type"] == "control_unavailable", "nobody knows what the first one did"
         await other.answers("POST", "/generate", text="Hi")
         assert len((await other.answers("GET", "/router/info")).json()["processes"]) == 2
-        assert all("control_plane_silent" in node.log() for node in router.nodes)
+        assert all("leader_silent" in node.log() for node in router.nodes)
         first.send(signal.SIGCONT)
         await until(lambda: first.process.poll() is not None, "it has seen that another decides")
         assert first.process.returncode == SUCCEEDED
@@ -282,15 +281,32 @@ def test_without_ray_the_command_says_what_to_install(
     assert "miles-router[ray]" in capsys.readouterr().err
 
 
-def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
-    machine = Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
-    membership = Membership(machine, Seat("life", 0, 0), generation=1, fenced=abort, surplus=abort)
-    duty = MachineDuty(membership, Peers(0, 1, tmp_path), Affinity())
-    texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
-    config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="RadixTreeMiddleware keeps what only its own machine can find"):
-        create_app(config, duty=duty, owners=duty.owners)
+async def test_a_text_goes_on_from_any_machine_and_under_the_next_shard(
+    tmp_path: Path,
+) -> None:
+    async with (
+        SimulatedWorker(tokenizer=checkpoint()) as worker,
+        running(worker, tmp_path, middlewares=TEXTS, hf_checkpoint=checkpoint()) as router,
+    ):
+        one, other = router.nodes
+        text, sampled = "Once upon a time", list[int]()
+        for number, node in enumerate((one, other, one, other)):
+            if number == 2:
+                holder = (await entries(router)).index(2)
+                router.nodes[holder].send(signal.SIGKILL)
+                await router.replace(holder)
+                one, other = router.nodes
+                node = one
+            answer = (await node.answers("POST", "/generate", text=text, sampling_params=LENGTH)).json()
+            text += answer["text"]
+            sampled += answer["output_ids"]
+            found = (await other.answers("POST", "/retrieve_from_text", text=text)).json()
+            mask = found["loss_mask"]
+            assert [each for each, is_sampled in zip(found["tokens"], mask, strict=True) if is_sampled] == sampled
+        assert sorted(await entries(router)) == [0, 4], "all of it is in one shard"
 
 
-def abort() -> None:
-    raise AssertionError("nothing runs")
+async def entries(router: RunningMachines) -> list[float]:
+    """How many texts each machine has."""
+    text = await metrics(router.nodes[0].url)
+    return [total(text, ENTRIES, shard=str(index)) for index in range(len(router.nodes))]

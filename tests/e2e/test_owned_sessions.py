@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import Affinity
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
@@ -19,6 +17,7 @@ from tests.support.owned import name_of, names_of, several
 from tests.support.running_router import running_router
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
+from tests.support.seats import owners_at
 from tests.support.session_trial import (
     CHAT,
     JSON,
@@ -183,7 +182,7 @@ async def test_what_one_process_asks_of_another_enters_with_the_client_s_key_and
 
 async def restarted(stage: Stage, directory: Path, index: int, urls: list[str]) -> SessionTrial:
     worker = able(await stage.worker()).always(GOOD)
-    owners = ClusterOwners(Peers(index, 2, directory, urls), Affinity())
+    owners = owners_at(index, 2, directory, urls, Affinity())
     router = await stage.router(worker, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
     urls[index] = router.url
     return SessionTrial(router, ())
@@ -201,7 +200,7 @@ async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, 
     turn = {"model": "m", "messages": HI}
     async with running_router(
         worker,
-        owners=ClusterOwners(Peers(1, 2, tmp_path, urls), Affinity()),
+        owners=owners_at(1, 2, tmp_path, urls, Affinity()),
         middlewares=LAYER,
         hf_checkpoint=checkpoint(),
     ) as ends:

@@ -5,28 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import aiohttp
-import numpy as np
-import orjson
 import pytest
 
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.generation import Generation
 from miles_router.testing.worker.settings import JAX
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_words
 from tests.support.agent_apis import APIS
-from tests.support.agents import TOOLS
 from tests.support.brake import Brake
+from tests.support.by_ids_trial import five_turns
 from tests.support.door import Door
-from tests.support.events import events_of
 from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
 from tests.support.session_apis import Api
 from tests.support.session_trial import (
@@ -39,7 +33,6 @@ from tests.support.session_trial import (
     qwen3,
     session_trial,
     text_of,
-    tool_result,
     user,
 )
 from tests.support.stage import Stage, staged
@@ -55,57 +48,6 @@ KINDS = [
         "sglang-jax", marks=[pytest.mark.sglang, pytest.mark.skipif(SOURCE is None, reason="SGLANG_JAX_SRC is not set")]
     ),
 ]
-#: SGLang-Jax (cddbf6f) ends an answer at once whose regex has ended one before: no two are the same.
-NEW = itertools.count()
-
-
-def kinds_of_turns() -> Sequence[Mapping[str, Any]]:
-    """What each turn of an episode is asked for."""
-    call = rf'<tool_call>\n\{{"name": "go", "arguments": \{{"n": "{next(NEW)} [a-z ]{{1,3}}"\}}\}}\n</tool_call>'
-    return (
-        {"extra_body": {"regex": call}},
-        {"extra_body": {"regex": rf"<think>\n{next(NEW)}[a-z ]{{3,8}}\n</think>\n\n[a-z ]{{3,8}}"}},
-        {"extra_body": {"regex": rf"[a-z ]{{2,6}}\n{call}\n{call}"}},
-        {"max_tokens": 8, "extra_body": {"ignore_eos": True}},
-        {"extra_body": {"regex": rf"{next(NEW)} [a-z ]{{3,20}}"}},
-    )
-
-
-@dataclass(frozen=True)
-class Went:
-    """One generation as it went through the door of an engine."""
-
-    prompt: list[int]
-    sampled: list[int]
-    logprobs: list[float]
-
-
-def went(door: Door) -> list[Went]:
-    """Every generation that was answered, by the last thing that was said of each."""
-    found = []
-    for exchange in door.exchanges:
-        if exchange.path == GENERATE and exchange.status == 200:
-            asked, reply = orjson.loads(exchange.body), exchange.reply
-            said = events_of(reply)[-1] if asked.get("stream") else orjson.loads(reply)
-            for answer in said if isinstance(said, list) else [said]:
-                entries = answer["meta_info"]["output_token_logprobs"]
-                found.append(Went(asked["input_ids"], [each[1] for each in entries], [each[0] for each in entries]))
-    return found
-
-
-def is_exactly(sample: Any, turns: Sequence[Went]) -> None:
-    """A sample is these generations, one behind the other."""
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    for turn in turns:
-        assert turn.prompt[: len(tokens)] == tokens, "what was held is given again as it was"
-        new = turn.prompt[len(tokens) :]
-        tokens += [*new, *turn.sampled]
-        mask += [0] * len(new) + [1] * len(turn.sampled)
-        logprobs += [0.0] * len(new) + turn.logprobs
-    assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)
-    assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -143,30 +85,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
 async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
     stage: Stage, engine: Engine, api: str, stream: bool
 ) -> None:
-    door = engine.door
-    router = await stage.router(door.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=engine.checkpoint)
-    trial = SessionTrial(router, ())
-    agent = APIS[api](f"{router.url}/sessions/{await trial.create('s')}")
-    history: list[Any] = [{"role": "system", "content": "You go."}, user("Go 3 steps.")]
-    try:
-        for place, kind in enumerate(kinds_of_turns()):
-            asked = {"model": "m", "messages": history, "max_tokens": 200, "tools": TOOLS, "extra_headers": {}, **kind}
-            (answer,) = await agent.answers(asked, stream=stream)
-            calls = answer.get("tool_calls") or []
-            assert len(calls) == {0: 1, 2: 2}.get(place, 0), [
-                (each["finish_reason"], each["response"]) for each in await trial.records("s")
-            ]
-            results = [tool_result(call, f"done {place}") for call in calls]
-            history += [answer, *(results or [user(f"And {place}?")])]
-    finally:
-        await agent.close()
-    records = await trial.records("s")
-    assert [record["reason"] for record in records] == [None] * 5
-    assert [record["finish_reason"] for record in records] == ["tool_calls", "stop", "tool_calls", "length", "stop"]
-    assert not (await trial.read("s"))["metadata"]["untraced"]
-    (sample,) = await trial.samples("s")
-    is_exactly(sample, went(door))
-    assert {exchange.path for exchange in door.exchanges if b"messages" in exchange.body} == set()
+    await five_turns(stage, engine.door, engine.checkpoint, api, stream=stream)
 
 
 async def chat(stage: Stage, worker: SimulatedWorker, **settings: Any) -> tuple[SessionTrial, str]:

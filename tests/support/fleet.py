@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -94,7 +94,14 @@ async def is_open(router: RunningRouter) -> bool:
     return (said["closed"], said["mode"], *since) == (False, None, None, None, None)
 
 
-async def becomes(router: RunningRouter, worker: ScriptedWorker | SimulatedWorker, state: WorkerState) -> None:
+class HasUrl(Protocol):
+    """A worker of any kind."""
+
+    @property
+    def url(self) -> str: ...
+
+
+async def becomes(router: RunningRouter, worker: HasUrl, state: WorkerState) -> None:
     """Wait until a worker is in a state."""
     record = router.pool.get(worker.url)
     await until(lambda: record.state is state, f"{record!r} is {state.value}")

@@ -29,7 +29,6 @@ from miles_router import cli
 from miles_router.errors import ConfigError
 from miles_router.middlewares import router as routers
 from miles_router.serving import process as one
-from miles_router.serving import supervisor
 from miles_router.settings.config import RouterConfig
 from tests.support.tokenizers import loaded_once
 
@@ -111,7 +110,7 @@ def main() -> None:
     """Fork a router for each line."""
     for name in WANTED:
         importlib.import_module(name)
-    vars(supervisor)["subprocess"] = SimpleNamespace(Popen=_Forked, DEVNULL=subprocess.DEVNULL)
+    vars(one)["subprocess"] = SimpleNamespace(Popen=_Forked, DEVNULL=subprocess.DEVNULL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with loaded_once():
         for line in sys.stdin.buffer:

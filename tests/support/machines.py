@@ -1,4 +1,4 @@
-"""A router of several machines, all of which are this one: processes as a supervisor would start them."""
+"""A router of several machines, all of which are this one: a leader, and a shard on each."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import secrets
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from miles_router.cluster.nodes.machines import Machine, Machines
-from miles_router.serving.process import ALIVE, READY, START, Assignment
+from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
+from miles_router.shards.places import Seat, Shards
 from tests.support.http import RawReply, ask
 from tests.support.running_router import QUIETLY
 from tests.support.waiting import STEP, until
@@ -44,22 +43,8 @@ class Part:
 
     def start(self, assigned: Assignment) -> None:
         """Start it with what a supervisor would give it."""
-        given, write = os.pipe()
-        self._status, status = os.pipe()
-        text = pickle.dumps(sys.path) + pickle.dumps(
-            Assignment(**{**vars(assigned), "status": status, "listener": self.listener.fileno()})
-        )
         with self._log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START, str(given)],
-                pass_fds=[given, status, self.listener.fileno()],
-                stdout=file,
-                stderr=file,
-            )
-        os.close(given)
-        os.close(status)
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(text)
+            self.process, self._status = spawn(replace(assigned, listener=self.listener.fileno()), file)
         os.set_blocking(self._status, False)
 
     async def serves(self) -> None:
@@ -178,18 +163,16 @@ def term(state: Path) -> int:
 
 
 class RunningMachines:
-    """The control plane, and a process of each machine."""
+    """The leader, and a shard on each machine, which all share a state directory."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack, count: int, lease: float, config: Any) -> None:
         self._directory = directory
-        self.machines = Machines(count, 1, secrets.token_hex(16), lease)
+        self.shards = Shards(count, lease, secrets.token_hex(16), shared_state=True)
         self._generations = itertools.count(1)
         self._config = RouterConfig(**{**QUIETLY, "host": HOST, **config})
         self._stack = stack
         self.control = self.part("control")
         self.nodes = [self.part(f"node-{index}") for index in range(count)]
-        #: Of those that were started last.
-        self.lives = [""] * count
 
     def part(self, name: str) -> Part:
         """A place for a process."""
@@ -206,26 +189,31 @@ class RunningMachines:
             await part.serves()
 
     def start_control(self) -> None:
-        """Start the control plane, again if it was there."""
+        """Start the leader, again if it was there."""
         self._file().write_text(f"{HOST}:{self.control.listener.getsockname()[1]}", encoding="ascii")
-        self.control.start(self._assigned(None, self.machines))
+        self.control.start(self._assigned(self.shards))
 
     def start_node(self, index: int, control: str | None = None) -> None:
-        """Start the process of a machine; `control`: where it reaches the control plane, if not as all others."""
+        """Start the shard of a machine; `control`: where it reaches the leader, if not as all others."""
         part, file = self.nodes[index], self._file()
         if control is not None:
             file = self._directory / f"control-{index}"
             file.write_text(control, encoding="ascii")
-        self.lives[index] = secrets.token_hex(8)
-        node = Machine(self.machines, index, self.lives[index], HOST, file, part.url)
-        part.start(self._assigned(0, node))
+        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
+        part.start(self._assigned(Seat(self.shards, index, directory, part.url, file)))
+
+    async def replace(self, index: int) -> Part:
+        """Start the shard of this seat elsewhere, as a platform does that takes its machine for lost."""
+        before, self.nodes[index] = self.nodes[index], self.part(f"node-{index}-{next(self._generations)}")
+        self.start_node(index)
+        await self.nodes[index].serves()
+        return before
 
     def _file(self) -> Path:
         return self._directory / "control"
 
-    def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
-        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
-        return Assignment(self._config, None, os.getpid(), directory, index, next(self._generations), -1, node=node)
+    def _assigned(self, place: Shards | Seat) -> Assignment:
+        return Assignment(self._config, None, place, os.getpid(), next(self._generations))
 
 
 @contextlib.asynccontextmanager

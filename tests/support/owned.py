@@ -11,8 +11,6 @@ from typing import Any
 
 import orjson
 
-from miles_router.cluster.owners.ownership import ClusterOwners
-from miles_router.cluster.peers import Peers
 from miles_router.fleet.affinity import NAMES, Affinity
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
 from miles_router.middlewares import owners as owning
@@ -20,6 +18,7 @@ from miles_router.middlewares.state import BODY_SAYS
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from tests.support.running_router import RunningRouter
+from tests.support.seats import owners_at
 from tests.support.stage import Stage
 from tests.support.waiting import PATIENCE
 
@@ -99,7 +98,7 @@ async def several(stage: Stage, directory: Path, count: int, *workers: Any, **se
     be_patient()
     settings = {"middlewares": (OWNED,), **settings}
     urls: list[str] = []
-    owners = [ClusterOwners(Peers(index, count, directory, urls), Affinity(NAMES)) for index in range(count)]
+    owners = [owners_at(index, count, directory, urls, Affinity(NAMES)) for index in range(count)]
     routers = [await stage.router(*workers, owners=each, **settings) for each in owners]
     urls += [router.url for router in routers]
     return routers

@@ -26,13 +26,13 @@ import pytest
 import uvicorn
 
 from miles_router.app import create_app
-from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.serving.server import listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
+from miles_router.shards.owners import ShardOwners
 from miles_router.tasks import spawn
 from tests.support.forks import fork_router
 from tests.support.http import Pairs, RawReply, ask
@@ -207,7 +207,7 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
     """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test; with `--processes`, on so
     many processes beside this one."""
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
-    owners: ClusterOwners | None = settings.pop("owners", None)  # of one of several
+    owners: ShardOwners | None = settings.pop("owners", None)  # of one of several
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
     if _processes > 1 and owners is None:
         async with _on_processes(config) as router:

@@ -1,4 +1,4 @@
-"""The pools of a control plane and of data processes, which tell each other what they have when a test says so."""
+"""The pools of a leader and of shards, which tell each other what they have when a test says so."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 import json
 from collections.abc import Callable
 
-from miles_router.cluster.control.peer_loads import Row, joined
-from miles_router.cluster.control.pools import DecidingPool, FollowingPool
-from miles_router.cluster.control.state import own_numbers, written_workers
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Worker
+from miles_router.shards.peer_loads import Row, joined
+from miles_router.shards.pools import DecidingPool, FollowingPool
+from miles_router.shards.state import own_numbers, written_workers
 
 
 class ToldPools:
@@ -52,7 +52,7 @@ class ToldPools:
             pool.peer_loads.told(joined(rows[:index] + rows[index + 1 :]))
 
     def shown(self) -> dict[str, int]:
-        """Requests in flight as the control plane shows them, which lets go of workers that are done."""
+        """Requests in flight as the leader shows them, which lets go of workers that are done."""
         self.tell()
         self.control.settle(self.control.ending)
         return {worker.url: worker.in_flight for worker in self.control}

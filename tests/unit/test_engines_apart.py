@@ -25,6 +25,8 @@ OWN = {HOUSE / "admin" / "routes.py": {"/health", "/metrics"}}
 #: Names of others that an engine has too: of Hugging Face, of OpenAI, and of the router itself (of registrations, too).
 OF_OTHERS = {
     *("chat_template", "top_logprobs", "request_id", "resp_", "bootstrap_port", "stream_options", "reasoning_text"),
+    *("max_tokens", "cached_tokens", "prompt_tokens_details", "include_usage", "stop_reason", "x-request-id"),
+    *("instance_id", "max_model_len", "gpt-oss", "deepseek-r1", "deepseek-v3", "minimax-m2", "qwen3_coder"),
 }
 #: The router's own form of chat and completions, which layers speak with each other: an engine that differs translates.
 CHAT = ENGINES / "openai"
@@ -70,7 +72,7 @@ def spelled(source: str) -> list[tuple[int, str]]:
 
 
 def test_the_list_has_paths_control_requests_and_fields() -> None:
-    assert {folder.name for folder in FOLDERS} == {"sglang", "sglang_jax"}
+    assert {folder.name for folder in FOLDERS} == {"sglang", "sglang_jax", "vllm"}
     assert {"/health_generate", "/v1/tokenize", "/invocations", "/api/chat"} <= ENGINES_OWN
     assert set(known.CONTROL) <= ENGINES_OWN
     assert {"new_version", "abort_all", "routed_dp_rank", "internal_states", "GenerateReqInput"} <= ENGINES_OWN

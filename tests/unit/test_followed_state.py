@@ -1,4 +1,4 @@
-"""What the control plane decides, written and followed: a data process chooses as the control plane would."""
+"""What the leader decides, written and followed: a shard chooses as the leader would."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from miles_router.cluster.control.data import DataDuty
-from miles_router.cluster.control.pools import DecidingPool, FollowingPool
-from miles_router.cluster.control.state import SharedPool, followed, own_numbers, written
-from miles_router.cluster.peers import Peers
 from miles_router.engines.actions import Order, Pause
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import APART, set_apart
 from miles_router.fleet.fleet import Fleet, Orders, Questions
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
@@ -21,6 +17,11 @@ from miles_router.fleet.standstill import stand_still
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig
+from miles_router.shards.membership import Membership
+from miles_router.shards.places import Seat, Shards, chance_generation
+from miles_router.shards.pools import DecidingPool, FollowingPool
+from miles_router.shards.shard import ShardDuty
+from miles_router.shards.state import SharedPool, followed, own_numbers, written
 from tests.support.quiet_fleet import quiet_fleet
 
 NOBODY = cast(Any, None)
@@ -158,7 +159,7 @@ def test_while_weights_change_no_two_generations_of_any_process_share_a_cache(pa
     assert one.caches.versions(numbers[0], "2") == ["1", "2"]
 
 
-def test_a_data_process_settles_no_weights(pair: Pair) -> None:
+def test_a_shard_settles_no_weights(pair: Pair) -> None:
     pair.pool.add(parse_worker_url("http://a"), weight_version="1")
     pair.follow()
     (worker,) = pair.followers[0]
@@ -167,7 +168,17 @@ def test_a_data_process_settles_no_weights(pair: Pair) -> None:
 
 
 def test_bounds_of_the_router_are_shared_out_and_nothing_moves() -> None:
-    duty = DataDuty(Peers(0, 3, Path("nowhere")), generation=1)
+    duty = ShardDuty(Membership(Seat(Shards(3), 0, Path("nowhere"), ""), 1, abort))
     config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
     assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
     assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"
+
+
+def test_processes_that_nobody_counts_give_no_number_twice() -> None:
+    numbers = {next(own_numbers(chance_generation())) for _ in range(100)}
+    assert len(numbers) == 100
+    assert max(numbers) < APART, "between two numbers of the leader's"
+
+
+def abort() -> None:
+    raise AssertionError("nobody has its seat")

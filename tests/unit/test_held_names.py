@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from miles_router.cluster.owners.held_names import KeptNames
+from miles_router.shards.held_names import KeptNames
 
 
 def test_what_was_held_is_lost_for_those_that_come_after_and_what_was_removed_is_not(tmp_path: Path) -> None:

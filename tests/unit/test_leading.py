@@ -1,14 +1,12 @@
-"""A control plane of several machines tells engines nothing that it is not certain to decide."""
+"""A leader of several machines tells engines nothing that it is not certain to decide."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from miles_router.cluster.nodes.leases import Term
-from miles_router.cluster.nodes.plane import LeadersFanOut
 from miles_router.control.engine_metrics import engine_metrics
-from miles_router.control.fan_out import Outcome, outgoing_order
+from miles_router.control.fan_out import FanOut, Outcome, outgoing_order
 from miles_router.engines.actions import Pause
 from miles_router.engines.sglang.control import PAUSE
 from miles_router.engines.sglang.engine import SGLANG
@@ -23,21 +21,21 @@ SECONDS = 8.0
 
 
 class Leader:
-    """A control plane: whether it finds that it decides, and for how long it stands still behind that, once."""
+    """A leader: whether it finds that it decides, and for how long it stands still behind that, once."""
 
     def __init__(self, *decides: bool, stands_still: float = 0.0) -> None:
         self.now = 0.0
         self.asked = 0
         self._decides = decides
         self._stands_still = stands_still
-        self._term = Term(SECONDS)
+        self._certain_until = 0.0
 
     async def confirmed(self) -> bool:
         """Whether it decides, as the store says."""
         decides = self._decides[self.asked]
         self.asked += 1
         if decides:
-            self._term.confirmed(self.now)
+            self._certain_until = self.now + SECONDS
         self.now += self._stands_still
         self._stands_still = 0.0
         return decides
@@ -49,7 +47,7 @@ class Leader:
             engine.always(by_path())
             upstream = Upstream()
             try:
-                fan_out = LeadersFanOut(upstream, self.confirmed, lambda: self._term.is_certain(self.now))
+                fan_out = FanOut(upstream, self.confirmed, lambda: self.now < self._certain_until)
                 worker = Worker(parse_worker_url(engine.url))
                 order = outgoing_order(SGLANG.order(Pause("in_place")))
                 (outcome,) = await fan_out.ask([worker], order, PATIENCE)
@@ -68,7 +66,7 @@ async def test_one_that_decides_tells_them() -> None:
 async def test_one_that_was_succeeded_tells_them_nothing_and_says_why() -> None:
     async with Leader(False).telling() as (outcome, heard):
         assert (outcome.ok, outcome.reachable) == (False, False)
-        assert b"another control plane may decide" in outcome.body
+        assert b"another leader may decide" in outcome.body
         assert heard == []
 
 
@@ -89,7 +87,7 @@ async def test_what_engines_say_of_themselves_is_asked_whoever_decides() -> None
         engine.always(by_path(metrics=script(reply(b"up 1\n"))))
         upstream = Upstream()
         try:
-            fan_out = LeadersFanOut(upstream, leader.confirmed, lambda: False)
+            fan_out = FanOut(upstream, leader.confirmed, lambda: False)
             worker = Worker(parse_worker_url(engine.url))
             assert "up{" in await engine_metrics([worker], fan_out.reading(), PATIENCE)
         finally:

@@ -1,5 +1,5 @@
-"""The gate of a machine: without a lease no generation passes, nobody waits for one, and who waited for something else
-goes on when that is over."""
+"""The gate of a shard of several machines: without a lease no generation passes, nobody waits for one, and who waited
+for something else goes on when that is over."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 
-from miles_router.cluster.nodes.duty import LeasedGate
 from miles_router.errors import NodeUnleased
+from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import until
 from tests.unit.test_gate import Who
@@ -25,8 +25,10 @@ class Lease:
             raise NodeUnleased("not fresh")
 
 
-def made(lease: Lease) -> LeasedGate:
-    return LeasedGate(lease, WorkerPool().admission, max_held=10, timeout=0.0)
+def made(lease: Lease) -> Gate:
+    gate = Gate(WorkerPool().admission, max_held=10, timeout=0.0)
+    gate.lease = lease
+    return gate
 
 
 async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:

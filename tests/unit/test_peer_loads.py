@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.cluster.control.peer_loads import Row, joined, less
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import WorkerState
+from miles_router.shards.peer_loads import Row, joined, less
 from tests.support.told_pools import ToldPools
 
 A, B = (parse_worker_url(url) for url in ("http://a", "http://b"))

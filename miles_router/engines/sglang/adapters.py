@@ -17,6 +17,8 @@ from miles_router.engines.writing import extended
 
 #: The name of an adapter, where it is told of or loaded.
 NAME = "lora_name"
+#: Where it is loaded from.
+PATH = ADAPTER
 #: Paths where an adapter has a field, and the model says nothing; those where `base:adapter` is applied; all with a
 #: field.
 BY_FIELD = frozenset({GENERATE, ENCODE, CLASSIFY})

@@ -8,14 +8,11 @@ share keys and values only within the same `extra_key`, which a list of prompts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts
 from miles_router.engines.sglang.paths import INVOCATIONS
-from miles_router.engines.writing import extended
+from miles_router.engines.writing import with_key
 
 CACHE_KEY = "extra_key"
 #: The schema of the requests to each path that takes one.
@@ -26,7 +23,6 @@ SCHEMAS: Mapping[str, str] = {
     paths.RESPONSES: "ResponsesRequest",
     INVOCATIONS: "ChatCompletionRequest",
 }
-_QUOTED = b'"%b"' % CACHE_KEY.encode()
 
 
 def takes_cache_key(facts: Facts, path: str) -> bool:
@@ -36,24 +32,5 @@ def takes_cache_key(facts: Facts, path: str) -> bool:
 
 
 def with_cache_key(body: bytes, key: str) -> bytes:
-    """A request with this key in front of its own. One that cannot be read stays as it is: the engine says what is
-    wrong with it."""
-    if _QUOTED not in body:
-        return extended(body, {CACHE_KEY: key})
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body
-    if not isinstance(parsed, dict) or CACHE_KEY not in parsed:  # it stands in a text
-        return extended(body, {CACHE_KEY: key})
-    own = parsed[CACHE_KEY]
-    return orjson.dumps(
-        {**parsed, CACHE_KEY: [_joined(key, each) for each in own] if isinstance(own, list) else _joined(key, own)}
-    )
-
-
-def _joined(key: str, own: Any) -> Any:
-    """What is no text stays, and the engine refuses it."""
-    if own is None or own == "":
-        return key
-    return f"{key}/{own}" if isinstance(own, str) else own
+    """A request with this key in front of its own."""
+    return with_key(body, CACHE_KEY, key, "{}/{}".format)

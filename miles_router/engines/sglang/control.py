@@ -29,6 +29,7 @@ from miles_router.engines.actions import (
 from miles_router.engines.control import SLOW, Arguments, BadArguments, ControlRequest, group_in, other
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.sglang.adapters import NAME as ADAPTER_NAME
+from miles_router.engines.sglang.adapters import PATH as ADAPTER_PATH
 
 PAUSE, CONTINUE, ABORT, FLUSH = "/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"
 SLEEP, WAKE = "/release_memory_occupation", "/resume_memory_occupation"
@@ -72,6 +73,10 @@ def _spelled(action: Action) -> tuple[str, dict[str, object]]:
             return WAKE, {PARTS: sorted(parts)} if parts else {}
         case NameVersion(version, aborts):
             return UPDATE_VERSION, {NEW_VERSION: version, ABORTS: aborts}
+        case ChangeAdapter(str() as name, str() as path, True):
+            return LOAD_ADAPTER, {ADAPTER_NAME: name, ADAPTER_PATH: path}
+        case ChangeAdapter(str() as name, None, False):
+            return UNLOAD_ADAPTER, {ADAPTER_NAME: name}
         case _:
             raise CannotServe("this control request has no equal there")
 
@@ -134,9 +139,9 @@ def _text(arguments: Arguments, name: str) -> str:
     return value
 
 
-def _read_adapter(arguments: Arguments) -> Action:
-    name = arguments.fields.get(ADAPTER_NAME)
-    return ChangeAdapter(name if isinstance(name, str) else None)
+def _read_adapter(arguments: Arguments, *, loads: bool | None = None) -> Action:
+    name, path = arguments.fields.get(ADAPTER_NAME), arguments.fields.get(ADAPTER_PATH) if loads else None
+    return ChangeAdapter(name if isinstance(name, str) else None, path if isinstance(path, str) else None, loads)
 
 
 def own_request(path: str) -> ControlRequest | None:
@@ -158,8 +163,8 @@ REQUESTS = (
     ControlRequest(UPDATE_VERSION, _read_version),
     other(BEGIN_UPDATE, timeout=SLOW),
     ControlRequest(END_UPDATE, partial(_read_update, flushes=False), timeout=SLOW),
-    ControlRequest(LOAD_ADAPTER, _read_adapter, timeout=SLOW),
-    ControlRequest(UNLOAD_ADAPTER, _read_adapter, timeout=SLOW),
+    ControlRequest(LOAD_ADAPTER, partial(_read_adapter, loads=True), timeout=SLOW),
+    ControlRequest(UNLOAD_ADAPTER, partial(_read_adapter, loads=False), timeout=SLOW),
     other("/start_profile", methods=EITHER),
     other("/stop_profile", methods=EITHER, timeout=SLOW),
     other("/slow_down", methods=EITHER),

@@ -27,7 +27,7 @@ class SGLang(Engine):
     kind = "sglang"
     alive = paths.MODEL_INFO
     scheduler = paths.SERVER_INFO
-    deep = paths.HEALTH
+    deep = Order("GET", paths.HEALTH.encode(), b"")
     token = paths.HEALTH_GENERATE
     ready: ClassVar[str | None] = paths.READY
     well: ClassVar[str | None] = paths.WELL

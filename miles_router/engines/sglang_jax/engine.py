@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from miles_router.engines.actions import Order
 from miles_router.engines.engine import Documents, Parse, Translation
 from miles_router.engines.facts import Facts
 from miles_router.engines.sglang import paths
@@ -25,7 +26,7 @@ class SGLangJax(SGLang):
     """
 
     kind = "sglang-jax"
-    deep = paths.HEALTH_GENERATE[0]  # `/health` says 200 whatever happens
+    deep = Order("GET", paths.HEALTH_GENERATE[0].encode(), b"")  # `/health` says 200 whatever happens
     ready = well = None
     tells_version = False
     pauses: ClassVar[Mapping[str, str]] = {"abort": "retract"}  # it waits for ever for what it aborts in its queue

@@ -1,0 +1,164 @@
+"""What vLLM says about itself. Pure.
+
+Source: vLLM 0.32.0. `/server_info` (with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) has the
+configuration of the engine, `/v1/models` its names. Flags of its HTTP server are told nowhere: whoever starts
+a worker says those that matter in its `--additional-config`, which vLLM shows and does not read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from miles_router.engines.engine import WITHHELD, Documents
+from miles_router.engines.facts import Facts
+from miles_router.engines.vllm.paths import CLIENT_PATHS, MODEL_LIST, SAMPLE, SERVER_INFO, VERSION, WEIGHT_INFO
+
+OWNER = "vllm"
+RAW = "raw_logprobs"
+#: Its names of parsers that SGLang has under others.
+REASONING: Mapping[str, str] = {
+    "deepseek_r1": "deepseek-r1",
+    "deepseek_v3": "deepseek-v3",
+    "minimax_m2": "minimax",
+    "openai_gptoss": "gpt-oss",
+}
+CALLS: Mapping[str, str] = {
+    "hermes": "qwen25",
+    "qwen3_xml": "qwen3_coder",
+    "deepseek_v3": "deepseekv3",
+    "deepseek_v31": "deepseekv31",
+    "deepseek_v32": "deepseekv32",
+    "minimax_m2": "minimax-m2",
+    "openai": "gpt-oss",
+}
+#: In `--additional-config`: the name of the tool parser, and whether tokens in logprobs are named by their ids.
+CALL_PARSER, IDS_AS_TOKENS = "tool_call_parser", "return_tokens_as_token_ids"
+#: In place of that name where there is none: the model's family tells the parser, where that is set.
+UNTOLD_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
+
+
+class Flags(NamedTuple):
+    """What a server was started with, as far as requests depend on it."""
+
+    samples: bool = True
+    """`--enable-scale-out`"""
+    controlled: bool = True
+    """`VLLM_SERVER_DEV_MODE=1`"""
+    raw_logprobs: bool = False
+    """Without `--logprobs-mode processed_logprobs`"""
+    experts: bool = False
+    """`--enable-return-routed-experts`"""
+    sleeps: bool = False
+    """`--enable-sleep-mode`"""
+    servers: int = 1
+    """`--api-server-count`, by default as many as ranks"""
+    seed: int | None = None
+    """`--seed`"""
+    names_ids: bool = False
+    """`--return-tokens-as-token-ids`"""
+
+    def lacks(self) -> Iterator[str]:
+        """Yield which flags are missing, and what is refused for that."""
+        if not self.samples:
+            yield "--enable-scale-out: without it /generate and sessions are refused"
+        if not self.controlled:
+            yield "VLLM_SERVER_DEV_MODE=1 in its environment: without it pauses, flushes and versions are refused"
+        elif self.raw_logprobs:
+            yield "--logprobs-mode processed_logprobs: without it logprobs of a temperature other than 1 are refused"
+        if self.servers > 1:
+            yield "--api-server-count 1: with several, aborts by name are refused"
+        if self.seed == 0:
+            yield "a --seed of its own: by default all workers begin with the same samples"
+
+
+def flags(documents: Documents) -> Flags:
+    """Return what the documents say of flags."""
+    config = _config(documents)
+    if not config:
+        return Flags(samples=documents.get(SAMPLE) != WITHHELD, controlled=False, raw_logprobs=True)
+    return Flags(
+        samples=documents.get(SAMPLE) != WITHHELD,
+        raw_logprobs=_at(config, "model_config", "logprobs_mode") != "processed_logprobs",
+        experts=_at(config, "aux_output_config", "enable_return_routed_experts") is True,
+        sleeps=_at(config, "model_config", "enable_sleep_mode") is True,
+        servers=_count(_at(config, "parallel_config", "_api_process_count")) or 1,
+        seed=_at(config, "model_config", "seed"),
+        names_ids=_at(config, "additional_config", IDS_AS_TOKENS) is True,
+    )
+
+
+def is_vllm(documents: Documents) -> bool:
+    """Return whether these are vLLM's; its own cheap check alone is enough."""
+    if VERSION[0] not in documents:
+        return weight_version(documents.get(WEIGHT_INFO[0])) is not None
+    return bool(_config(documents)) or any(model.get("owned_by") == OWNER for model in _models(documents))
+
+
+def read_facts(documents: Documents) -> Facts:
+    """Read what the documents say; what cannot be read says nothing."""
+    config, models = _config(documents), _models(documents)
+    base = next((model for model in models if model.get("parent") is None), {})
+    reasoning = _text(_at(config, "structured_outputs_config", "reasoning_parser"))
+    calls = _text(_at(config, "additional_config", CALL_PARSER)) or UNTOLD_PARSER
+    blocks, size = (_at(config, "cache_config", name) for name in ("num_gpu_blocks", "block_size"))
+    instance = config.get("instance_id")
+    return Facts(
+        version=_text(_object(documents.get(VERSION[0])).get("version")),
+        model_path=_text(_at(config, "model_config", "model")) or _text(base.get("root")),
+        served_model_name=_text(base.get("id")),
+        tokenizer_path=_text(_at(config, "model_config", "tokenizer")),
+        weight_version=weight_version(documents.get(WEIGHT_INFO[0])),
+        dp_size=_count(_at(config, "parallel_config", "data_parallel_size")),
+        tool_call_parser=CALLS.get(calls, calls) if config else None,
+        reasoning_parser=None if reasoning is None else REASONING.get(reasoning, reasoning),
+        incremental_streaming=False,  # as they are translated
+        preferred_sampling_params={},
+        sampling_defaults="openai",  # chat of sessions is /generate, which takes none of the model's defaults
+        lora=config.get("lora_config") is not None if config else None,
+        auto_truncate=False,
+        context_length=_count(base.get("max_model_len")),
+        token_capacity=blocks * size if _count(blocks) and _count(size) else None,
+        endpoints=CLIENT_PATHS if models else None,
+        process=None if instance is None else str(instance).encode(),
+    )
+
+
+def weight_version(said: bytes | None) -> str | None:
+    """Return the version in an answer to `/weight_info`; None where it names none."""
+    return _text(_object(said).get("weight_version"))
+
+
+@functools.lru_cache(maxsize=8)  # each of these readers looks at it
+def _object(body: bytes | None) -> Mapping[str, Any]:
+    try:
+        parsed = orjson.loads(body or b"")
+    except orjson.JSONDecodeError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _config(documents: Documents) -> Mapping[str, Any]:
+    config = _object(documents.get(SERVER_INFO[0])).get("vllm_config")
+    return config if isinstance(config, dict) else {}
+
+
+def _models(documents: Documents) -> list[Mapping[str, Any]]:
+    models = _object(documents.get(MODEL_LIST[0])).get("data")
+    return [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
+
+
+def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
+    found = config.get(part)
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None

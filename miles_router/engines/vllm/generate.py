@@ -1,0 +1,386 @@
+"""`/generate` as vLLM samples it, behind ids at `/inference/v1/generate`, and its answers in the form of `/generate`.
+Pure.
+
+Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. It leaves fields that it does not know out without a
+word, so that only those pass which are known here. It is asked for texts (`output_mode`), in which logprobs have the
+texts of tokens and no ids: these stand beside them, one for each. Those of top logprobs it names by ids alone, where
+it was started so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+from miles_router.engines.answers import (
+    LOGPROBS,
+    MALFORMED,
+    VERSION,
+    VERSIONS,
+    UnreadableAnswer,
+    in_words,
+    version_runs,
+)
+from miles_router.engines.engine import CannotServe, Parts, Translation
+from miles_router.engines.events import Event, write_event
+from miles_router.engines.generate import (
+    DEFAULT_MAX_NEW_TOKENS,
+    IDS,
+    IDS_ALIAS,
+    PARAMS,
+    RID,
+    TEXT,
+    GenerateRequest,
+    is_absent,
+    stop_strings,
+)
+from miles_router.engines.models import ADAPTER, MODEL
+from miles_router.engines.rows import EXPERT_FIELDS
+from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
+from miles_router.engines.vllm.paths import SAMPLE
+from miles_router.engines.vllm.rows import rows_of
+
+TARGET = SAMPLE.encode()
+WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
+TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
+PLACEHOLDER = "token_id:"
+SALT = "cache_salt"
+CACHE_KEYS = ("extra_key", SALT)
+NEW_TOKENS = "max_new_tokens"
+#: Sampling parameters, by their names in `/generate`.
+SAMPLING: Mapping[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+            *("stop_token_ids", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias"),
+        )
+    },
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+#: Those that bind the answer to a form: from its first token only where reasoning is said to have ended, whichever
+#: reasoning parser the engine has.
+CONSTRAINTS: Mapping[str, str] = {
+    "regex": "regex",
+    "json_schema": "json",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+#: With these and raw logprobs, tokens are sampled from another distribution than is told.
+SHIFTS: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+#: Fields beside them that are read here, or of no consequence to what is sampled.
+FIELDS = frozenset(
+    (
+        *(TEXT, IDS, IDS_ALIAS, PARAMS, RID, MODEL, ADAPTER, "stream", *CACHE_KEYS),
+        *(WANTED, START_LEN, WITH_TEXT, TOP, EXPERT_FIELDS.wanted, EXPERT_FIELDS.start, "log_metrics", "return_bytes"),
+    )
+)
+#: What a token says whose logprob vLLM does not know.
+NO_LOGPROB = -9999.0
+
+
+def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
+    """Return a request as it is asked: a list of prompts as one request for each.
+
+    Raises:
+        CannotServe: it would be answered otherwise than is meant.
+    """
+    if not flags.samples:
+        raise CannotServe("it was started without --enable-scale-out")
+    parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
+    return Parts(parts) if request.batch else parts[0]
+
+
+class PromptSampling:
+    """All samples of one prompt.
+
+    Args:
+        place: of the prompt among those of the request.
+        incremental: each event of a stream has what is new, as vLLM's own; otherwise it has all so far.
+    """
+
+    heeds_cache_key = True
+
+    def __init__(self, request: GenerateRequest, place: int, flags: Flags, *, incremental: bool = False) -> None:
+        self._request, self._incremental = request, incremental
+        self._prompt = request.prompts[place]
+        self._first = place * request.samples
+        self._wants_logprobs = bool(request.field(WANTED, place))
+        self._with_text = bool(request.body.get(WITH_TEXT))
+        self._tops: int = (request.field(TOP, place) or 0) if self._wants_logprobs else 0
+        self._prompt_from = request.field(START_LEN, place) if self._wants_logprobs else None
+        self._check(place, flags)
+        self._cut = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
+        self._name = uuid.uuid4().hex
+        given = request.rid(self._first) if request.samples == 1 else request.body.get(RID)
+        self._rid = given if isinstance(given, str) else self._name
+        #: Several samples have one name at the engine, and each its own in its answer.
+        self._ids = [self._rid] if request.samples == 1 else [f"{self._rid}_{n}" for n in range(request.samples)]
+        self.rids: Mapping[str, str] = dict.fromkeys(sorted({self._rid, *self._ids} - {self._name}), self._name)
+        self.target: bytes | None = TARGET
+        self.body = orjson.dumps(self._asked(place))
+        self._choices = [
+            VLLMSample(self._entry if self._wants_logprobs else None, self._tops) for _ in range(request.samples)
+        ]
+
+    def _check(self, place: int, flags: Flags) -> None:
+        """See that all of it can be asked for.
+
+        Raises:
+            CannotServe: something cannot.
+        """
+        body, params = self._request.body, self._prompt.params
+        unknown = [name for name in body if name not in FIELDS and not _is_default(self._request.field(name, place))]
+        known = SAMPLING.keys() | CONSTRAINTS.keys() | {NEW_TOKENS, "stop"}
+        unknown += [name for name, value in params.items() if name not in known and not is_absent(value)]
+        if unknown:
+            raise CannotServe(f"it takes no {unknown[0]}")
+        if self._prompt.ids is None:
+            raise CannotServe("it samples behind ids, and the text has not been made some")
+        if not self._prompt.ids:
+            raise CannotServe("it samples behind one token at least")
+        if body.get(EXPERT_FIELDS.wanted) and not flags.experts:
+            raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+        if self._tops and not flags.names_ids:
+            raise CannotServe(
+                f"it names no ids of top logprobs: start it with --return-tokens-as-token-ids, and --additional-config "
+                f"'{{\"{IDS_AS_TOKENS}\": true}}'"
+            )
+        if self._prompt_from not in (None, -1) and self._request.stream:
+            raise CannotServe(f"it tells no logprobs of the prompt in a stream, and {START_LEN} asks for them")
+        if self._wants_logprobs and flags.raw_logprobs and _shifts(params):
+            raise CannotServe(
+                "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
+                "processed_logprobs"
+            )
+
+    def _asked(self, place: int) -> dict[str, Any]:
+        body = self._request.body
+        adapter = self._request.field(ADAPTER, place)
+        keys = [str(key) for name in CACHE_KEYS if not is_absent(key := self._request.field(name, place))]
+        asked = {
+            "token_ids": self._prompt.ids,
+            "sampling_params": self._sampling(),
+            "output_mode": "text",
+            "request_id": self._name,
+            **({"reasoning_ended": True} if CONSTRAINTS.keys() & self._prompt.params.keys() else {}),
+            **({MODEL: adapter} if adapter else {}),
+            **({SALT: salt_of(*keys)} if keys else {}),
+        }
+        if body.get(EXPERT_FIELDS.wanted):
+            start = min(EXPERT_FIELDS.start_of(body), len(self._prompt.ids or ()))
+            asked["sampling_params"]["routed_experts_prompt_start"] = start
+        if self._request.stream:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        return asked
+
+    def _sampling(self) -> dict[str, Any]:
+        params = self._prompt.params
+        asked = {
+            own: params[name]
+            for name, own in SAMPLING.items()
+            if params.get(name) is not None and params[name] not in ([], {})
+        }
+        limit = params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS)
+        if limit is not None:
+            asked["max_tokens"] = 1 if self._cut else limit  # it samples one at least
+        if stops := stop_strings(params.get("stop")):
+            asked["stop"] = stops
+        bound = {own: params[name] for name, own in CONSTRAINTS.items() if params.get(name) is not None}
+        if bound:
+            asked["structured_outputs"] = bound
+        if self._request.samples > 1:
+            asked["n"] = self._request.samples
+        if self._wants_logprobs:
+            asked["logprobs"] = self._tops + 1 if self._tops else 0  # the one that was sampled counts
+            if self._prompt_from not in (None, -1):
+                asked["prompt_logprobs"] = self._tops
+        return asked
+
+    def whole(self, answer: bytes, version: str | None) -> bytes:
+        with readable():
+            told = orjson.loads(answer)
+            choices, usage = told["choices"], told["usage"]
+            if sorted(choice["index"] for choice in choices) != [*range(self._request.samples)]:
+                raise UnreadableAnswer("incomplete", f"{len(choices)} answers to {self._request.samples} generations")
+            for told_choice in choices:
+                self._choices[told_choice["index"]].add(told_choice)
+            self._check_usage(usage)
+            meta = {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")}
+            meta = {name: value for name, value in meta.items() if value is not None} | self._of_prompt(told)
+            answers = [self._answer(place, version, meta) for place in range(len(self._choices))]
+            return orjson.dumps(answers if self._request.indexed else answers[0])
+
+    def event(self, event: Event, version: str | None) -> bytes:
+        if event.is_last or event.is_error:
+            return event.raw
+        with readable():
+            told = event.parse()
+            if not told["choices"]:
+                self._check_usage(told["usage"])
+                return b""
+            (told_choice,) = told["choices"]
+            index = told_choice["index"]
+            if type(index) is not int or not 0 <= index < len(self._choices):
+                raise UnreadableAnswer("incomplete", "an event of no generation")
+            begin, said = len(self._choices[index].ids), len(self._choices[index].text)
+            self._choices[index].add(told_choice)
+            answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
+            place = {"index": self._first + index} if self._request.indexed else {}
+            return write_event({**answer, **place})
+
+    def _check_usage(self, usage: Mapping[str, Any]) -> None:
+        sampled, prompt = sum(len(choice.ids) for choice in self._choices), len(self._prompt.ids or ())
+        if (usage["prompt_tokens"], usage["completion_tokens"]) != (prompt, sampled):
+            raise UnreadableAnswer("token_counts_disagree", f"{usage}, and {sampled} ids behind {prompt}")
+        if not all(choice.finish for choice in self._choices):
+            raise UnreadableAnswer("incomplete", "the counts came, and a generation has not ended")
+
+    def _answer(
+        self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
+    ) -> dict[str, Any]:
+        """Return what has come of a sample, or what is new behind so many tokens and characters."""
+        choice = self._choices[index]
+        ids, prompt = ([] if self._cut else choice.ids), len(self._prompt.ids or ())
+        count = len(ids)
+        said: dict[str, Any] = {"id": self._ids[index], "finish_reason": choice.reason(cut=self._cut)}
+        said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
+        if self._wants_logprobs:
+            said |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
+            said |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
+            said.setdefault("input_token_logprobs", [])
+        spans = choice.versions
+        if spans and not self._cut:
+            said |= {VERSIONS: spans, VERSION: spans[-1]["version"]}
+            version_runs(said, count)
+        elif version is not None:
+            said[VERSION] = version
+        if choice.finish and self._request.body.get(EXPERT_FIELDS.wanted):
+            start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
+            rows = prompt + len(choice.ids) - 1 - start
+            said[EXPERT_FIELDS.rows.name] = rows_of(choice.experts, rows, rows - 1 if self._cut else rows)
+        return {"text": "" if self._cut else choice.text[said_text:], "output_ids": ids[begin:], "meta_info": said}
+
+    def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the logprobs of the prompt. Of its first token, and of the first that is asked for, there is none."""
+        begin, ids = self._prompt_from, self._prompt.ids or ()
+        if begin in (None, -1):
+            return {}
+        each = told["prompt_logprobs"]
+        if len(each) != len(ids):
+            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs of {len(ids)} tokens of prompt")
+        entries: list[list[Any]] = []
+        tops: list[list[list[Any]] | None] = []
+        for token, said in zip(ids[begin:], each[begin:], strict=True):
+            known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
+            ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
+            tops.append([self._of_prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
+            entries.append(self._of_prompt_entry(token, known))
+        return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
+
+    def _of_prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
+        return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
+
+    def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
+        """Return a logprob as `/generate` has it: of a token that was sampled, or of the one that it names."""
+        named = told["token"].startswith(PLACEHOLDER)
+        if token is None:
+            token = int(told["token"].removeprefix(PLACEHOLDER))
+        if told["logprob"] <= NO_LOGPROB:
+            raise UnreadableAnswer("incomplete", "the logprob of a token")
+        return [told["logprob"], token, told["token"] if self._with_text and not named else None]
+
+
+class VLLMSample:
+    """One sample as it grows: each event has what is new, and a whole answer is one event.
+
+    Args:
+        entry: makes an entry for a token of what is told of it; None where no logprobs are wanted.
+        tops: how many of the likeliest are wanted.
+    """
+
+    def __init__(self, entry: Callable[..., list[Any]] | None, tops: int) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.entries: list[list[Any]] = []
+        self.tops: list[list[list[Any]]] = []
+        self.finish = ""
+        self.versions: list[Any] = []
+        self.experts: object = None
+        self._matched: object = None
+        self._entry, self._tops = entry, tops
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Take an event.
+
+        Raises:
+            UnreadableAnswer: it contradicts itself, or comes behind the end.
+            One of `MALFORMED`.
+        """
+        if self.finish:
+            raise UnreadableAnswer("incomplete", "an event behind the finish reason")
+        ids, text = told["token_ids"], told["text"]
+        if not isinstance(text, str) or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
+            raise TypeError("ids or a text that are none")
+        if self._entry is not None:
+            content = (told["logprobs"] or {"content": []})["content"]
+            if len(content) != len(ids):
+                raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} tokens, {len(content)} logprobs")
+            self.entries += map(self._entry, content, ids)
+            if self._tops:  # the sampled one stands among them, wherever it ranks
+                ranked = (sorted(each["top_logprobs"], key=lambda one: -one["logprob"]) for each in content)
+                self.tops += [[*map(self._entry, each[: self._tops])] for each in ranked]
+        self.ids += ids
+        self.text += text
+        finish = told["finish_reason"]
+        if finish is not None:
+            if finish not in ("stop", "length", "abort"):
+                raise UnreadableAnswer("incomplete", f"it ended by {str(finish)[:64]!r}")
+            self.finish, self._matched = finish, told["stop_reason"]
+            self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
+
+    def reason(self, *, cut: bool) -> dict[str, Any] | None:
+        """Return the finish reason. vLLM names no token where the model's own end stopped it: it is the last."""
+        match self.finish:
+            case "":
+                return None
+            case "stop" if not cut:
+                return {"type": "stop", "matched": self.ids[-1] if self._matched is None else self._matched}
+            case "abort":
+                return {"type": "abort", "message": "Aborted"}
+            case _:
+                return {"type": "length", "length": 0 if cut else len(self.ids)}
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raises UnreadableAnswer where an answer is of another form."""
+    try:
+        yield
+    except UnreadableAnswer:
+        raise
+    except (*MALFORMED, ValueError) as error:
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
+
+
+def salt_of(*keys: str) -> str:
+    """Return a salt that tells these keys from all others: vLLM takes 128 characters, and not all of them."""
+    return hashlib.sha256("/".join(keys).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _is_default(value: object) -> bool:
+    """Return whether a field asks for nothing: absent, 0 or -1, as counts and places are where none is meant."""
+    return is_absent(value) or (type(value) is int and value in (0, -1))
+
+
+def _shifts(params: Mapping[str, Any]) -> bool:
+    """Return whether tokens are sampled from another distribution than that of temperature 1. Greedy ones are not."""
+    changed = any(params.get(name) not in (None, neutral) for name, neutral in SHIFTS.items())
+    return changed or params.get("temperature") not in (None, 0, 1) or bool(params.get("logit_bias"))

@@ -1,0 +1,98 @@
+"""Requests of the APIs of others that go to vLLM: what it would leave out without a word is refused. Pure.
+
+Source: vLLM 0.32.0, `entrypoints/openai/`. An adapter is a model there, and its own names are other than SGLang's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from miles_router.engines import paths
+from miles_router.engines.answers import MALFORMED, VERSION, UnreadableAnswer
+from miles_router.engines.engine import CannotServe, Parse
+from miles_router.engines.events import Event
+from miles_router.engines.generate import RID, is_absent
+from miles_router.engines.models import ADAPTER, MODEL
+from miles_router.engines.vllm.facts import Flags
+from miles_router.engines.vllm.generate import SALT, salt_of
+
+PATHS = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES})
+#: SGLang's fields that it does not know. Without them it would be another answer.
+IGNORED = (
+    *("input_ids", "return_meta_info", "return_prompt_token_ids", "return_output_ids_in_sglext"),
+    *("return_input_ids_in_sglext", "return_routed_experts", "return_indexer_topk", "return_hidden_states"),
+    *("session_params", "custom_logit_processor", "custom_params", "regex", "ebnf", "stop_regex", "no_stop_trim"),
+    *("max_thinking_tokens", "routed_dp_rank", "data_parallel_rank"),
+)
+CACHE_KEY = "extra_key"
+#: SGLang's names that it has under others. The name of a request stands in that of its answer.
+NAMES: Mapping[str, str] = {RID: "request_id", ADAPTER: MODEL, CACHE_KEY: SALT}
+
+
+def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | None:
+    """Return how a request is asked; None where it goes as it came.
+
+    Raises:
+        CannotServe: something would be left out without a word.
+        What `parse` raises.
+    """
+    fields = parse(body)
+    if not isinstance(fields, Mapping):
+        return None  # the engine says what is wrong with it
+    if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
+        raise CannotServe(f"it takes no {unknown[0]} at {path}")
+    wants = fields.get("logprobs") not in (None, False)
+    if wants and flags.raw_logprobs and fields.get("temperature") not in (0, 1):
+        raise CannotServe(
+            "its logprobs are those of temperature 1, which the request must name: start it with --logprobs-mode "
+            "processed_logprobs"
+        )
+    versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
+    renamed = any(not is_absent(fields.get(name)) for name in NAMES)
+    return Renamed(fields, versions=versions) if renamed or versions else None
+
+
+class Renamed:
+    """A request with vLLM's names for fields, whose answers pass but for the request's name.
+
+    Args:
+        versions: whether a whole answer is to name the weights, as SGLang's completions do where ids are wanted.
+    """
+
+    heeds_cache_key = True
+    target: bytes | None = None
+
+    def __init__(self, fields: Mapping[str, Any], *, versions: bool) -> None:
+        self._versions = versions
+        given, name = fields.get(RID), uuid.uuid4().hex
+        if isinstance(given, list):
+            raise CannotServe("it names a request by one rid")
+        kept = {each: value for each, value in fields.items() if each not in NAMES}
+        own = {own: fields[each] for each, own in NAMES.items() if not is_absent(fields.get(each))}
+        if CACHE_KEY in fields and SALT in own:
+            own[SALT] = salt_of(str(own[SALT]), str(fields.get(SALT)))
+        self.rids: Mapping[str, str] = {given: name} if isinstance(given, str) else {}
+        self._outward = {name.encode(): orjson.dumps(each)[1:-1] for each, name in self.rids.items()}
+        self.body = orjson.dumps({**kept, **own, **({NAMES[RID]: name} if self.rids else {})})
+
+    def whole(self, answer: bytes, version: str | None) -> bytes:
+        """Return a whole answer with the client's name."""
+        if not self._versions or version is None:
+            return self._named(answer)
+        try:
+            return orjson.dumps({**orjson.loads(self._named(answer)), "metadata": {VERSION: version}})
+        except (orjson.JSONDecodeError, *MALFORMED) as error:
+            raise UnreadableAnswer("incomplete", "completions that are no JSON object") from error
+
+    def event(self, event: Event, version: str | None) -> bytes:
+        """Return an event of a stream with the client's name."""
+        return self._named(event.raw)
+
+    def _named(self, said: bytes) -> bytes:
+        for name, given in self._outward.items():
+            said = said.replace(name, given)
+        return said

@@ -1,0 +1,77 @@
+"""How a worker is asked whose engine wants it otherwise. One that samples behind ids alone makes
+those of texts first."""
+
+from __future__ import annotations
+
+import orjson
+
+from miles_router import tasks
+from miles_router.engines.client_json import read_json
+from miles_router.engines.engine import CannotServe, Engine, Parts, Translation
+from miles_router.engines.generate import GenerateRequest, UnknownShape
+from miles_router.engines.paths import GENERATE
+from miles_router.errors import BadRequest, UpstreamTimeout
+from miles_router.fleet.gate import endpoint
+from miles_router.fleet.workers import Worker
+from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.upstream import Upstream
+
+OK = 200
+PATIENCE = 60.0  # seconds that tokenizing a text may take
+MAX_ANSWER = 1 << 28
+
+
+async def translation_for(
+    upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing
+) -> Translation | Parts | None:
+    """Return how an engine is asked; None where a request goes as it came.
+
+    Raises:
+        BadRequest: it is none that can be translated.
+        CannotServe: the engine would answer something else than is meant.
+        UpstreamError: the worker was asked for the ids of a text, and does not answer.
+    """
+    try:
+        body = request.body
+        if engine.ids_only and endpoint(request.path) == GENERATE:
+            body = await _with_ids(upstream, worker, engine, request)
+        return engine.translate(request.path, body, read_json)
+    except UnknownShape as error:
+        raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+
+
+async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing) -> bytes:
+    """Return a request of `/generate` behind ids. Raises as `translation_for`, UnknownShape too."""
+    read = GenerateRequest.read(read_json(request.body))
+    ids = []
+    for prompt in read.prompts:
+        if prompt.text is None:
+            return request.body
+        ids.append(await _tokens(upstream, worker, engine, request, prompt.text))
+    return orjson.dumps(read.with_ids(ids))
+
+
+async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
+    question = engine.ask_prompt_tokens(text)
+    if question is None:
+        raise CannotServe("it samples behind ids alone, and makes none of texts")
+    headers = [(b"content-type", b"application/json")]
+    headers += [pair for pair in request.headers if pair[0] == b"authorization"]
+    asked = Outgoing("POST", question.path.encode("ascii"), headers, orjson.dumps(question.body))
+
+    async def ask() -> tuple[int, bytes]:
+        reply = await send(upstream, worker, asked, slot=False)
+        try:
+            return reply.status, await reply.read_all(MAX_ANSWER)
+        finally:
+            reply.close()
+
+    try:
+        status, answer = await tasks.within(PATIENCE, ask(), name=f"tokenize at {worker.url}")
+    except TimeoutError:
+        raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {PATIENCE:g} s") from None
+    said = read_json(answer) if status == OK else None
+    ids = question.read(said) if isinstance(said, dict) else None
+    if ids is None:
+        raise CannotServe(f"it made no ids of a text: {question.path} answered {status}")
+    return ids

@@ -1,0 +1,90 @@
+"""A router of several machines, started by a platform part by part: `miles-router --leader` and `--join`."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+from miles_router import log
+from miles_router.errors import BadRequest, ConfigError
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.serving.process import run_leader, serve_shard
+from miles_router.serving.server import banner, listen, raise_file_limit
+from miles_router.settings.config import RouterConfig
+from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
+
+#: Characters of a secret, at least.
+MIN_SECRET = 16
+
+
+def serve_part(config: RouterConfig, options: Namespace) -> None:
+    """Be the leader, or a shard, until SIGTERM or SIGINT.
+
+    Args:
+        options: `leader`, or `join` (`HOST:PORT`) with `shard` and `url`; `shards`, `secret_file`, `shared_state`.
+
+    Raises:
+        ConfigError: an option or a setting that cannot be used.
+        SystemExit: with 3, where another leader has begun.
+    """
+    shards = Shards(_count(options), LEASE, _secret(options), options.shared_state)
+    _check(config, options)
+    log.configure(config.log_level, config.log_format)
+    try:
+        raise_file_limit()
+        sock = listen(config.host, config.port)
+        host, port = sock.getsockname()[:2]
+        if options.leader:
+            log.show(f"leader of {shards.count} shards, listening {host}:{port}")
+            run_leader(config, None, shards, None, sock, None)
+            return
+        with tempfile.TemporaryDirectory(prefix="miles-router-") as directory:
+            url = options.url or f"http://{socket.gethostname()}:{port}"
+            seat = Seat(shards, options.shard, Path(directory), url, options.join, shown=not config.public_url)
+            serve_shard(
+                config, None, seat, chance_generation(), sock, started=lambda: log.show(banner(config, (host, port)))
+            )
+    finally:
+        log.flush()
+
+
+def _count(options: Namespace) -> int:
+    if options.shards is None or options.shards < 1:
+        raise ConfigError("shards: how many shards the router has, the same number for the leader and each of them")
+    return int(options.shards)
+
+
+def _secret(options: Namespace) -> str:
+    if options.secret_file is None:
+        raise ConfigError("secret-file: a file with a secret that the leader and all shards have")
+    try:
+        secret = Path(options.secret_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"secret-file: {options.secret_file} cannot be read: {error}") from None
+    if len(secret) < MIN_SECRET:
+        raise ConfigError(f"secret-file: {options.secret_file} has less than {MIN_SECRET} characters")
+    return secret
+
+
+def _check(config: RouterConfig, options: Namespace) -> None:
+    if options.leader and options.join:
+        raise ConfigError("leader, join: one process is one of both")
+    if options.join and options.shard not in range(options.shards):
+        raise ConfigError(f"shard: from 0 to {options.shards - 1}, and no other process has it")
+    if options.join and not options.join.rpartition(":")[2].isdigit():
+        raise ConfigError(f"join: HOST:PORT of the leader, not {options.join!r}")
+    if options.url is not None:
+        try:
+            parse_worker_url(options.url)
+        except BadRequest as error:
+            raise ConfigError(f"url: {error}") from None
+    if config.processes > 1:
+        raise ConfigError("processes: a shard is one process; start more shards")
+    if options.shared_state and config.state_dir is None:
+        raise ConfigError("shared-state: no state_dir is given")
+    if options.shared_state and config.state_sync != "machine":
+        raise ConfigError(
+            "state_sync: a directory that machines share needs machine: what one writes, another must find"
+        )

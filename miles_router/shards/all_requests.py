@@ -1,0 +1,44 @@
+"""The requests of one pool in all shards, as the leader's control sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from miles_router.control.call import GroupListener
+from miles_router.control.requests import Aborted, GroupEnd
+from miles_router.errors import StateError
+from miles_router.shards.seats import Seats
+
+
+class AllRequests:
+    """See `control.requests.Requests`."""
+
+    def __init__(self, pool: str, seats: Seats) -> None:
+        self.group_listeners: list[GroupListener] = []  # each shard has its own
+        self._pool = pool
+        self._seats = seats
+
+    async def abort(self, rid: str | None) -> list[Aborted]:
+        """Mark those that an abort means. Where one has exactly this id, those of other shards that begin with it are
+        meant too."""
+        places = [] if rid is None else await self._ask("places", rid=rid)
+        return _read(await self._ask("abort", rid=rid, elsewhere=places))
+
+    async def end_group(self, group: str | int) -> GroupEnd:
+        """End those of a group."""
+        ended = await self._ask("end_group", group=group)
+        aborted = [each for found, _ in ended for each in found]
+        return GroupEnd(_read(aborted), [StateError.read(each) for _, failures in ended for each in failures])
+
+    async def at(self, url: str) -> Collection[str]:
+        """The ids of those that a worker has."""
+        return set(await self._ask("at", url=url))
+
+    async def _ask(self, what: str, **fields: Any) -> list[Any]:
+        answers = await self._seats.ask_all(what, pool=self._pool, **fields)
+        return [each for answer in answers for each in answer.fields["found"]]
+
+
+def _read(found: Iterable[list[Any]]) -> list[Aborted]:
+    return [Aborted(urls, names, renamed) for urls, names, renamed in found]

@@ -1,0 +1,236 @@
+"""Requests that one shard of a router has another one answer, over ordinary HTTP.
+
+A request is forwarded once: it goes out with a header that says so, and whoever gets it answers or refuses. The header
+grants nothing. Keys are asked for where the request is answered, from the client's own headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from miles_router import tasks
+from miles_router.asgi.backlog import Backlog
+from miles_router.asgi.doors import READING
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
+from miles_router.asgi.watch import Watch
+from miles_router.engines.paths import GENERATE
+from miles_router.errors import BadRequest, OwnerLost, OwnerUnavailable, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.gate import endpoint, generates
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Pulse
+from miles_router.forwarding.proxy import relay
+from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.upstream import Upstream
+from miles_router.metrics import Statistics, counter
+
+#: The header, and what it says: answer this, or tell your own part of what all answer together.
+HOP = b"x-miles-router-hop"
+FORWARD, ASK = b"forward", b"ask"
+#: Among a scope's extensions: the hop by which a request came, and its headers as they came.
+HOPPED, CAME = "miles_router.hop", "miles_router.came"
+#: Of the client's headers, those that are looked at where its request came in.
+DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
+#: Of a turn in a session.
+TURN_ID = b"x-turn-id"
+#: Seconds in which a shard must take a connection.
+CONNECT = 5.0
+#: Requests that one shard may have under way at another, and questions: more of these wait.
+MAX_UNDER_WAY, MAX_QUESTIONS = 4096, 256
+#: Bytes of the answer to a question.
+MAX_ANSWER = 1 << 30
+
+
+def hop_taken(scope: Scope) -> bytes | None:
+    """Take the header off a request, and return what it says; None where it has none.
+
+    Raises:
+        BadRequest: it says something else.
+    """
+    found = [value for name, value in scope["headers"] if name == HOP]
+    if not found:
+        return None
+    scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
+    if len(found) > 1 or found[0] not in (FORWARD, ASK):
+        raise BadRequest(f"{HOP.decode()} is for requests between the shards of a router")
+    purpose: bytes = found[0]
+    return purpose
+
+
+class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
+    """Requests that other shards answer for this one."""
+
+    requests = counter("Requests of clients that another shard was asked to answer.")
+    questions = counter("Questions to another shard for a part of an answer.")
+    unavailable = counter("Of both, those that no shard took.")
+    lost = counter("Of both, those whose shard was lost before its answer began.")
+    bytes_out = counter("Bytes of answers that were relayed.")
+
+
+class Forwarding:
+    """Sends requests to other shards.
+
+    Args:
+        url_of: where a shard is reached; None while nobody is in its seat.
+    """
+
+    def __init__(self, url_of: Callable[[int], str | None]) -> None:
+        self.statistics = ForwardStatistics()
+        self._url_of = url_of
+        self._upstream = Upstream(connect_timeout=CONNECT)
+        self._pulse = Pulse()
+        self._under_way: Counter[int] = Counter()
+        self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
+
+    async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send, *, once: bool = False) -> None:
+        """Have another shard answer a request, and relay its reply.
+
+        Args:
+            once: it is no turn of a session, which would be known again by its id.
+
+        Raises:
+            OwnerUnavailable: it does not take it.
+            OwnerLost: it was lost before its answer began, and may have done what was asked.
+            UpstreamBroken: it was lost inside its answer.
+        """
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        self.statistics.requests += 1
+        with self._counted(owner), Watch(receive):
+            exchange.forwarded = True
+            try:
+                reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body, once=once)
+                try:
+                    await relay(reply, send, self.statistics)
+                finally:
+                    reply.close()
+            except (OwnerUnavailable, OwnerLost, UpstreamError):
+                exchange.forwarded = False  # the owner may have ended, and count nothing
+                raise
+
+    async def ask(
+        self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Ask another shard for its part of the answer to a request. As `Owners.ask`."""
+        own = dict(raw_headers(headers.items()))
+        pairs = [pair for pair in scope["extensions"][CAME] if pair[0] not in own] + [*own.items()]
+        self.statistics.questions += 1
+        work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
+        try:
+            return await (work if patience is None else tasks.within(patience, work, name="ask another shard"))
+        except (UpstreamError, TimeoutError):
+            self.statistics.unavailable += 1
+            raise OwnerUnavailable(f"shard {owner} of the router does not answer; ask again") from None
+
+    async def _ask(
+        self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        async with self._questions[owner]:
+            reply = await self._open(ASK, owner, scope, headers, request_id, body)
+            try:
+                return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
+            finally:
+                reply.close()
+
+    @contextmanager
+    def _counted(self, owner: int) -> Iterator[None]:
+        if self._under_way[owner] >= MAX_UNDER_WAY:
+            self.statistics.unavailable += 1
+            raise OwnerUnavailable(f"too many requests wait for shard {owner} of the router; ask again")
+        self._under_way[owner] += 1
+        try:
+            yield
+        finally:
+            self._under_way[owner] -= 1
+
+    async def _open(
+        self,
+        purpose: bytes,
+        owner: int,
+        scope: Scope,
+        headers: RawHeaders,
+        request_id: str,
+        body: bytes,
+        *,
+        once: bool = False,
+    ) -> Reply:
+        url, method = self._url_of(owner), scope["method"]
+        host = first_header(headers, b"host") or _host_of(scope)  # by which the client knows the router
+        if url is None:
+            self.statistics.unavailable += 1
+            raise OwnerUnavailable(f"shard {owner} of the router has this, and is not there; ask again")
+        kept = end_to_end(headers, DROPPED)
+        kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
+        target = scope["raw_path"]
+        if scope["query_string"]:
+            target = b"%b?%b" % (target, scope["query_string"])
+        repeatable = method in READING or purpose == ASK or (not once and _is_done_once(scope["path"], kept))
+        try:
+            address = parse_worker_url(url)
+            if host is not None:
+                address = replace(address, authority=host)
+            return await self._upstream.open(
+                address, method, target, kept, body, pulse=self._pulse, once=not repeatable
+            )
+        except UpstreamUnreachable as error:
+            untaken = (error.refused or error.exhausted) and not error.written
+            if untaken or repeatable:
+                self.statistics.unavailable += 1
+                raise OwnerUnavailable(
+                    f"shard {owner} of the router has this and cannot be reached; ask again"
+                ) from None
+            self.statistics.lost += 1
+            raise OwnerLost(
+                f"shard {owner} of the router was lost while it was asked; it may have done what was asked"
+            ) from None
+
+    def share(self, backlog: Backlog) -> None:
+        """Count what waits for slow clients among all that does."""
+        self._upstream.backlog = backlog
+
+    def lost(self, url: str) -> None:
+        """Give up all requests to a shard that may not act any more."""
+        self._upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
+
+    async def close(self) -> None:
+        """Break off everything."""
+        await self._upstream.close()
+
+
+def _is_done_once(path: str, headers: RawHeaders) -> bool:
+    """Whether a request is a turn that its session does once, however often it comes."""
+    return generates(path) and endpoint(path) != GENERATE and any(name == TURN_ID for name, _ in headers)
+
+
+def _host_of(scope: Scope) -> bytes | None:
+    """Where a client that names no host has connected."""
+    server = scope.get("server")
+    return None if server is None else f"{server[0]}:{server[1]}".encode("ascii")
+
+
+class Kept:
+    """A `receive` that keeps the body that it gives, for a request of which only that says whose it is."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
+        self.whole = False
+
+    async def __call__(self) -> Any:
+        """Return the next message."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._body.write(message.get("body", b""))
+            self.whole = not message.get("more_body", False)
+        return message
+
+    @property
+    def body(self) -> bytes:
+        """All that was given."""
+        return self._body.getvalue()

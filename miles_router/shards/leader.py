@@ -1,0 +1,422 @@
+"""The leader: a router without clients and layers, which decides for all shards.
+
+What is asked of it comes from shards, whose own keys and doors let it in. Each answer is given when everybody acts by
+what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from miles_router import tasks
+from miles_router.admin.routes import Admin
+from miles_router.asgi.exchange import Scope
+from miles_router.asgi.headers import header_texts, raw_headers
+from miles_router.control.control import Control
+from miles_router.control.fan_out import FanOut
+from miles_router.edge import RouterApp
+from miles_router.errors import ConfigError, StateError, StateOutdated
+from miles_router.fleet.caches import set_apart
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.standstill import stand_still
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Signs, Transition, Worker
+from miles_router.forwarding.upstream import Upstream
+from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
+from miles_router.settings.config import RouterConfig
+from miles_router.shards.all_requests import AllRequests
+from miles_router.shards.as_one import AsOne
+from miles_router.shards.channel import Channel, Message
+from miles_router.shards.duty import Duty, without_keys
+from miles_router.shards.places import SOCKET, Shards, clock
+from miles_router.shards.pools import DecidingPool
+from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
+from miles_router.shards.protocol import Ack, Join
+from miles_router.shards.register import Platform, Register, Stored
+from miles_router.shards.seats import Connected, Seats
+from miles_router.shards.senders import Senders
+from miles_router.shards.state import Record, followed, own_numbers, written
+from miles_router.slots import CONTROL
+from miles_router.version import __version__
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks whether something was decided that no request has asked for.
+BEAT = 0.1
+#: Connections that have not shown yet that they know the secret: further ones are closed.
+MAX_UNPROVEN = 256
+#: The names of what is decided: each pool's behind this mark; where each seat is reached.
+POOL, URLS = "pool ", "urls"
+
+
+class LeaderDuty(Duty):
+    """The leader.
+
+    Args:
+        directory: of the router's sockets, on one machine.
+        listener: where it listens, on several.
+        term: of one that its platform starts, how often it was started.
+        ended: is called when another leader has begun.
+    """
+
+    counts = False
+    sends = False
+    slots = (CONTROL,)
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        directory: Path | None = None,
+        listener: socket.socket | None = None,
+        term: int | None = None,
+        ended: Callable[[], None],
+    ) -> None:
+        #: Who answers requests; set once it is made.
+        self.edge: RouterApp
+        self.shards = shards
+        self.shares_state = shards.shared_state
+        self._directory = directory
+        self._listener = listener
+        self._ended = ended
+        self._register: Register = Platform(term)
+        self._serials = itertools.count(1)
+        self._config: RouterConfig  # as it was given: what this process leaves out, others do
+        self._pools: Pools
+        self._channels: set[Channel] = set()
+        self._unproven = 0
+        self._ready = asyncio.Event()
+        self._as_one: AsOne
+        self._registrations: Registrations
+        process_in = None if directory is None else Senders(directory).process
+        self.seats = Seats(shards, self._written, self.confirmed, process_in)
+        set_apart()
+
+    # The parts of the router
+
+    def config(self, config: RouterConfig) -> RouterConfig:
+        """See `Duty`."""
+        self._config = config
+        return without_keys(config)
+
+    def first_workers(self, config: RouterConfig) -> Sequence[str]:
+        """None before it is known whether this leader follows another one."""
+        return ()
+
+    def pool(self, name: str, **settings: Any) -> DecidingPool:
+        """See `Duty`."""
+        return DecidingPool(lambda: next(self._serials), **settings)
+
+    def fleet(self, **parts: Any) -> Fleet:
+        """See `Duty`."""
+        fleet = Fleet(**parts)
+        fleet.everywhere = self.seats.caught_up
+        fleet.subscribe(self._moved)
+        return fleet
+
+    def fan_out(self, upstream: Upstream) -> FanOut:
+        """See `Duty`."""
+        return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirmed, self.is_certain)
+
+    def control(self, name: str, **parts: Any) -> Control:
+        """See `Duty`."""
+        return Control(**{**parts, "requests": AllRequests(name, self.seats)})
+
+    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
+        """See `Duty`. Shards have the requests."""
+
+        async def asked(worker: Worker) -> Signs:
+            answers = await self.seats.ask_all("signs", pool=name, url=worker.url)
+            found = [Signs(*each) for answer in answers for each in answer.fields["found"]]
+            return Signs(min((each.heard for each in found), default=math.inf), any(each.runs for each in found))
+
+        return asked
+
+    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
+        """See `Duty`."""
+        admin = Admin(pools, registrations, stack)
+        self._as_one = AsOne(admin, pools, self.seats, self._config)
+        return admin
+
+    async def restore(self, registrations: Registrations) -> None:
+        """See `Duty`. Not before it is known whether this leader follows another one."""
+        self._registrations = registrations
+        if not self.shards.local and registrations.store is not None:
+            self._register = Stored(registrations.store)
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """Listens for shards. What was decided before is taken over from them, if they are there already."""
+        self._pools = pools
+        try:
+            term, first = await self._register.claim()
+        except StateError as error:
+            raise ConfigError(f"state_dir: {error}") from None
+        self.seats.begin(term, first=first)
+        leading = [tasks.spawn(self.seats.lead(), name="lead")]
+        server = await self._listen()
+        try:
+            while not self.seats.open:  # noqa: ASYNC110  # shards, and time, are waited for
+                await asyncio.sleep(BEAT / 10)
+            await self._begin(self.seats.leader.state or {})
+            leading += [tasks.spawn(self._beat(), name="leader"), tasks.spawn(self._tell_counts(), name="tell counts")]
+            yield
+        finally:
+            for each in leading:
+                await tasks.cancelled(each)
+            server.close()
+            for channel in tuple(self._channels):
+                channel.close()
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        if self._directory is None:
+            return await asyncio.start_server(self._admit, sock=self._listener)
+        path = self._directory / SOCKET
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return await asyncio.start_unix_server(self._welcome, path)
+
+    async def _count(self) -> bool:
+        """Know what is in flight; whether all have told it."""
+        whole = await self.seats.count()
+        for pool in self._pools:
+            _deciding(pool).counted(self.seats.in_flight(pool.name))
+        return whole
+
+    # Whether it leads
+
+    async def confirmed(self) -> bool:
+        """Return whether no later leader has begun. Once one has, this one ends."""
+        try:
+            return await self._register.confirm()
+        except StateOutdated:
+            logger.warning("leader_succeeded")
+            self._ended()
+            return False
+
+    def is_certain(self) -> bool:
+        """Return whether no later leader can decide anything yet, whatever stands still meanwhile."""
+        return self.seats.leader.is_certain(clock())
+
+    # Taking over
+
+    async def _begin(self, sections: dict[str, Any]) -> None:
+        for name, record in sections.items():
+            if name.startswith(POOL):
+                await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
+        if sections:
+            set_apart(max((each.caches.number for each in self._pools.workers), default=0))
+            for pool in self._pools:
+                _deciding(pool).restore()
+            logger.warning("leader_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
+            await self._registrations.restore(of_this_run=True)
+            for pool in self._pools:  # the one before may have been lost between two of these
+                await pool.router.control.keep()
+        else:
+            await self._registrations.restore()
+            for url in self._config.worker_urls:
+                self._pools.default.fleet.pool.expect(parse_worker_url(url))
+            await self._pools.default.health.first_look()
+        self._ready.set()
+        self.seats.decides = True
+        self.seats.changed()
+
+    async def _restore(self, pool: ModelPool, record: Record) -> None:
+        fleet = pool.fleet
+        serials = [each["serial"] for each in record["workers"]]
+        self._serials = itertools.count(max([*serials, next(self._serials)]) + 1)
+        stand_still(fleet, record)
+        numbers = own_numbers(0)
+        followed(record, fleet, _deciding(pool), lambda: next(numbers))
+
+    # What is decided
+
+    def _written(self) -> dict[str, Any]:
+        return {URLS: self.seats.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
+
+    def _section(self, pool: ModelPool) -> Record:
+        control = pool.router.control
+        return {
+            **written(pool.fleet, _deciding(pool)),
+            "peopled": pool.peopled,
+            "may_silence": control.may_silence,
+            "sent": control.sent,
+        }
+
+    def _moved(self, transition: Transition) -> None:
+        """Behind all that changes together."""
+        if self._ready.is_set():
+            asyncio.get_running_loop().call_soon(self.seats.changed)
+
+    async def _tell_counts(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT)
+            await self.seats.count_who_answers(BEAT)
+            self.seats.tell_counts([pool.name for pool in self._pools])
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT)
+            self.seats.changed()
+            ending = {pool: each for pool in map(_deciding, self._pools) if (each := pool.ending)}
+            if ending:
+                await self.seats.caught_up()
+                if await self._count():
+                    for pool, workers in ending.items():
+                        pool.settle(workers)
+
+    # Shards
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._unproven >= MAX_UNPROVEN:
+            writer.close()
+            return
+        self._unproven += 1
+        try:
+            await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
+        except ConnectionAbortedError:  # it only looked whether somebody listens
+            writer.close()
+            return
+        except OSError as error:
+            logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
+            writer.close()
+            return
+        finally:
+            self._unproven -= 1
+        await self._welcome(reader, writer)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        joined: list[Connected] = []
+
+        async def join(message: Message) -> None:
+            fields = message.fields
+            if (reason := self._why_refused(fields)) is not None:
+                logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
+                channel.order("refused", reason=reason)
+                return
+            if fields["at"][0] > self.seats.leader.term:  # by a clock that is behind that of the leader before
+                logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
+                self._ended()
+                return
+            self._pools.layered |= fields["layered"]
+            self._as_one.stack = fields["stack"]
+            state = json.loads(message.blob) if message.blob else None
+            term, number = fields["at"]
+            asked = Join(fields["seat"], fields["life"], fields["fresh"], (term, number), state)
+            joined.append(Connected(channel, asked, fields["url"]))
+            self.seats.joins(joined[0])
+
+        async def ack(message: Message) -> None:
+            fields = message.fields
+            for connected in joined:  # one that was refused is in no seat
+                self.seats.hears(connected, Ack(fields["term"], fields["at"], fields["stamp"]))
+
+        handlers = {
+            "join": join,
+            "ack": ack,
+            "http": self._http,
+            "is_paused": self._is_paused,
+            "report": self._report,
+        }
+        channel = Channel(reader, writer, handlers, ordered=frozenset({"join", "ack"}))
+        self._channels.add(channel)
+        try:
+            await channel.run()
+        finally:
+            self._channels.discard(channel)
+            for connected in joined:
+                self.seats.leaves(connected)
+
+    def _why_refused(self, fields: Mapping[str, Any]) -> str | None:
+        count = self.shards.count
+        if fields["version"] != __version__:
+            return f"it is version {fields['version']}, and the leader {__version__}"
+        if fields["shards"] != count or fields["seat"] not in range(count):
+            return f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {count}"
+        return None
+
+    async def _is_paused(self, message: Message) -> Message:
+        pool, fields = self._find(message), message.fields
+        return Message({"paused": await pool.health.is_paused(fields["url"]) if pool is not None else False})
+
+    async def _report(self, message: Message) -> None:
+        """What a shard has seen of a worker."""
+        fields, pool = message.fields, self._find(message)
+        worker = None if pool is None else pool.fleet.pool.find(fields["url"])
+        if pool is None or worker is None or _deciding(pool).serials.get(worker) != fields["serial"]:
+            return
+        if fields["kind"] == "silence":
+            await pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+        elif fields["kind"] == "failure":
+            pool.fleet.pool.record_failure(worker, fields["reason"])
+        elif fields["kind"] == "stall":
+            pool.fleet.pool.record_stall(worker, fields["reason"])
+        else:
+            pool.fleet.drop_ranks(worker, fields["reason"])
+
+    def _find(self, message: Message) -> ModelPool | None:
+        name = message.fields["pool"]
+        return next((pool for pool in self._pools if pool.name == name), None)
+
+    async def _http(self, message: Message) -> Message:
+        """Answer a request, once everybody acts by the answer."""
+        await self._ready.wait()
+        await self._count()
+        answer = await answered(self.edge, message)
+        await self.seats.caught_up()
+        return answer
+
+
+async def pool_named(pools: Pools, name: str) -> ModelPool:
+    """The pool of this name, made where there is none."""
+    return pools.default if name == pools.default.name else await pools.open(name)
+
+
+def _deciding(pool: ModelPool) -> DecidingPool:
+    found = pool.fleet.pool
+    assert isinstance(found, DecidingPool)
+    return found
+
+
+async def answered(app: RouterApp, message: Message) -> Message:
+    """A request that came as a message, answered by an app."""
+    fields = message.fields
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
+        "method": fields["method"],
+        "raw_path": fields["path"].encode("latin-1"),
+        "path": "",
+        "query_string": fields["query"].encode("latin-1"),
+        "headers": raw_headers(fields["headers"]),
+        "server": ("127.0.0.1", 0),
+        "client": None,
+    }
+    started: dict[str, Any] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": message.blob, "more_body": False}
+
+    async def send(event: Any) -> None:
+        if event["type"] == "http.response.start":
+            started.update(status=event["status"], headers=header_texts(event.get("headers", ())))
+        else:
+            parts.append(event.get("body", b""))
+
+    await app(scope, receive, send)
+    return Message(started, b"".join(parts))

@@ -1,0 +1,225 @@
+"""Which shard has what: by its name, dealt into slots; and what of it a process that has ended has lost."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
+from miles_router.errors import NodeUnleased, NotFound, OwnerUnavailable
+from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.gate import generates
+from miles_router.metrics import Statistics
+from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
+from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
+from miles_router.shards.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Kept, hop_taken
+from miles_router.shards.held_names import KeptNames
+from miles_router.shards.places import Seat
+from miles_router.slots import slot_of
+
+#: Among a scope's extensions: it is answered here, whatever its text or its key says. Its session is here, or the
+#: process where its key is at home does not take it.
+STAYS = "miles_router.stays"
+
+
+class ShardOwners(Owners):
+    """Of one shard.
+
+    Args:
+        url_of: where a shard is reached; None while nobody is in its seat.
+        is_there: whether another shard sends requests now. A request for one that does not waits for it, but where a
+            key alone draws it there.
+        check: raises NodeUnleased where this shard may not act now; None: it always may.
+    """
+
+    several = True
+
+    def __init__(
+        self,
+        seat: Seat,
+        affinity: Affinity,
+        *,
+        url_of: Callable[[int], str | None],
+        is_there: Callable[[int], bool],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._seat = seat
+        self._affinity = affinity
+        self._url_of = url_of
+        self._is_there = is_there
+        self._check = check
+        self._forwarding = Forwarding(url_of)
+
+    def lost(self, url: str) -> None:
+        """Give up what was asked of a shard that was there, and may not act any more."""
+        self._forwarding.lost(url)
+
+    def numbers(self) -> Sequence[Statistics]:
+        """As `Owners.numbers`."""
+        return [self._forwarding.statistics]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """As `Owners.running`."""
+        self._forwarding.share(self.backlog)
+        try:
+            yield
+        finally:
+            await self._forwarding.close()
+
+    async def answer(
+        self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
+    ) -> None:
+        """As `Owners.answer`."""
+        hop = hop_taken(scope)
+        came = scope["headers"]
+        scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
+        name = next((name for layer in self.layers if (name := layer.owner_name(scope)) is not None), None)
+        if name is None:
+            await self._answer_at_home(scope, receive, send, here, check)
+        elif name == BODY_SAYS:
+            kept = Kept(receive)
+            try:
+                await here(scope, kept, send)
+            except Elsewhere as elsewhere:
+                if not kept.whole:
+                    raise
+                scope["headers"] = came
+                try:
+                    await self._forwarding.forward(elsewhere.owner, scope, replay(kept.body, receive), send)
+                except OwnerUnavailable:
+                    if elsewhere.needed:
+                        raise
+                    scope["extensions"][STAYS] = True
+                    await here(scope, replay(kept.body, receive), send)
+        elif (owner := self.owner_of(scope, name)) is not None:
+            check(scope)
+            await self._forwarding.forward(owner, scope, receive, send)
+        else:
+            scope["extensions"][STAYS] = True
+            await here(scope, receive, send)
+
+    async def _answer_at_home(
+        self, scope: Scope, receive: Receive, send: Send, here: ASGIApp, check: Callable[[Scope], None]
+    ) -> None:
+        """Answer what no layer has: where its key is at home, for there the worker is known that has its prefix. Where
+        that process does not take it, here: that costs its prefix."""
+        path = scope["path"]
+        if generates(path) and hop_of(scope) is None:
+            key = self._affinity.named(path, scope["headers"])
+            if key is None and self._affinity.looks_inside(path):
+                check(scope)
+                body = await Exchange.of(scope).read(receive)
+                key, receive = self._affinity.in_body(path, body), replay(body, receive)
+            owner = None if key is None else self._home_of(scope, key)
+            if owner is not None:
+                check(scope)
+                body = await Exchange.of(scope).read(receive)
+                receive = replay(body, receive)
+                try:
+                    await self._forwarding.forward(owner, scope, receive, send, once=True)
+                    return
+                except OwnerUnavailable:
+                    receive = replay(body, receive)
+        await here(scope, receive, send)
+
+    def _home_of(self, scope: Scope, key: str) -> int | None:
+        """The other process in which a key is at home; None where it is this one, or nobody knows."""
+        owner = None
+        with suppress(NotFound, OwnerUnavailable, NodeUnleased):
+            owner = self.owner_of(scope, key)
+        return None if owner is None or not self._is_there(owner) else owner
+
+    def owner_of(self, scope: Scope, name: str) -> int | None:
+        """Return the other shard that has what is named so; None where it is this one.
+
+        Raises:
+            NotFound: another shard asks whether this one has it.
+            OwnerUnavailable: another shard has sent it here, and this one does not have it.
+            NodeUnleased: this one has it, and may not act now.
+        """
+        owner = self._seat.shards.owner_of(slot_of(name))
+        if owner == self._seat.index:
+            if self._check is not None:
+                self._check()
+            return None
+        check_hop(scope)
+        return owner
+
+    def require(self, scope: Scope, name: str) -> None:
+        """As `Owners.require`."""
+        owner = self.owner_of(scope, name)
+        if owner is not None:
+            raise Elsewhere(owner)
+
+    def prefer(self, scope: Scope) -> None:
+        """As `Owners.prefer`."""
+        key = self._affinity.named(scope["path"], scope["headers"])
+        owner = None if key is None or STAYS in scope["extensions"] else self._home_of(scope, key)
+        if owner is not None:
+            raise Elsewhere(owner, needed=False)
+
+    def is_asked(self, scope: Scope) -> bool:
+        """As `Owners.is_asked`."""
+        return hop_of(scope) == ASK
+
+    def is_forwarded(self, scope: Scope) -> bool:
+        """As `Owners.is_forwarded`."""
+        return STAYS in scope["extensions"] or hop_of(scope) == FORWARD
+
+    def others(self, scope: Scope) -> Sequence[int]:
+        """As `Owners.others`."""
+        return () if self.is_asked(scope) else self._seat.others
+
+    async def ask(
+        self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """As `Owners.ask`."""
+        return await self._forwarding.ask(owner, scope, body, headers, patience)
+
+    def own_url(self, base_url: str) -> str | None:
+        """As `Owners.own_url`."""
+        url = self._seat.url or self._url_of(self._seat.index)
+        if url is None or not self._seat.shown:
+            return None
+        if not self._seat.shards.local:
+            return url
+        scheme, _, authority = base_url.partition("://")
+        host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
+        return f"{scheme}://{host}:{url.rpartition(':')[2]}"
+
+    def new_name(self) -> str:
+        """As `Owners.new_name`.
+
+        Raises:
+            NodeUnleased: this shard may not act now.
+        """
+        while self._seat.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._seat.index:
+            pass
+        if self._check is not None:
+            self._check()
+        return name
+
+    def held_names(self, kind: str, capacity: int) -> HeldNames:
+        """As `Owners.held_names`."""
+        return KeptNames(self._seat.directory / f"{kind}-{self._seat.index}.names", capacity)
+
+
+def check_hop(scope: Scope) -> None:
+    """Let pass what a client has sent here, of which this process does not have what it names.
+
+    Raises:
+        NotFound, OwnerUnavailable: as `ShardOwners.owner_of`.
+    """
+    hop = hop_of(scope)
+    if hop == ASK:
+        raise NotFound("this shard of the router does not have it")
+    if hop is not None:
+        raise OwnerUnavailable("this shard of the router does not have what it was asked for; ask again")
+
+
+def hop_of(scope: Scope) -> bytes | None:
+    """Return how a request has come from another shard; None where a client has sent it here."""
+    hop: bytes | None = scope["extensions"][HOPPED]
+    return hop

@@ -1,0 +1,268 @@
+"""A shard's part of a router: it takes clients' requests and sends them to workers, and decides nothing.
+
+It follows what the leader decides, goes on with the last of it while that is away and its lease lasts, and reports what
+it sees. What is asked of the whole fleet it hands to the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.routing import BaseRoute, Route
+
+from miles_router.admin.routes import Admin
+from miles_router.asgi.doors import READING
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
+from miles_router.control.control import Control
+from miles_router.control.fan_out import FleetAnswer
+from miles_router.control.health import HealthMonitor
+from miles_router.control.requests import OwnRequests
+from miles_router.errors import ControlUnavailable
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.workers import Worker
+from miles_router.forwarding.outgoing import Outgoing
+from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
+from miles_router.settings.config import RouterConfig
+from miles_router.shards.as_one import SHARD
+from miles_router.shards.channel import Message
+from miles_router.shards.duty import Duty
+from miles_router.shards.leader import POOL, pool_named
+from miles_router.shards.membership import Membership
+from miles_router.shards.peer_loads import Row
+from miles_router.shards.pools import FollowingPool
+from miles_router.shards.state import followed, own_numbers
+
+#: How often a request that changes nothing is repeated.
+REPEATS = 3
+#: Of a request, what counted at the door alone.
+AT_THE_DOOR = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"sec-fetch-site", b"x-request-id"}
+
+
+class ShardDuty(Duty):
+    """A shard.
+
+    Args:
+        generation: of this process, where it runs beside others; no other has the same number.
+    """
+
+    checks = False
+
+    def __init__(self, membership: Membership, *, generation: int = 0) -> None:
+        self.membership = membership
+        self.slots = membership.seat.slots
+        self.shares_state = membership.seat.shards.shared_state
+        self._shards = membership.seat.shards
+        self.lease = None if self._shards.local else membership
+        self._numbers = own_numbers(generation)
+        self._stack: list[dict[str, object]] = []
+        self._admin: Admin
+        self._pools: Pools
+        membership.follow = self._follow
+        membership.handlers = {
+            "abort": self._abort,
+            "places": self._places,
+            "end_group": self._end_group,
+            "at": self._at_worker,
+            "signs": self._signs,
+            "numbers": self._tell_numbers,
+            "metrics": self._tell_metrics,
+            "counts": self._tell_counts,
+            "counted": self._counted,
+        }
+
+    # The parts of the router
+
+    def config(self, config: RouterConfig) -> RouterConfig:
+        """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one
+        generation aborts all whose names begin with its name, and another process may have such a one."""
+        return replace(
+            config,
+            move_after=0.0,
+            max_connections=-(-config.max_connections // self._shards.count),
+            gate_max_held=-(-config.gate_max_held // self._shards.count),
+        )
+
+    def first_workers(self, config: RouterConfig) -> Sequence[str]:
+        """None: who the workers are is decided elsewhere."""
+        return ()
+
+    def pool(self, name: str, **settings: Any) -> FollowingPool:
+        """See `Duty`."""
+
+        def report(kind: str, worker: Worker, reason: str) -> None:
+            self._report(kind, name, worker, made.serials.get(worker), reason)
+
+        made = FollowingPool(report, **settings)
+        return made
+
+    def fleet(self, **parts: Any) -> Fleet:
+        """See `Duty`."""
+        fleet = Fleet(**parts)
+        fleet.report = parts["pool"].report
+        return fleet
+
+    def control(self, name: str, **parts: Any) -> Control:
+        """See `Duty`."""
+
+        async def relay(path: str, request: Outgoing, request_id: str) -> FleetAnswer:
+            query = b"model_id=" + name.encode() if name else b""
+            headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
+            answer = await request_leader(self.membership, request.method, path, query, headers, request.body)
+            content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
+            return FleetAnswer(answer.fields["status"], answer.blob, content_type)
+
+        control = Control(**parts)
+        control.relay = relay
+        return control
+
+    def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
+        """See `Duty`."""
+
+        async def asked(url: str) -> bool:
+            try:
+                return bool((await self.membership.ask("is_paused", pool=name, url=url)).fields["paused"])
+            except ControlUnavailable:
+                return False
+
+        return asked
+
+    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
+        """See `Duty`."""
+        self._admin, self._stack = Admin(pools, registrations, stack), stack
+        return self._admin
+
+    def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
+        """See `Duty`. The leader answers them."""
+        relay = Relay(self.membership)
+        return [Route(each.path, relay, methods=list(each.methods or ())) for each in routes if isinstance(each, Route)]
+
+    async def restore(self, registrations: Registrations) -> None:
+        """See `Duty`. Who the workers are is decided elsewhere."""
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """See `Duty`."""
+        self._pools = pools
+        self.membership.store = pools.default.router.store
+        self.membership.introduction = {"layered": pools.layered, "stack": self._stack}
+        self.membership.when_fresh = self._open_gates
+        async with self.membership.running():
+            yield
+
+    def _open_gates(self) -> None:
+        for pool in self._pools:
+            pool.fleet.gate.update()
+
+    # Following
+
+    async def _follow(self, state: dict[str, Any]) -> None:
+        for name, record in state.items():
+            if name.startswith(POOL):
+                self._follow_pool(await pool_named(self._pools, name[len(POOL) :]), record)
+
+    def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
+        fleet, control = pool.fleet, pool.router.control
+        followed(record, fleet, _following(pool), lambda: next(self._numbers))
+        pool.peopled |= record["peopled"]
+        self._pools.named |= pool.peopled and bool(pool.name)
+        control.told_may_silence = record["may_silence"]
+        if control.sent != record["sent"]:
+            control.sent = record["sent"]
+            pool.forget_adapters()
+        for worker in [each for each in fleet.pool if each.rank_fault and each.ranks]:
+            fleet.drop_ranks(worker, worker.rank_fault or "")
+
+    # Answering
+
+    def _requests(self, message: Message) -> OwnRequests:
+        name = message.fields["pool"]
+        pool = next((each for each in self._pools if each.name == name), self._pools.default)
+        requests = pool.router.control.requests
+        assert isinstance(requests, OwnRequests)
+        return requests
+
+    async def _abort(self, message: Message) -> Message:
+        fields = message.fields
+        return Message({"found": await self._requests(message).abort(fields["rid"], fields["elsewhere"])})
+
+    async def _places(self, message: Message) -> Message:
+        return Message({"found": await self._requests(message).places(message.fields["rid"])})
+
+    async def _end_group(self, message: Message) -> Message:
+        aborted, failures = await self._requests(message).end_group(message.fields["group"])
+        return Message({"found": [[aborted, [each.written() for each in failures]]]})
+
+    async def _at_worker(self, message: Message) -> Message:
+        return Message({"found": sorted(await self._requests(message).at(message.fields["url"]))})
+
+    async def _signs(self, message: Message) -> Message:
+        name, url = message.fields["pool"], message.fields["url"]
+        found = [(pool, each) for pool in self._pools if pool.name == name and (each := pool.fleet.pool.find(url))]
+        return Message({"found": [await pool.health.signs(worker) for pool, worker in found]})
+
+    async def _tell_numbers(self, message: Message) -> Message:
+        held = {pool.name: pool.fleet.gate.held for pool in self._pools}
+        numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held}
+        return Message({}, orjson.dumps(numbers))  # as `GET /router/info` of one process
+
+    async def _tell_metrics(self, message: Message) -> Message:
+        return Message({SHARD: str(self.membership.seat.index)}, self._pools.default.router.metrics.render())
+
+    async def _tell_counts(self, message: Message) -> Message:
+        return Message({"rows": {pool.name: _following(pool).peer_loads.own() for pool in self._pools}})
+
+    async def _counted(self, message: Message) -> None:
+        for pool in self._pools:
+            if pool.name in message.fields["rows"]:
+                _following(pool).peer_loads.told(Row(*message.fields["rows"][pool.name]))
+
+    def _report(self, kind: str, pool: str, worker: Worker, serial: int | None, reason: str) -> None:
+        """Say what was seen of a worker. While the leader is away nobody hears it: it looks itself."""
+        if serial is not None:
+            self.membership.tell("report", kind=kind, pool=pool, url=worker.url, serial=serial, reason=reason)
+
+
+async def request_leader(
+    membership: Membership, method: str, path: str, query: bytes, headers: Iterable[Any], body: bytes
+) -> Message:
+    """Have the leader answer one HTTP request; one that changes nothing is repeated where the leader is lost.
+
+    Raises:
+        ControlUnavailable: as `Membership.ask`.
+    """
+    fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
+    for _ in range(REPEATS if method in READING else 0):
+        with suppress(ControlUnavailable):
+            return await membership.ask("http", body, **fields)
+    return await membership.ask("http", body, **fields)
+
+
+def _following(pool: ModelPool) -> FollowingPool:
+    found = pool.fleet.pool
+    assert isinstance(found, FollowingPool)
+    return found
+
+
+class Relay:
+    """Answers a request with what the leader says to it."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request. Raises as `Membership.ask`."""
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        headers = [pair for pair in scope["headers"] if pair[0] not in AT_THE_DOOR]
+        headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
+        path = scope["raw_path"].decode("latin-1")
+        answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)
+        given = raw_headers(answer.fields["headers"])
+        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": given})
+        await send({"type": "http.response.body", "body": answer.blob})

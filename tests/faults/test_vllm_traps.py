@@ -1,0 +1,318 @@
+"""Traps of vLLM: flags that a worker lacks, health that lies, logprobs of another distribution, errors inside a 200."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from miles_router.engines.known import overflow_of
+from miles_router.fleet.workers import WorkerState
+from tests.support.cache_trial import checkpoint
+from tests.support.fleet import PROBING, becomes, info, post, posting
+from tests.support.http import RawReply
+from tests.support.running_router import RunningRouter
+from tests.support.simulated_vllm import CONTEXT, EXPERTS, LAYERS, TOP, SimulatedVLLM
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+SHORT = {"max_new_tokens": 6, "ignore_eos": True}
+GENERATE: dict[str, Any] = {"input_ids": [40, 41, 42], "sampling_params": SHORT}
+READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
+
+
+@asynccontextmanager
+async def before(
+    stage: Stage, settings: dict[str, Any] | None = None, **flags: Any
+) -> AsyncIterator[tuple[RunningRouter, SimulatedVLLM]]:
+    """A router with one worker."""
+    async with SimulatedVLLM(checkpoint(), **flags).running() as worker:
+        yield await stage.router(worker.url, **(settings or {})), worker
+
+
+def refusal(answer: RawReply) -> str:
+    assert (answer.status, answer.error_type) == (501, "unsupported_by_engine"), answer.body
+    return str(answer.json()["error"]["message"])
+
+
+# What a worker was started with
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacks"),
+    [
+        ({}, []),
+        ({"raw_logprobs": True}, ["--logprobs-mode processed_logprobs"]),
+        ({"scale_out": False}, ["--enable-scale-out"]),
+        ({"controlled": False}, ["VLLM_SERVER_DEV_MODE=1 in its environment"]),
+        ({"config": {"parallel_config": {"_api_process_count": 2}}}, ["--api-server-count 1"]),
+        ({"config": {"model_config": {"seed": 0}}}, ["a --seed of its own"]),
+    ],
+    ids=["nothing", "processed logprobs", "scale out", "dev mode", "one API server", "seed"],
+)
+async def test_registration_says_which_flags_are_missing(stage: Stage, flags: dict[str, Any], lacks: list[str]) -> None:
+    async with SimulatedVLLM(checkpoint(), **flags).running() as worker:
+        router = await stage.router()
+        added = (await post(router, "/add_worker", url=worker.url)).json()
+        assert added["status"] == "success"
+        said = added.get("lacks", [])
+        assert [each.partition(":")[0] for each in said] == lacks
+        (shown,) = (await info(router))["workers"]
+        assert shown.get("lacks", []) == said
+
+
+async def test_without_scale_out_nothing_is_sampled_and_chat_passes(stage: Stage) -> None:
+    async with before(stage, scale_out=False) as (router, worker):
+        assert "--enable-scale-out" in refusal(await post(router, "/generate", **GENERATE))
+        chat = await post(router, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+        assert chat.status == 200
+        assert len(worker.sampled) == 1
+
+
+async def test_without_dev_mode_control_is_refused_by_name_and_it_generates(stage: Stage) -> None:
+    async with before(stage, controlled=False) as (router, _):
+        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+            assert "VLLM_SERVER_DEV_MODE" in refusal(await post(router, path))
+        assert (await post(router, "/generate", **GENERATE)).status == 200
+        assert "processed_logprobs" in refusal(
+            await post(router, "/generate", **{**GENERATE, "sampling_params": {"temperature": 2}}, return_logprob=True)
+        )
+
+
+async def test_several_api_servers_take_no_abort_by_name(stage: Stage) -> None:
+    async with before(stage, config={"parallel_config": {"_api_process_count": 2}}) as (router, worker):
+        assert "--api-server-count 1" in refusal(await post(router, "/abort_request", rid="a"))
+        assert (await post(router, "/abort_request", abort_all=True)).status == 200
+        assert worker.told == [("/abort_requests", {})]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"temperature": 0.7}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {"5": 1}}],
+    ids=lambda changed: next(iter(changed)),
+)
+async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, changed: dict[str, Any]) -> None:
+    async with before(stage, raw_logprobs=True) as (router, worker):
+        request = {**GENERATE, "sampling_params": {**SHORT, **changed}}
+        assert "processed_logprobs" in refusal(await post(router, "/generate", **request, return_logprob=True))
+        chat = {"messages": [], "logprobs": True, **changed, "temperature": 0.7}
+        assert "processed_logprobs" in refusal(await post(router, "/v1/chat/completions", **chat))
+        assert worker.sampled == []
+        assert (await post(router, "/generate", **request)).status == 200, "nobody wants logprobs"
+        for temperature in (0, 1, 1.0, None):
+            same = {**GENERATE, "sampling_params": {**SHORT, "temperature": temperature}}
+            assert (await post(router, "/generate", **same, return_logprob=True)).status == 200
+
+
+async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(stage: Stage) -> None:
+    worker = SimulatedVLLM(checkpoint(), raw_logprobs=True)
+    worker.info_ready.clear()
+    async with worker.running():
+        router = await stage.router(health_check_timeout=0.1)
+        added = (await post(router, "/add_worker", url=worker.url)).json()
+        assert "lacks" not in added, "nobody waits for that"
+        early = posting(router, **GENERATE)
+        assert "lacks" not in (await post(router, "/add_worker", url=worker.url)).json()
+        assert (early.done(), worker.sampled) == (False, []), "it is not known how to ask it"
+        worker.info_ready.set()
+        assert len((await early).json()["output_ids"]) == 6
+        assert (await post(router, "/add_worker", url=worker.url)).json()["lacks"]
+
+
+# Health
+
+
+async def test_a_hung_core_behind_a_healthy_process_is_found(stage: Stage) -> None:
+    async with before(stage, {**PROBING, "health_check_failure_threshold": 2}) as (router, worker):
+        worker.hang()
+        assert (await router.ask("GET", "/health")).status == 200
+        await becomes(router, worker, QUARANTINED)
+        worker.hang(hung=False)
+        await becomes(router, worker, READY)
+
+
+async def test_what_a_hung_core_has_is_given_up_and_goes_on_elsewhere(stage: Stage) -> None:
+    async with SimulatedVLLM(checkpoint()).running() as sick, SimulatedVLLM(checkpoint()).running() as well:
+        settings = {**PROBING, "health_check_interval": 30.0, "stall_timeout": 0.2, "resume_on_worker_loss": True}
+        router = await stage.router(sick.url, **settings)
+        running = posting(router, **{**GENERATE, "sampling_params": {**SHORT, "max_new_tokens": 200}})
+        await until(lambda: sick.sampled, "it runs")
+        sick.hang()
+        assert (await post(router, "/add_worker", url=well.url)).status == 200
+        answer = (await running).json()
+        assert len(answer["output_ids"]) == 200
+        assert len(well.sampled) == 1
+        sick.hang(hung=False)
+
+
+async def test_a_pause_behind_the_router_takes_a_worker_out_until_it_ends(stage: Stage) -> None:
+    async with before(stage, {**PROBING, "health_check_timeout": 0.3}) as (router, worker):
+        worker.paused = True
+        await becomes(router, worker, WorkerState.PAUSED)
+        worker.paused = False
+        worker.hang(hung=False)
+        await becomes(router, worker, READY)
+
+
+async def test_a_worker_that_begins_anew_has_other_weights_and_takes_nothing(stage: Stage) -> None:
+    settings = {**PROBING, "health_check_interval": 0.05}
+    async with before(stage, settings) as (router, worker), SimulatedVLLM(checkpoint()).running() as other:
+        assert (await post(router, "/add_worker", url=other.url)).status == 200
+        assert (await post(router, "/update_weight_version", new_version="7")).status == 200
+        worker.version = "default"  # as it begins anew
+        await becomes(router, worker, WorkerState.OUTDATED)
+        for _ in range(4):
+            answer = (await post(router, "/generate", **GENERATE)).json()
+            assert answer["meta_info"]["weight_version"] == "7"
+
+
+async def test_a_prompt_that_is_too_long_is_refused_as_vllm_says_it(stage: Stage) -> None:
+    async with before(stage) as (router, _):
+        refused = await post(router, "/generate", **{**GENERATE, "input_ids": [40] * CONTEXT})
+        assert (refused.status, b"longer than the maximum model length" in refused.body) == (400, True)
+        assert overflow_of(refused.json()) == (CONTEXT, CONTEXT, None)
+        said = (
+            "This model's maximum context length is 10 tokens. However, your prompt contains at least 11 input tokens"
+        )
+        assert overflow_of({"error": {"message": said}}) == (11, 10, None)
+
+
+# Errors inside a 200
+
+
+async def test_an_error_inside_a_stream_is_an_error(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        worker.fails_next = True
+        answer = await post(router, "/generate", **GENERATE, stream=True)
+        assert answer.status == 200
+        assert b'"error"' in answer.body
+        assert b'"finish_reason":{' not in answer.body, "no answer that looks complete"
+
+
+async def test_a_late_refusal_stands_in_the_stream(stage: Stage) -> None:
+    async with before(stage) as (router, _):
+        answer = await post(router, "/generate", **{**GENERATE, "input_ids": [10**9]}, stream=True)
+        assert (answer.status, b"out of vocabulary" in answer.body) == (200, True)
+        whole = await post(router, "/generate", **{**GENERATE, "input_ids": [10**9]})
+        assert whole.status == 400
+        listed = await post(router, "/generate", **{**GENERATE, "input_ids": [[40], [10**9]]})
+        assert listed.status == 400, "one that is refused fails the whole"
+
+
+async def test_a_flush_that_did_nothing_is_refused_though_its_status_is_200(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        running = posting(router, **{**GENERATE, "sampling_params": {**SHORT, "max_new_tokens": 100}})
+        await until(lambda: worker.sampled, "it runs")
+        assert (await post(router, "/flush_cache")).status == 400
+        await running
+        assert (await post(router, "/flush_cache")).status == 200
+
+
+async def test_a_part_that_is_lost_fails_the_whole(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        listed = {**GENERATE, "input_ids": [[40], [41], [42]]}
+        worker.fails_next = True
+        answer = await post(router, "/generate", **listed, stream=True)
+        finished = answer.body.count(b'"finish_reason":{')
+        assert (b'"error"' in answer.body, finished) == (True, 2)
+
+
+# Rows
+
+
+async def test_routed_experts_come_as_int32_from_the_row_that_is_asked_for(stage: Stage) -> None:
+    async with before(stage, experts=True) as (router, _):
+        for start in (0, 2, 3):
+            for stream in (False, True):
+                request = {**GENERATE, "return_routed_experts": True, "routed_experts_start_len": start}
+                answer = await post(router, "/generate", **request, stream=stream)
+                last = answer.body.split(b"data: ")[-2] if stream else answer.body
+                said = orjson.loads(last)
+                rows = np.frombuffer(base64.b64decode(said["meta_info"]["routed_experts"]), np.int32)
+                rows = rows.reshape(-1, LAYERS, TOP)
+                tokens = [40, 41, 42, *said["output_ids"]]
+                assert len(rows) == len(tokens) - 1 - start
+                assert rows[:, 0, 0].tolist() == [token % EXPERTS for token in tokens[start:-1]]
+        plain = (await post(router, "/generate", **GENERATE)).json()
+        assert "routed_experts" not in plain["meta_info"], "nobody asked"
+        none = {**GENERATE, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 0}}
+        prompt = (await post(router, "/generate", **none)).json()["meta_info"]["routed_experts"]
+        assert len(base64.b64decode(prompt)) == 2 * LAYERS * TOP * 4
+
+
+# Top logprobs
+
+
+async def test_top_logprobs_are_the_likeliest_with_their_ids_and_the_sampled_one_where_it_ranks(stage: Stage) -> None:
+    async with before(stage, names_ids=True) as (router, worker):
+        wanted = {**GENERATE, "return_logprob": True, "top_logprobs_num": 2}
+        for stream in (False, True):
+            answer = await post(router, "/generate", **wanted, stream=stream)
+            said = orjson.loads(answer.body.split(b"data: ")[-2] if stream else answer.body)
+            own, tops = (said["meta_info"][f"output_{name}_logprobs"] for name in ("token", "top"))
+            assert [entry[1] for entry in own] == said["output_ids"]
+            for sampled, two in zip(own, tops, strict=True):
+                assert len(two) == 2
+                assert two == sorted(two, key=lambda entry: -entry[0])
+                assert {entry[1] for entry in two} <= {sampled[1], 20, 21}
+                assert sampled in two or sampled[0] <= two[-1][0]
+        assert {asked["sampling_params"]["logprobs"] for asked in worker.sampled} == {3}
+
+
+async def test_top_logprobs_without_ids_are_refused_by_name(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        wanted = {**GENERATE, "return_logprob": True, "top_logprobs_num": 2}
+        assert "--return-tokens-as-token-ids" in refusal(await post(router, "/generate", **wanted))
+        assert worker.sampled == []
+
+
+# Names
+
+
+async def test_names_are_the_routers_inward_and_the_clients_outward(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        for _ in range(2):
+            answer = (await post(router, "/generate", **GENERATE, rid="mine")).json()
+            assert answer["meta_info"]["id"] == "mine"
+        chat = await post(router, "/v1/chat/completions", messages=[], rid="mine", lora_path=None)
+        assert chat.json()["id"] == "chatcmpl-mine"
+        names = [asked["request_id"] for asked in worker.sampled]
+        assert len({*names}) == 3
+        assert not any(name == "mine" or name.startswith("mr-") for name in names), "no X-Request-Id that wins"
+
+
+async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left_out(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        worker.adapters["a"] = "/a"
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert (await post(router, "/v1/chat/completions", **chat, lora_path="a")).json()["model"] == "a"
+        assert (await post(router, "/v1/chat/completions", **chat, lora_path="b")).status == 404
+        for name in ("return_meta_info", "session_params", "regex"):
+            refused = await post(router, "/v1/chat/completions", **chat, **{name: "x"})
+            assert name in refusal(refused)
+        assert len(worker.sampled) == 2
+
+
+async def test_an_adapter_is_applied_however_its_model_is_written(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        loaded = await post(router, "/v1/load_lora_adapter", lora_name="a", lora_path="/a")
+        assert loaded.status == 200
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        for model in ("a", "a-model:a"):
+            answer = await post(router, "/v1/chat/completions", **chat, model=model)
+            assert (answer.status, answer.json().get("model")) == (200, "a"), answer.body
+        assert (await post(router, "/v1/chat/completions", **chat, model="a-model")).json()["model"] == "a-model"
+        answer = await post(router, "/generate", **GENERATE, model="a-model:a")
+        assert (answer.status, worker.sampled[-1]["model"]) == (200, "a")
+
+
+async def test_connections_that_vllm_closes_when_they_are_idle_cost_no_request(stage: Stage) -> None:
+    async with before(stage, keep_alive_s=0) as (router, worker):
+        for _ in range(20):
+            assert (await post(router, "/generate", **GENERATE)).status == 200
+        assert len(worker.sampled) == 20

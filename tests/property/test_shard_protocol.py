@@ -1,0 +1,84 @@
+"""A leader and its shards keep what they promise, whatever happens; and each rule of theirs is needed for that."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_router.shards import protocol
+from tests.support.shard_world import Broken, World
+from tests.support.tiers import examples
+
+LEASE, NOTHING = 8.0, ((0, 0), None)
+#: How many worlds are tried at most until one shows what a rule is for.
+WORLDS = 400
+
+
+@pytest.mark.parametrize("seed", range(examples(40)))
+def test_what_a_leader_and_its_shards_promise_holds(seed: int) -> None:
+    counts = World(seed).play()
+    assert counts["writes"] > 50
+    assert counts["turns"] > 50
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("leases from sending", {"one", "barrier", "store"}),
+        ("waiting for shards", {"barrier"}),
+        ("leases", {"barrier", "store"}),
+        ("waiting for leases", {"barrier", "one", "store"}),
+        ("the register", {"one", "leader", "barrier", "store"}),
+        ("certainty", {"leader", "barrier"}),
+        ("epochs", {"store"}),
+        ("freshness", {"progress: a seat does not act", "progress: a pause is not answered", "one", "store"}),
+        ("clocks that agree", {"one", "barrier", "store"}),
+    ],
+)
+def test_without_a_rule_a_promise_is_broken(rule: str, broken: set[str]) -> None:
+    assert _first_broken(rule) in broken
+
+
+def test_a_lease_is_counted_longer_by_who_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "SLACK", 1.0)
+    assert _first_broken("") in {"one", "barrier", "store"}
+
+
+def test_a_leader_that_may_have_one_beside_it_waits_for_that_one_s_certainty_whoever_is_here() -> None:
+    """It may stand still, and write when it goes on."""
+    before = protocol.Leader(1, LEASE, 1, 0.0, first=True, stored=NOTHING)
+    before.confirmed(0.0, 0.0)
+    joined = protocol.Join(0, "a life", True, (1, 1), {})
+    after = protocol.Leader(1, LEASE, 2, 1.0, first=False, stored=NOTHING)
+    alone = protocol.Leader(1, LEASE, 2, 1.0, first=False, stored=NOTHING, alone=True)
+    for leader in (after, alone):
+        leader.join(joined, 1.0)
+        leader.confirmed(1.0, 1.0)
+    assert before.is_certain(1.0)
+    assert (after.open, alone.open) == (False, True), "a platform has seen the end of the one before"
+    opens = 1.0 + LEASE * protocol.SLACK
+    after.confirmed(opens, opens)
+    assert after.open
+    assert not before.is_certain(opens)
+
+
+def test_a_life_goes_on_in_its_seat_where_its_successor_leaves_before_it_has_it() -> None:
+    leader = protocol.Leader(1, LEASE, 1, 0.0, first=True, stored=NOTHING)
+    leader.confirmed(0.0, 0.0)
+    leader.join(protocol.Join(0, "first", False, (0, 0), None), 0.0)
+    leader.confirmed(0.0, 0.0)
+    leader.heard(0, "first", protocol.Ack(1, 1, 0.0), 0.0)
+    leader.confirmed(0.0, 0.0)
+    leader.join(protocol.Join(0, "second", False, (0, 0), None), 1.0)
+    leader.heard(0, "first", protocol.Ack(1, 1, 1.0), 1.0)
+    assert leader.confirmed(2.0, 2.0) == [], "nothing is prolonged while another one waits"
+    leader.left(0, "second")
+    assert leader.confirmed(2.0, 2.0) == [("first", protocol.Beat(1, 1.0))]
+
+
+def _first_broken(rule: str) -> str:
+    for seed in range(WORLDS):
+        try:
+            World(seed, rule).play()
+        except Broken as broken:
+            return str(broken)
+    return f"nothing in {WORLDS} worlds"
