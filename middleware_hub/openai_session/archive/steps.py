@@ -228,7 +228,7 @@ class _Replay:
     def step(self, blob: bytes) -> None:
         """Do what a step says."""
         header, begin = header_of(blob)
-        parts = _Parts(blob, begin)
+        parts = _Cursor(blob, begin)
         self._things += [parts.bytes(length) for length in header["things"]]
         for turn in header["turns"]:
             self._session.history.restore(self._turn(turn, parts))
@@ -254,7 +254,7 @@ class _Replay:
         self._places[thing] = place
         return thing
 
-    def _turn(self, header: Mapping[str, Any], parts: _Parts) -> Turn:
+    def _turn(self, header: Mapping[str, Any], parts: _Cursor) -> Turn:
         turns, of = self._session.turns, header["given_of"]
         given = Piece(parts.array(IDS, header["given"])) if of is None else turns[of].given
         sampled = [
@@ -320,7 +320,7 @@ class _Replay:
         )
 
 
-class _Parts:
+class _Cursor:
     """What stands behind a header, one part behind the other; each that is taken is memory of its own."""
 
     def __init__(self, data: bytes, begin: int) -> None:
