@@ -153,7 +153,10 @@ class LeaderDuty(Duty):
         """See `Duty`. Not before it is known whether this leader follows another one."""
         self._registrations = registrations
         if not self.shards.local and registrations.store is not None:
-            self._register = Stored(registrations.store)
+            try:
+                self._register = Stored(registrations.store)
+            except StateError as error:
+                raise ConfigError(f"state_dir: {error}") from None
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
@@ -327,6 +330,7 @@ class LeaderDuty(Duty):
             "ack": ack,
             "http": self._http,
             "is_paused": self._is_paused,
+            "term": self._term,
             "report": self._report,
         }
         channel = Channel(reader, writer, handlers, ordered=frozenset({"join", "ack"}))
@@ -349,6 +353,9 @@ class LeaderDuty(Duty):
     async def _is_paused(self, message: Message) -> Message:
         pool, fields = self._find(message), message.fields
         return Message({"paused": await pool.health.is_paused(fields["url"]) if pool is not None else False})
+
+    async def _term(self, message: Message) -> Message:
+        return Message({"term": self.seats.leader.term})
 
     async def _report(self, message: Message) -> None:
         """What a shard has seen of a worker."""

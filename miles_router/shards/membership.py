@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from miles_router.shards.places import SOCKET, Seat, clock
 from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import Beat, Decided, End, Life, Said, Welcome
 from miles_router.shards.seats import life_of
+from miles_router.state.locks import ByteLocks
 from miles_router.state.store import StateStore
 from miles_router.version import __version__
 
@@ -95,6 +96,10 @@ class Membership:
             await self._followed.wait()
             await self._seated.wait()
             if self.seat.shards.shared_state:
+                try:
+                    await self._check_locks()
+                except StateError as error:
+                    self._end_it(str(error))
                 await asyncio.gather(*map(self._claim, self.seat.slots))
             yield
         finally:
@@ -214,6 +219,20 @@ class Membership:
                 continue
             ack = self._life.ack(clock())
             channel.tell("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
+
+    async def _check_locks(self) -> None:
+        """End this process where it can lock what the leader has locked: two owners of a slot would both commit."""
+        assert self.store is not None
+        directory = self.store.directory
+        with closing(ByteLocks(directory)) as locks:
+            while await asyncio.to_thread(locks.take, term := self._life.at[0]):
+                with suppress(ControlUnavailable):  # a leader that was lost has let go of it
+                    if (await self.ask("term")).fields["term"] == term:
+                        self._end_it(
+                            f"state_dir: {directory}: the leader's lock is not seen here. It must be the leader's "
+                            "directory, on a file system that keeps POSIX locks between machines"
+                        )
+                await asyncio.sleep(UNCLAIMED)
 
     async def _claim(self, slot: int) -> None:
         """Take over what the life before this one has left in a state directory that all shards share."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from miles_router.errors import StateError, StateOutdated
 from miles_router.slots import CONTROL
+from miles_router.state.locks import ByteLocks
 from miles_router.state.store import StateStore
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,17 @@ class Stored:
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
+        self._locks = ByteLocks(store.directory)
 
     async def claim(self) -> tuple[int, bool]:
-        """See `Register`. Raises StateError."""
+        """See `Register`. The byte at the term stays locked, by which shards find out what locks are worth.
+
+        Raises:
+            StateError: the slot cannot be taken over, or nothing be locked.
+        """
         term = await self._store.claim(CONTROL)
+        if not self._locks.take(term):
+            raise StateError(f"{self._store.directory}: another process leads in term {term}, too")
         return term, term == 1
 
     async def confirm(self) -> bool:

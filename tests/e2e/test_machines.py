@@ -310,3 +310,15 @@ async def entries(router: RunningMachines) -> list[float]:
     """How many texts each machine has."""
     text = await metrics(router.nodes[0].url)
     return [total(text, ENTRIES, shard=str(index)) for index in range(len(router.nodes))]
+
+
+async def test_a_shard_that_does_not_see_the_leaders_lock_is_refused(tmp_path: Path) -> None:
+    """Another directory under the same name, or a file system whose locks end at the machine: the shard can lock what
+    the leader has locked."""
+    async with SimulatedWorker() as worker, running(worker, tmp_path / "shared") as router:
+        node = router.nodes[1]
+        node.send(signal.SIGKILL)
+        router.start_node(1, state_dir=str(tmp_path / "own"))
+        await until(lambda: node.process.poll() is not None, "it ends")
+        assert "the leader's lock is not seen here" in node.log()
+        assert not (tmp_path / "own" / "slot-01.sqlite").exists(), "nothing was changed"

@@ -193,14 +193,19 @@ class RunningMachines:
         self._file().write_text(f"{HOST}:{self.control.listener.getsockname()[1]}", encoding="ascii")
         self.control.start(self._assigned(self.shards))
 
-    def start_node(self, index: int, control: str | None = None) -> None:
-        """Start the shard of a machine; `control`: where it reaches the leader, if not as all others."""
+    def start_node(self, index: int, control: str | None = None, **changed: Any) -> None:
+        """Start the shard of a machine.
+
+        Args:
+            control: where it reaches the leader, if not as all others.
+            changed: settings that are not those of the others.
+        """
         part, file = self.nodes[index], self._file()
         if control is not None:
             file = self._directory / f"control-{index}"
             file.write_text(control, encoding="ascii")
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
-        part.start(self._assigned(Seat(self.shards, index, directory, part.url, file)))
+        part.start(self._assigned(Seat(self.shards, index, directory, part.url, file), **changed))
 
     async def replace(self, index: int) -> Part:
         """Start the shard of this seat elsewhere, as a platform does that takes its machine for lost."""
@@ -212,8 +217,8 @@ class RunningMachines:
     def _file(self) -> Path:
         return self._directory / "control"
 
-    def _assigned(self, place: Shards | Seat) -> Assignment:
-        return Assignment(self._config, None, place, os.getpid(), next(self._generations))
+    def _assigned(self, place: Shards | Seat, **changed: Any) -> Assignment:
+        return Assignment(replace(self._config, **changed), None, place, os.getpid(), next(self._generations))
 
 
 @contextlib.asynccontextmanager
