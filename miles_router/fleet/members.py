@@ -1,12 +1,14 @@
-"""The workers that a pool has, and how one of them is found. Pure."""
+"""The workers that a pool has, how one of them is found, and who hears of changes. Pure."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from miles_router.errors import NotFound
-from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.fleet.snapshot import Snapshot
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 
 class Members:
@@ -15,6 +17,13 @@ class Members:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
+        #: Numbers for registrations to come.
+        self.serials = itertools.count(1)
+        #: Leases of other processes, as far as this one was told.
+        self.elsewhere = 0
+        #: What is routable now.
+        self.snapshot = Snapshot()
+        self.listeners: list[Callable[[Transition], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -45,7 +54,7 @@ class Members:
     @property
     def in_flight(self) -> int:
         """Leases held on all workers, removed ones that still finish included."""
-        return sum(worker.in_flight for worker in self.known)
+        return sum(worker.in_flight for worker in self.known) + self.elsewhere
 
     def get(self, name: str) -> Worker:
         """The worker with this normal URL or id.
@@ -66,3 +75,37 @@ class Members:
         """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
         worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, without its call
         return None if worker is None else worker.weight_version
+
+    # Changes
+
+    def follow(self, members: Sequence[Worker], told: Sequence[Transition]) -> None:
+        """Have these workers and no others, in the states that they are in: somebody else has decided so.
+
+        Args:
+            told: what listeners hear, behind those that are gone.
+        """
+        workers = {worker.url: worker for worker in members}
+        gone = [worker for worker in self if workers.get(worker.url) is not worker]
+        for worker in gone:
+            worker.serial = 0
+            if worker.in_flight:
+                self._leaving[worker.url] = worker
+        for worker in members:
+            if self._leaving.get(worker.url) is worker:
+                del self._leaving[worker.url]
+        self.serials = itertools.count(max((worker.serial for worker in members), default=0) + 1)
+        self._workers = workers
+        self._publish()
+        for transition in [*(Transition(worker, worker.state, None, "removed") for worker in gone), *told]:
+            self._tell(transition)
+
+    def _register(self, worker: Worker) -> None:
+        self._workers[worker.url] = worker
+        worker.serial = next(self.serials)
+
+    def _publish(self) -> None:
+        self.snapshot = Snapshot.of(self.snapshot.number + 1, self._workers.values())
+
+    def _tell(self, transition: Transition) -> None:
+        for listener in self.listeners:
+            listener(transition)

@@ -26,7 +26,7 @@ from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Policy, need_of
 from miles_router.fleet.placement.homes import Homes, prefill_key
 from miles_router.fleet.placement.paces import Paces
-from miles_router.fleet.snapshot import Snapshot, why_none
+from miles_router.fleet.snapshot import why_none
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import (
     ALIVE,
@@ -65,12 +65,13 @@ class WorkerPool(Members):
         self.unnamed_weights = False  # the last update named no version
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
         self.weights_epoch = 0
-        self.listeners: list[Callable[[Transition], None]] = []
         self._failure_threshold = failure_threshold
         self._readmit = readmit
         self._now = now
-        #: What is routable now.
-        self.snapshot = Snapshot()
+        #: Whether nobody has requests at a worker. Where there are several processes, others may have some.
+        self.is_idle: Callable[[Worker], bool] = lambda worker: not worker.in_flight
+        #: Is told `(what, worker, reason)` in place of a decision here, where another process decides.
+        self.report: Callable[[str, Worker, str], None] | None = None
         #: How many workers were found stalled.
         self.stalls = 0
         self._settling = False
@@ -115,7 +116,7 @@ class WorkerPool(Members):
             self._end_drain(worker)
             worker.caches.change(worker.weight_version, new_number())  # for those that still run
             worker.failures, worker.weight_version = 0, None
-        self._workers[address.url] = worker
+        self._register(worker)
         self._welcome(worker, weight_version, before=None)
         return worker
 
@@ -126,7 +127,7 @@ class WorkerPool(Members):
             return known
         if self._failure_threshold >= NEVER:
             return self.add(address)
-        worker = self._workers[address.url] = Worker(address, now=self._now())
+        self._register(worker := Worker(address, now=self._now()))
         self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
         return worker
 
@@ -172,7 +173,8 @@ class WorkerPool(Members):
         if self._workers.get(worker.url) is not worker:
             return
         del self._workers[worker.url]
-        if worker.in_flight:
+        worker.serial = 0
+        if not self.is_idle(worker):
             self._leaving[worker.url] = worker
         self._publish()
         self._tell(Transition(worker, worker.state, None, reason))
@@ -184,8 +186,8 @@ class WorkerPool(Members):
         if worker.state is not WorkerState.DRAINING:
             self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
-        if not worker.in_flight:
-            self._drained(worker)
+        if self.is_idle(worker):
+            self.left(worker)
 
     # Requests
 
@@ -278,16 +280,16 @@ class WorkerPool(Members):
             self.homes.leave(lease.home, lease.tokens, answered=answered)
         worker.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
-        if worker.state is WorkerState.DRAINING:
-            if not worker.in_flight:
-                self._drained(worker)
-        elif self._leaving and not worker.in_flight and self._leaving.get(worker.url) is worker:
-            del self._leaving[worker.url]
+        if (worker.state is WorkerState.DRAINING or self._leaving) and self.is_idle(worker):
+            self.left(worker)
 
-    def _drained(self, worker: Worker) -> None:
-        self.remove(worker, "drained")
-        self._leaving.pop(worker.url, None)
-        self._end_drain(worker)
+    def left(self, worker: Worker) -> None:
+        """Nobody has requests at a worker. One that gets no more is gone with that."""
+        if worker.state is WorkerState.DRAINING:
+            self.remove(worker, "drained")
+            self._end_drain(worker)
+        if self._leaving.get(worker.url) is worker:
+            del self._leaving[worker.url]
 
     def _end_drain(self, worker: Worker) -> None:
         for call in self._when_idle.pop(worker.url, ()):
@@ -305,6 +307,9 @@ class WorkerPool(Members):
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
         worker.failures, worker.last_check = worker.failures + 1, self._now()
         self._forget_engine(worker)
+        if self.report is not None:
+            self.report("failure", worker, reason)
+            return
         self.stay_unreached(worker, reason)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             worker.missed_update |= self.unnamed_weights  # it may start anew, with the weights of its disk
@@ -312,7 +317,7 @@ class WorkerPool(Members):
 
     def _forget_engine(self, worker: Worker) -> None:
         """Who answers next may be another, with other weights; most engines say themselves which."""
-        if worker.engine is not None and not worker.engine.tells_version:
+        if self.report is None and worker.engine is not None and not worker.engine.tells_version:
             worker.weight_version = None
         worker.forget_engine()
         self._publish()
@@ -326,6 +331,8 @@ class WorkerPool(Members):
         if worker.state is not WorkerState.DRAINING and self._workers.get(worker.url) is worker:
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
         worker.stalled = True
+        if self.report is not None:
+            self.report("stall", worker, reason)
 
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
         """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""
@@ -406,7 +413,7 @@ class WorkerPool(Members):
 
     def _settle_weights(self) -> None:
         """Bring the fleet's version and the workers' states in step. A worker that leaves takes its vote with it."""
-        if self._settling:
+        if self._settling or self.report is not None:
             return
         self._settling = True
         try:
@@ -439,10 +446,3 @@ class WorkerPool(Members):
         self._publish()
         self._tell(Transition(worker, before, state, reason))
         self._settle_weights()
-
-    def _publish(self) -> None:
-        self.snapshot = Snapshot.of(self.snapshot.number + 1, self._workers.values())
-
-    def _tell(self, transition: Transition) -> None:
-        for listener in self.listeners:
-            listener(transition)

@@ -135,6 +135,7 @@ class Worker:
         "rank_fault",
         "reason",
         "role",
+        "serial",
         "since",
         "stalled",
         "state",
@@ -155,6 +156,8 @@ class Worker:
         self.address = address
         self.url = address.url
         self.api_key = api_key
+        #: The number of its registration in its pool; 0 while it is not registered.
+        self.serial = 0
         self.attributes: dict[str, object] = {}
         self.set_attributes(attributes or {})
         self.units: tuple[Unit, ...] = (Unit(self),)

@@ -7,7 +7,6 @@ what it says.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import stand_still
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Signs, Transition, Worker
@@ -40,7 +40,7 @@ from miles_router.shards.as_one import AsOne
 from miles_router.shards.channel import Channel, Message
 from miles_router.shards.duty import Duty, without_keys
 from miles_router.shards.places import SOCKET, Shards, clock
-from miles_router.shards.pools import DecidingPool
+from miles_router.shards.pools import counted, deciding_pool, distrust_weights, ending, settle
 from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import Ack, Join
 from miles_router.shards.register import Platform, Register, Stored
@@ -91,7 +91,6 @@ class LeaderDuty(Duty):
         self._listener = listener
         self._ended = ended
         self._register: Register = Platform(term)
-        self._serials = itertools.count(1)
         self._config: RouterConfig  # as it was given: what this process leaves out, others do
         self._pools: Pools
         self._channels: set[Channel] = set()
@@ -114,9 +113,9 @@ class LeaderDuty(Duty):
         """None before it is known whether this leader follows another one."""
         return ()
 
-    def pool(self, name: str, **settings: Any) -> DecidingPool:
+    def pool(self, name: str, **settings: Any) -> WorkerPool:
         """See `Duty`."""
-        return DecidingPool(lambda: next(self._serials), **settings)
+        return deciding_pool(**settings)
 
     def fleet(self, **parts: Any) -> Fleet:
         """See `Duty`."""
@@ -194,7 +193,7 @@ class LeaderDuty(Duty):
         """Know what is in flight; whether all have told it."""
         whole = await self.seats.count()
         for pool in self._pools:
-            _deciding(pool).counted(self.seats.in_flight(pool.name))
+            counted(pool.fleet.pool, self.seats.in_flight(pool.name))
         return whole
 
     # Whether it leads
@@ -221,7 +220,7 @@ class LeaderDuty(Duty):
         if sections:
             set_apart(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
-                _deciding(pool).restore()
+                distrust_weights(pool.fleet.pool)
             logger.warning("leader_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
             await self._registrations.restore(of_this_run=True)
             for pool in self._pools:  # the one before may have been lost between two of these
@@ -237,11 +236,9 @@ class LeaderDuty(Duty):
 
     async def _restore(self, pool: ModelPool, record: Record) -> None:
         fleet = pool.fleet
-        serials = [each["serial"] for each in record["workers"]]
-        self._serials = itertools.count(max([*serials, next(self._serials)]) + 1)
         stand_still(fleet, record)
         numbers = own_numbers(0)
-        followed(record, fleet, _deciding(pool), lambda: next(numbers))
+        followed(record, fleet, lambda: next(numbers))
 
     # What is decided
 
@@ -251,7 +248,7 @@ class LeaderDuty(Duty):
     def _section(self, pool: ModelPool) -> Record:
         control = pool.router.control
         return {
-            **written(pool.fleet, _deciding(pool)),
+            **written(pool.fleet),
             "peopled": pool.peopled,
             "may_silence": control.may_silence,
             "sent": control.sent,
@@ -272,12 +269,12 @@ class LeaderDuty(Duty):
         while True:
             await asyncio.sleep(BEAT)
             self.seats.changed()
-            ending = {pool: each for pool in map(_deciding, self._pools) if (each := pool.ending)}
-            if ending:
+            leaving = [(pool.fleet.pool, each) for pool in self._pools if (each := ending(pool.fleet.pool))]
+            if leaving:
                 await self.seats.caught_up()
                 if await self._count():
-                    for pool, workers in ending.items():
-                        pool.settle(workers)
+                    for pool, workers in leaving:
+                        settle(pool, workers)
 
     # Shards
 
@@ -361,7 +358,7 @@ class LeaderDuty(Duty):
         """What a shard has seen of a worker."""
         fields, pool = message.fields, self._find(message)
         worker = None if pool is None else pool.fleet.pool.find(fields["url"])
-        if pool is None or worker is None or _deciding(pool).serials.get(worker) != fields["serial"]:
+        if pool is None or worker is None or worker.serial != fields["serial"]:
             return
         if fields["kind"] == "silence":
             await pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
@@ -388,12 +385,6 @@ class LeaderDuty(Duty):
 async def pool_named(pools: Pools, name: str) -> ModelPool:
     """The pool of this name, made where there is none."""
     return pools.default if name == pools.default.name else await pools.open(name)
-
-
-def _deciding(pool: ModelPool) -> DecidingPool:
-    found = pool.fleet.pool
-    assert isinstance(found, DecidingPool)
-    return found
 
 
 async def answered(app: RouterApp, message: Message) -> Message:

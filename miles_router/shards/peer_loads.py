@@ -85,13 +85,12 @@ class PeerLoads:
 
     def __init__(self, pool: WorkerPool, now: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
+        pool.let_others_choose = self.let_others_choose
         self._now = now
         self._told_at = -math.inf
         #: What was added to units: what was told, and requests that are supposed.
         self._added: dict[Unit, Load] = {}
         self._supposed: dict[Unit, int] = {}
-        #: Leases of all others.
-        self.leases = 0
         self._choices = 0
         #: Choices in a tenth of a second, as of lately: of this process, and of all others together.
         self._own_pace = self._others_pace = 0.0
@@ -121,7 +120,7 @@ class PeerLoads:
         for unit, load in self._added.items():
             _add(unit, load, -1)
         self._added = {}
-        self.leases = sum(leases for leases, _ in others.workers.values())
+        self._pool.elsewhere = sum(leases for leases, _ in others.workers.values())
         for url, (_, loads) in others.workers.items():
             worker = self._pool.find(url)
             units = {} if worker is None else {unit.rank: unit for unit in worker.units}

@@ -24,6 +24,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
 from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
@@ -34,8 +35,8 @@ from miles_router.shards.channel import Message
 from miles_router.shards.duty import Duty
 from miles_router.shards.leader import POOL, pool_named
 from miles_router.shards.membership import Membership
-from miles_router.shards.peer_loads import Row
-from miles_router.shards.pools import FollowingPool
+from miles_router.shards.peer_loads import PeerLoads, Row
+from miles_router.shards.pools import following_pool
 from miles_router.shards.state import followed, own_numbers
 
 #: How often a request that changes nothing is repeated.
@@ -61,6 +62,8 @@ class ShardDuty(Duty):
         self.lease = None if self._shards.local else membership
         self._numbers = own_numbers(generation)
         self._stack: list[dict[str, object]] = []
+        #: By the name of a pool, what others have in it.
+        self._peer_loads: dict[str, PeerLoads] = {}
         self._admin: Admin
         self._pools: Pools
         membership.follow = self._follow
@@ -92,14 +95,18 @@ class ShardDuty(Duty):
         """None: who the workers are is decided elsewhere."""
         return ()
 
-    def pool(self, name: str, **settings: Any) -> FollowingPool:
+    def pool(self, name: str, **settings: Any) -> WorkerPool:
         """See `Duty`."""
 
         def report(kind: str, worker: Worker, reason: str) -> None:
-            self._report(kind, name, worker, made.serials.get(worker), reason)
+            """Say what was seen of a worker. While the leader is away nobody hears it: it looks itself."""
+            if worker.serial:
+                fields = {"url": worker.url, "serial": worker.serial, "reason": reason}
+                self.membership.tell("report", kind=kind, pool=name, **fields)
 
-        made = FollowingPool(report, **settings)
-        return made
+        pool = following_pool(report, **settings)
+        self._peer_loads[name] = PeerLoads(pool)
+        return pool
 
     def fleet(self, **parts: Any) -> Fleet:
         """See `Duty`."""
@@ -168,7 +175,7 @@ class ShardDuty(Duty):
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        followed(record, fleet, _following(pool), lambda: next(self._numbers))
+        followed(record, fleet, lambda: next(self._numbers))
         pool.peopled |= record["peopled"]
         self._pools.named |= pool.peopled and bool(pool.name)
         control.told_may_silence = record["may_silence"]
@@ -215,17 +222,12 @@ class ShardDuty(Duty):
         return Message({SHARD: str(self.membership.seat.index)}, self._pools.default.router.metrics.render())
 
     async def _tell_counts(self, message: Message) -> Message:
-        return Message({"rows": {pool.name: _following(pool).peer_loads.own() for pool in self._pools}})
+        return Message({"rows": {name: loads.own() for name, loads in self._peer_loads.items()}})
 
     async def _counted(self, message: Message) -> None:
-        for pool in self._pools:
-            if pool.name in message.fields["rows"]:
-                _following(pool).peer_loads.told(Row(*message.fields["rows"][pool.name]))
-
-    def _report(self, kind: str, pool: str, worker: Worker, serial: int | None, reason: str) -> None:
-        """Say what was seen of a worker. While the leader is away nobody hears it: it looks itself."""
-        if serial is not None:
-            self.membership.tell("report", kind=kind, pool=pool, url=worker.url, serial=serial, reason=reason)
+        for name, loads in self._peer_loads.items():
+            if name in message.fields["rows"]:
+                loads.told(Row(*message.fields["rows"][name]))
 
 
 async def request_leader(
@@ -241,12 +243,6 @@ async def request_leader(
         with suppress(ControlUnavailable):
             return await membership.ask("http", body, **fields)
     return await membership.ask("http", body, **fields)
-
-
-def _following(pool: ModelPool) -> FollowingPool:
-    found = pool.fleet.pool
-    assert isinstance(found, FollowingPool)
-    return found
 
 
 class Relay:

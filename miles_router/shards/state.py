@@ -36,63 +36,9 @@ _COPIED = (
 )
 
 
-class SharedPool(WorkerPool):
-    """A pool of which every process has one. Its registrations are numbered."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        #: The number of each worker's registration.
-        self.serials: dict[Worker, int] = {}
-
-    def follow(self, records: Iterable[Record], own_number: Callable[[], int]) -> None:
-        """Have these workers in these states, and no others. No decision is made here."""
-        settling, self._settling = self._settling, True
-        transitions: list[Transition] = []
-        order: dict[str, Worker] = {}
-        for record in records:
-            worker, before = self._of(record, transitions)
-            self._copy(worker, record, own_number)
-            order[worker.url] = worker
-            if before is not worker.state:
-                transitions.append(Transition(worker, before, worker.state, worker.reason))
-        gone = [worker for url, worker in self._workers.items() if order.get(url) is not worker]
-        transitions += [self._leave(worker) for worker in gone]
-        self._workers = order
-        self._publish()
-        for transition in transitions:
-            self._tell(transition)
-        self._settling = settling
-
-    def _of(self, record: Record, transitions: list[Transition]) -> tuple[Worker, WorkerState | None]:
-        """The worker of a record, and its state before; None for a registration that is new here."""
-        address, serial = parse_worker_url(record["url"]), record["serial"]
-        known = self._workers.get(address.url)
-        if known is not None and self.serials[known] == serial:
-            return known, known.state
-        if known is not None:
-            transitions.append(self._leave(known))
-        worker = self._leaving.pop(address.url, None) or Worker(address)
-        worker.caches = type(worker.caches)()  # who has chosen one of the old ones must choose again
-        self.serials[worker] = serial
-        return worker, None
-
-    def _leave(self, worker: Worker) -> Transition:
-        del self._workers[worker.url]
-        if worker.in_flight:
-            self._leaving[worker.url] = worker
-        del self.serials[worker]
-        return Transition(worker, worker.state, None, "removed")
-
-    def _copy(self, worker: Worker, record: Record, own_number: Callable[[], int]) -> None:
-        for name in _COPIED:
-            setattr(worker, name, record[name])
-        worker.state = WorkerState(record["state"])
-        worker.set_attributes(record["attributes"])
-        worker.caches.follow(record["caches"], own_number)
-
-
-def written(fleet: Fleet, pool: SharedPool) -> Record:
+def written(fleet: Fleet) -> Record:
     """All that another process has to know of a pool, and what this one needs to be started anew."""
+    pool = fleet.pool
     return {
         "weight_version": pool.weight_version,
         "weights_epoch": pool.weights_epoch,
@@ -107,15 +53,15 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
     }
 
 
-def written_workers(pool: SharedPool) -> list[Record]:
+def written_workers(pool: WorkerPool) -> list[Record]:
     """Who they are, and their states."""
-    return [_record(pool, worker) for worker in pool]
+    return [_record(worker) for worker in pool]
 
 
-def _record(pool: SharedPool, worker: Worker) -> Record:
+def _record(worker: Worker) -> Record:
     return {
         "url": worker.url,
-        "serial": pool.serials[worker],
+        "serial": worker.serial,
         "state": worker.state.value,
         "attributes": worker.attributes,
         "caches": worker.caches.state(),
@@ -123,11 +69,45 @@ def _record(pool: SharedPool, worker: Worker) -> Record:
     }
 
 
-def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callable[[], int]) -> None:
+def follow_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
+    """Have these workers in these states, and no others. No decision is made here."""
+    members: list[Worker] = []
+    told: list[Transition] = []
+    for record in records:
+        worker, before = _member(pool, record, told)
+        for name in _COPIED:
+            setattr(worker, name, record[name])
+        worker.state = WorkerState(record["state"])
+        worker.set_attributes(record["attributes"])
+        worker.caches.follow(record["caches"], own_number)
+        members.append(worker)
+        if worker.state is not before:
+            told.append(Transition(worker, before, worker.state, worker.reason))
+    pool.follow(members, told)
+
+
+def _member(pool: WorkerPool, record: Record, told: list[Transition]) -> tuple[Worker, WorkerState | None]:
+    """Return the worker of a record, and its state before; None for a registration that is new here."""
+    address = parse_worker_url(record["url"])
+    known = pool.find(address.url)
+    if known is not None and known.serial == record["serial"]:
+        return known, known.state
+    worker = Worker(address)
+    if known is not None and known.in_flight:  # its requests are counted on
+        worker = known
+        if known.serial:
+            told.append(Transition(known, known.state, None, "removed"))
+    worker.caches = type(worker.caches)()  # who has chosen one of the old ones must choose again
+    worker.serial = record["serial"]
+    return worker, None
+
+
+def followed(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> None:
     """Have a pool be as it was written."""
+    pool = fleet.pool
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
     pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
-    pool.follow(record["workers"], own_number)
+    follow_workers(pool, record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.note_heard()
     fleet.applies_adapters |= record["applies_adapters"]

@@ -21,9 +21,9 @@ from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.shards.peer_loads import Row
-from miles_router.shards.pools import DecidingPool, FollowingPool
-from miles_router.shards.state import written_workers
+from miles_router.shards.peer_loads import PeerLoads, Row
+from miles_router.shards.pools import deciding_pool, following_pool
+from miles_router.shards.state import follow_workers, written_workers
 
 LEASES = 4_000
 #: Of each prompt.
@@ -49,14 +49,14 @@ def pools(processes: int, workers: int, ranks: int) -> list[WorkerPool]:
     if processes == 1:
         fleet(alone := WorkerPool(), workers, ranks)
         return [alone]
-    serials = itertools.count()
-    fleet(control := DecidingPool(lambda: next(serials)), workers, ranks)
-    following = [FollowingPool(lambda *_: None) for _ in range(processes)]
+    fleet(control := deciding_pool(), workers, ranks)
+    following = [following_pool(lambda *_: None) for _ in range(processes)]
     for pool in following:
-        pool.follow(written_workers(control), lambda: 0)
+        loads = PeerLoads(pool)
+        follow_workers(pool, written_workers(control), lambda: 0)
         for worker in pool:
             pool.set_ranks(worker, ranks)
-        pool.peer_loads.told(Row(0, {}, processes - 1))
+        loads.told(Row(0, {}, processes - 1))
     return [*following]
 
 

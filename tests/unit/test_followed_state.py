@@ -13,21 +13,22 @@ from miles_router.fleet.caches import APART, set_apart
 from miles_router.fleet.fleet import Fleet, Orders, Questions
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import stand_still
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.membership import Membership
 from miles_router.shards.places import Seat, Shards, chance_generation
-from miles_router.shards.pools import DecidingPool, FollowingPool
+from miles_router.shards.pools import deciding_pool, following_pool
 from miles_router.shards.shard import ShardDuty
-from miles_router.shards.state import SharedPool, followed, own_numbers, written
+from miles_router.shards.state import followed, own_numbers, written
 from tests.support.quiet_fleet import quiet_fleet
 
 NOBODY = cast(Any, None)
 
 
-def fleet_of(pool: SharedPool) -> Fleet:
+def fleet_of(pool: WorkerPool) -> Fleet:
     gate = Gate(pool.admission, max_held=10, timeout=0)
     return Fleet(
         pool=pool, gate=gate, policy=LeastInFlight(), questions=cast(Questions, NOBODY), orders=cast(Orders, NOBODY)
@@ -39,11 +40,10 @@ class Pair:
 
     def __init__(self) -> None:
         set_apart()
-        serials = iter(range(1, 100))
-        self.pool = DecidingPool(lambda: next(serials), failure_threshold=1)
+        self.pool = deciding_pool(failure_threshold=1)
         self.decided = fleet_of(self.pool)
         self.told: list[tuple[str, str, str | None]] = []
-        self.followers = [FollowingPool(lambda *_: None) for _ in range(2)]
+        self.followers = [following_pool(lambda *_: None) for _ in range(2)]
         self.fleets = [fleet_of(each) for each in self.followers]
         self.numbers = [own_numbers(row) for row in range(2)]
         self.followers[0].listeners.append(self._note)
@@ -53,9 +53,9 @@ class Pair:
         self.told.append((transition.worker.url, "none" if before is None else before.value, after and after.value))
 
     def follow(self) -> None:
-        record = json.loads(json.dumps(written(self.decided, self.pool)))
-        for fleet, pool, numbers in zip(self.fleets, self.followers, self.numbers, strict=True):
-            followed(record, fleet, pool, numbers.__next__)
+        record = json.loads(json.dumps(written(self.decided)))
+        for fleet, numbers in zip(self.fleets, self.numbers, strict=True):
+            followed(record, fleet, numbers.__next__)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_the_fleet_has_released_can_be_read_again(pair: Pair) -> None:
     order = Order("POST", b"/release_memory_occupation", b'{"tags": ["weights"]}')
     pair.decided.begin_sleep()
     pair.decided.memory_released(["weights"], order, [])
-    record = json.loads(json.dumps(written(pair.decided, pair.pool)))
+    record = json.loads(json.dumps(written(pair.decided)))
     other = quiet_fleet()
     stand_still(other, record)
     assert (other.pause, other.released, other.memory_orders) == (None, {"weights"}, [order])

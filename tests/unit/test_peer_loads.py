@@ -115,7 +115,7 @@ def test_nothing_is_supposed_where_nobody_has_told_anything_for_long(monkeypatch
     now, pools = 0.0, ToldPools(3)
     pools.add(A, B)
     pool = pools.data[0]
-    monkeypatch.setattr(pool.peer_loads, "_now", lambda: now)
+    monkeypatch.setattr(pools.loads[pool], "_now", lambda: now)
     pools.tell()
     leases = [pool.lease(LeastInFlight()) for _ in range(10)]
     assert sum(worker.units[0].in_flight for worker in pool) > 10, "others are supposed to have chosen"
@@ -134,10 +134,10 @@ def test_what_others_chose_long_ago_is_no_pace() -> None:
     pools.add(A, B)
     (pool,) = pools.data
     for choices in (100_000, 100_001, 100_001):
-        pool.peer_loads.told(Row(choices, {}, 7))
+        pools.loads[pool].told(Row(choices, {}, 7))
         for _ in range(10):
             pool.lease(LeastInFlight()).release()
-    pool.peer_loads.told(Row(100_001, {}, 7))
+    pools.loads[pool].told(Row(100_001, {}, 7))
     for _ in range(10):
         pool.lease(LeastInFlight())
     assert sum(worker.units[0].in_flight for worker in pool) <= 12
