@@ -28,12 +28,12 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # What each change is tried with on routers of several processes; `make processes` has all.
 CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or trickles or drain"
 
-.PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm train
+.PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang vllm tokenizers agents clients bench placement npm train
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers, KEEP=1 stays up
+demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang or vllm takes two real ones, KEEP=1 stays up
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
 test: install sglang tokenizers agents nginx chromium strace ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
@@ -50,7 +50,7 @@ nightly: processes chromium ## the tests without SGLang with many more and alway
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
-heavy: install sglang tokenizers agents clients nginx $(PEERS)/.installed ## storms, the proofs on real SGLang at full length, agents of others
+heavy: install sglang vllm tokenizers agents clients nginx $(PEERS)/.installed ## storms, the proofs on real SGLang at full length, agents of others
 	@$(call say,storms and long proofs)
 	@$(PYTEST) --tier heavy -m "sglang or storm or clients"
 
@@ -63,7 +63,7 @@ soak: install ## half an hour of everything at once: nothing may grow, every tok
 unit: install tokenizers agents chromium ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang" tests
 
-train: install ## a small model learns through the router: real SGLang, GRPO, no GPU; TRAIN='--steps 30 --update in_place'
+train: install ## a small model learns through the router: real SGLang, GRPO, no GPU; TRAIN='--engine vllm --steps 30'
 	@$(BIN)/python -m tests.training $(TRAIN)
 
 coverage: install tokenizers agents chromium ## which branches the tests without SGLang take, in the processes that they start too
@@ -92,6 +92,10 @@ sglang: install npm ## the environment and the models of the real SGLang workers
 	@$(call say,the SGLang environment)
 	@$(BIN)/python tests/sglang/environment.py
 
+vllm: install npm ## the environment and the model of the real vLLM workers (3.4 GB, cached)
+	@$(call say,the vLLM environment)
+	@$(BIN)/python tests/vllm/environment.py || echo "vLLM could not be installed: nothing is tried on it."
+
 tokenizers: install npm
 	@$(BIN)/python -m tests.support.tokenizers >/dev/null
 
@@ -111,7 +115,7 @@ placement: install $(PEERS)/.installed ## one rollout step behind each router an
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang bench-tools nginx chromium strace
+.PHONY: demo-simulated demo-sglang demo-vllm bench-tools nginx chromium strace
 
 demo-simulated:
 	@$(DEMO)
@@ -122,6 +126,14 @@ demo-sglang: npm
 	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^dense model  *//p'); \
 	$(DEMO) --worker sglang --hf-checkpoint "$$model" --worker-command \
 	  "'$$python' tests/sglang/launch_worker.py --model-path '$$model' --skip-server-warmup --sleep-on-idle"
+
+demo-vllm: install
+	@$(call say,the vLLM environment)
+	@set -e; found=$$($(BIN)/python tests/vllm/environment.py); \
+	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^model  *//p'); \
+	$(DEMO) --worker vllm --hf-checkpoint "$$model" --worker-command \
+	  "env VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 '$$python' -m vllm.entrypoints.cli.main serve '$$model' \
+	  --enable-scale-out --logprobs-mode processed_logprobs --max-model-len 4096 --enforce-eager --seed {number}"
 
 bench-tools:
 	@{ command -v nginx && command -v wrk; } >/dev/null || $(call apt,nginx wrk) \

@@ -1,9 +1,8 @@
-"""Real vLLM workers for tests, where `VLLM_VENV` names the environment (`tests/vllm/README.md`)."""
+"""Real vLLM workers for tests, where their environment was built (`tests/vllm/environment.py`)."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -14,14 +13,12 @@ from pathlib import Path
 
 import orjson
 
-from tests.sglang.environment import built, cache_root
 from tests.sglang_worker import LOG_DIRECTORY, tail
 from tests.support.ports import free_ports
-from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import PATIENCE
+from tests.vllm.environment import found, model, venv
 
-HERE = Path(__file__).with_name("vllm")
-VENV = os.environ.get("VLLM_VENV")
+PYTHON = found()
 #: Seconds that a start may take: 60 to 160 on two cores.
 START_TIMEOUT = 600.0
 ENVIRONMENT = {
@@ -36,44 +33,27 @@ FLAGS = (
     *("--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "4096", "--enable-scale-out"),
     *("--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
-    *("--additional-config", '{"tool_call_parser": "hermes"}', "--enable-lora", "--max-lora-rank", "8"),
+    *("--additional-config", '{"tool_call_parser": "hermes"}'),
 )
-
-
-def python() -> str:
-    """The interpreter that has vLLM."""
-    assert VENV is not None
-    return str(Path(VENV) / "bin" / "python")
-
-
-@functools.cache
-def model(seed: int = 0) -> Path:
-    """A directory with a tiny dense model, its tokenizer, and an adapter in `adapter`. Another seed is another version
-    of its weights."""
-
-    def build(directory: Path) -> None:
-        command = [python(), str(HERE / "make_model.py"), str(directory), tokenizer_directory("qwen3"), str(seed)]
-        subprocess.run(command, check=True)
-
-    return built(cache_root() / f"vllm-model-1-{seed}", build)
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8")
 
 
 class RealVLLM:
     """One server. It and all of its processes end with `kill`."""
 
-    def __init__(self, seed: int, more: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, checkpoint: Path, seed: int, more: Sequence[str], environment: Mapping[str, str]) -> None:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
-        self._log = LOG_DIRECTORY / f"{os.getpid()}-vllm-{self.port}.log"
-        command = [str(Path(python()).with_name("vllm")), "serve", str(model()), *FLAGS]
+        self.log_path = LOG_DIRECTORY / f"{os.getpid()}-vllm-{self.port}.log"
+        command = [str(venv()), "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *FLAGS]
         command += ["--port", str(self.port), "--seed", str(seed), *more]  # each its own: else all sample the same
-        with self._log.open("ab") as log:
+        with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                env={**os.environ, **ENVIRONMENT, **environment},
                 start_new_session=True,
             )
 
@@ -81,11 +61,16 @@ class RealVLLM:
         """Return when it has sampled a token."""
         deadline = time.monotonic() + START_TIMEOUT
         while not self._answers():
-            if self._process.poll() is not None:
-                raise RuntimeError(f"vLLM ended while it started\n{tail(self._log)}")
+            if not self.alive:
+                raise RuntimeError(f"vLLM ended while it started\n{tail(self.log_path)}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"vLLM did not answer within {START_TIMEOUT:.0f} s\n{tail(self._log)}")
+                raise TimeoutError(f"vLLM did not answer within {START_TIMEOUT:.0f} s\n{tail(self.log_path)}")
             time.sleep(0.5)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.poll() is None
 
     def _answers(self) -> bool:
         body = orjson.dumps({"token_ids": [40], "sampling_params": {"max_tokens": 1}})
@@ -113,12 +98,19 @@ class RealVLLM:
 
 
 @contextlib.contextmanager
-def vllm_workers(count: int, *more: str, environment: Mapping[str, str] | None = None) -> Iterator[list[RealVLLM]]:
-    """Workers of a model with these more flags, started one after the other: two at once take twice the time."""
+def vllm_workers(
+    count: int, *more: str, environment: Mapping[str, str] | None = None, checkpoint: Path | None = None
+) -> Iterator[list[RealVLLM]]:
+    """Workers with these more flags, started one after the other: two at once take twice the time.
+
+    Args:
+        checkpoint: of their model; by default the tiny one, with room for adapters.
+    """
+    more += () if checkpoint else ADAPTERS
     with contextlib.ExitStack() as stack:
         workers = []
         for seed in range(11, 11 + count):
-            worker = RealVLLM(seed, more, environment)
+            worker = RealVLLM(checkpoint or model(), seed, more, environment or {})
             stack.callback(worker.kill)
             worker.wait()
             workers.append(worker)

@@ -1,5 +1,5 @@
-"""vLLM behind the router (`engines/vllm/`): a simulated worker with its traps, and the engine itself where `VLLM_VENV`
-names its environment.
+"""vLLM behind the router (`engines/vllm/`): a simulated worker with its traps, and the engine itself where
+`make vllm` has installed it.
 
 Nothing here believes an answer: what it says was sampled is given to the engine again, as a prompt, and scored.
 """
@@ -28,11 +28,12 @@ from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import soon, until
-from tests.vllm_worker import VENV, RealVLLM, model, vllm_workers
+from tests.vllm.environment import model
+from tests.vllm_worker import PYTHON, RealVLLM, vllm_workers
 
 KINDS = [
     "simulated",
-    pytest.param("sglang-vllm", marks=[pytest.mark.sglang, pytest.mark.skipif(VENV is None, reason="no VLLM_VENV")]),
+    pytest.param("sglang-vllm", marks=[pytest.mark.sglang, pytest.mark.skipif(PYTHON is None, reason="no vLLM")]),
 ]
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 CHATS = "/v1/chat/completions"

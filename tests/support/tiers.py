@@ -70,6 +70,7 @@ HEAVY = frozenset(
         "tests/e2e/test_parsers_real_sglang.py",
         "tests/e2e/test_real_stalls.py",
         "tests/e2e/test_session_contract_real_sglang.py",
+        "tests/e2e/test_vllm.py",
         "tests/e2e/test_weight_updates.py",
     }
 )

@@ -1,4 +1,4 @@
-"""`python -m tests.training`, which is `make train`: a router, two real SGLang workers and a trainer, start to finish.
+"""`python -m tests.training`, which is `make train`: a router, two real workers and a trainer, start to finish.
 
 Exit status 0: the run met the thresholds of `measures`; 1: it did not, or something that it needs failed; 2: a bad
 option; 130: Ctrl-C. Whatever it started has ended then.
@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -31,11 +32,16 @@ from tests.sglang import environment
 from tests.sglang_worker import RealWorker, real_workers
 from tests.training import measures, picture
 from tests.training.tasks import TASKS
+from tests.vllm import environment as vllm_environment
+from tests.vllm_worker import RealVLLM, vllm_workers
+
+Worker: TypeAlias = RealWorker | RealVLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 2
-#: Float32, so that trainer and engine compute alike.
-FLAGS = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "16384")
+#: Of each engine: float32, so that trainer and engine compute alike.
+SGLANG = ("--dtype", "float32", "--context-length", "2048", "--max-total-tokens", "16384", "--max-running-requests")
+VLLM = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs")
 LISTENING = re.compile(r"^\s+listening\s+(http://\S+)$", re.MULTILINE)
 ROUTER_PATIENCE = 60.0
 BAR = 20
@@ -64,13 +70,12 @@ class Progress:
 
 async def train(options: argparse.Namespace, fleet: DemoFleet) -> int:
     """Run all of it; return the exit status."""
-    model = await asyncio.to_thread(built)
+    model = await asyncio.to_thread(built, options.engine)
     out: Path = options.out
     router = await start_router(fleet, options, model)
     print(f"dashboard  {router}/dashboard", flush=True)
     began = time.monotonic()
-    flags = (*FLAGS, "--max-running-requests", str(max(64, 2 * options.prompts * options.group)))
-    with real_workers(WORKERS, *flags, model=model) as workers, tempfile.TemporaryDirectory() as scratch:
+    with started(options, model) as workers, tempfile.TemporaryDirectory() as scratch:
         async with RouterClient(router) as client:
             for worker in workers:
                 await client.add_worker(worker.url)
@@ -81,8 +86,16 @@ async def train(options: argparse.Namespace, fleet: DemoFleet) -> int:
     return report(options, progress, model, Path(samples))
 
 
-def built() -> Path:
-    """Build what is absent: the SGLang environment and the model.
+def started(options: argparse.Namespace, model: Path) -> AbstractContextManager[Sequence[Worker]]:
+    """Start the workers, which all a step's requests and those of the next may reach."""
+    most = str(max(64, 2 * options.prompts * options.group))
+    if options.engine == "vllm":
+        return vllm_workers(WORKERS, *VLLM, most, checkpoint=model)
+    return real_workers(WORKERS, *SGLANG, most, model=model)
+
+
+def built(engine: str = "sglang") -> Path:
+    """Build what is absent: SGLang's environment, which the trainer runs in, the engine's, and the model.
 
     Raises:
         Failed: it cannot be built.
@@ -95,9 +108,11 @@ def built() -> Path:
         )
     try:
         environment.venv()
+        if engine == "vllm":
+            vllm_environment.venv()
         return environment.trained_model()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        raise Failed(f"SGLang or the model could not be installed: {first_line(error)}") from error
+        raise Failed(f"the engine or the model could not be installed: {first_line(error)}") from error
 
 
 async def start_router(fleet: DemoFleet, options: argparse.Namespace, model: Path) -> str:
@@ -118,7 +133,7 @@ async def start_router(fleet: DemoFleet, options: argparse.Namespace, model: Pat
 
 
 async def follow(
-    options: argparse.Namespace, router: str, model: Path, scratch: Path, workers: Sequence[RealWorker]
+    options: argparse.Namespace, router: str, model: Path, scratch: Path, workers: Sequence[Worker]
 ) -> Progress:
     """Run the trainer, show each step, and return what it said.
 
@@ -127,7 +142,7 @@ async def follow(
     """
     given = {"router": router, "model": model, "scratch": scratch, "task": options.task, "tokens": options.tokens}
     given |= {"update": options.update, "steps": options.steps, "prompts": options.prompts, "group": options.group}
-    given |= {"examined": options.examined, "seed": options.seed}
+    given |= {"examined": options.examined, "seed": options.seed, "engine": options.engine}
     flags = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     log = options.out / "trainer.log"
     with log.open("wb") as errors:
@@ -159,7 +174,7 @@ async def follow(
             await trainer.wait()
 
 
-async def lost(workers: Sequence[RealWorker]) -> RealWorker:
+async def lost(workers: Sequence[Worker]) -> Worker:
     """Return the first worker whose process has ended."""
     while True:
         for worker in workers:
@@ -264,6 +279,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     made = argparse.ArgumentParser(prog="make train", description="Train a small model through the router.")
     add = made.add_argument
+    add("--engine", choices=("sglang", "vllm"), default="sglang", help="of the workers (default: %(default)s)")
     add("--task", choices=sorted(TASKS), default="capitals", help="one turn of text, or two turns of an agent")
     add("--tokens", choices=("exact", "text"), default="exact", help="text: train on the text encoded again")
     add("--update", choices=("abort", "retract", "in_place"), default="abort", help="what a pause does to generations")

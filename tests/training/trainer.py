@@ -100,8 +100,15 @@ class Trainer:
         """Give every engine the trained layers, and name them; return for how many seconds the fleet was paused."""
         began = time.monotonic()
         async with self._client.paused(self._options.update):
-            flush = self._options.update != "in_place"  # the engine holds requests, with their keys and values
-            await self._client.update_weights_from_disk(str(weights), weight_version=weights.name, flush_cache=flush)
+            if self._options.engine == "vllm":
+                reloading = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+                await self._client.control("/collective_rpc", **reloading)
+                await self._client.control("/update_weight_version", new_version=weights.name)
+            else:
+                flush = self._options.update != "in_place"  # the engine holds requests, with their keys and values
+                await self._client.update_weights_from_disk(
+                    str(weights), weight_version=weights.name, flush_cache=flush
+                )
         shutil.rmtree(weights)
         self._version = weights.name
         return time.monotonic() - began
@@ -165,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--router", required=True)
     made.add_argument("--model", type=Path, required=True)
     made.add_argument("--scratch", type=Path, required=True)
+    made.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
     made.add_argument("--task", choices=TASKS, default="capitals")
     made.add_argument("--tokens", choices=("exact", "text"), default="exact")
     made.add_argument("--update", choices=("abort", "retract", "in_place"), default="abort")

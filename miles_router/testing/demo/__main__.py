@@ -34,7 +34,9 @@ AGAIN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assi
 #: Seconds; the first start after an installation compiles a tokenizer library's modules.
 ROUTER_PATIENCE = 60.0
 #: Seconds until a worker must be registered; a real one loads a model first.
-WORKER_PATIENCE = {"simulated": 20.0, "sglang": 300.0}
+WORKER_PATIENCE = {"simulated": 20.0, "sglang": 300.0, "vllm": 600.0}
+#: Of a worker's command, what its number takes the place of.
+NUMBER = "{number}"
 BAR_WIDTH = 32
 #: Seconds between progress lines where no terminal redraws one.
 LINE_INTERVAL = 2.0
@@ -61,16 +63,16 @@ async def start_router(fleet: DemoFleet, options: argparse.Namespace) -> str:
 
 async def start_workers(fleet: DemoFleet, options: argparse.Namespace, router: str) -> list[str]:
     """Start the workers side by side; gives their URLs once the router lists all of them."""
-    start = start_sglang_worker if options.worker == "sglang" else start_simulated_worker
-    return await gather(*(start(fleet, options, router, f"worker {number}") for number in range(1, WORKERS + 1)))
+    start = start_simulated_worker if options.worker == "simulated" else start_real_worker
+    return await gather(*(start(fleet, options, router, number) for number in range(1, WORKERS + 1)))
 
 
-async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, name: str) -> str:
+async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, number: int) -> str:
     """Start `miles-router-worker`, which registers itself."""
     port = free_port()
     command = [sys.executable, "-m", "miles_router.testing.worker.cli", "--port", str(port), "--router", router]
     command += ["--tokenizer", options.hf_checkpoint] if options.hf_checkpoint else []
-    worker = fleet.start(name, *command, "--token-latency-ms", str(options.token_latency_ms))
+    worker = fleet.start(f"worker {number}", *command, "--token-latency-ms", str(options.token_latency_ms))
     url = f"http://127.0.0.1:{port}"
 
     async def registered() -> str | None:
@@ -79,16 +81,17 @@ async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, 
     return await worker.until("register", WORKER_PATIENCE["simulated"], registered)
 
 
-async def start_sglang_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, name: str) -> str:
-    """Start a real SGLang server and register it, as its launcher does in training."""
+async def start_real_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, number: int) -> str:
+    """Start a real server and register it, as its launcher does in training."""
     port = free_port()
-    worker = fleet.start(name, *shlex.split(options.worker_command), "--port", str(port))
+    command = shlex.split(options.worker_command.replace(NUMBER, str(number)))
+    worker = fleet.start(f"worker {number}", *command, "--port", str(port))
     url = f"http://127.0.0.1:{port}"
 
     async def healthy() -> str | None:
         return url if await answers(f"{url}/health") else None
 
-    await worker.until("become healthy", WORKER_PATIENCE["sglang"], healthy)
+    await worker.until("become healthy", WORKER_PATIENCE[options.worker], healthy)
     async with session() as http, http.post(f"{router}/add_worker", params={"url": url}) as response:
         response.raise_for_status()
     return url
@@ -379,7 +382,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--worker", choices=list(WORKER_PATIENCE), default="simulated", help="kind of worker (default: %(default)s)")
-    add("--worker-command", metavar="COMMAND", help="how a SGLang worker is started; `--port N` is added to it")
+    add(
+        "--worker-command",
+        metavar="COMMAND",
+        help="how a real worker is started, {number} its number; `--port N` is added",
+    )
     add("--hf-checkpoint", metavar="DIR", help="the workers' tokenizer (default: a tiny one, made for the demo)")
     add("--prompts", type=_positive, default=8, help="groups (default: %(default)s)")
     add("--samples", type=_positive, default=8, help="samples of each prompt (default: %(default)s)")
