@@ -3,7 +3,7 @@
     python -m tests.benchmarks.scale [--quick] [--against CHECKOUT] [--repeat 3] [--seconds 1.5] [--markdown]
         [--json FILE] [--plot FILE.png]
 
-Four loads on one process, on two, and with `--against` on the one process of another checkout, in turns, so that what
+Six loads on one process, on two, and with `--against` on the one process of another checkout, in turns, so that what
 else the machine does falls on all: ratios are medians of the ratios of each round. Each load comes once from many
 clients, which says how much there is in a second, and once from one client, which says what an answer costs: processes
 that are all busy take cores and caches from each other, and their CPU times say that too. Then what `--state-dir` adds,
@@ -128,7 +128,7 @@ def costs_of(
     measurements: Mapping[str, tuple[Load, Both]], kept: dict[str, state.Cost], idle: dict[str, float], held: float
 ) -> Costs:
     """The constants of the model: of two processes, where all there is to pay is paid; turns of whole episodes."""
-    passed, turns, _, rows = [(load, calm) for load, (_, calm) in measurements.values()]
+    passed, turns, *_, rows = [(load, calm) for load, (_, calm) in measurements.values()]
     return Costs(
         request=middle(passed[1][TWO], "cost"),
         turn=median(kept["none"].cpu) * ratio(turns[1], TWO, ONE, "cost"),

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from tests.benchmarks.session_turns import CHAT, LAYER
 from tests.support.tokenizers import tokenizer_directory
 
 TURNS, SAMPLED = 20, 100
+TEXTS = "middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
 #: A rollout's routed experts: 8,192 tokens through 60 layers, 8 experts each.
 R3 = argparse.Namespace(tokens=8192, layers=60, top_k=8, experts=256)
 
@@ -134,6 +136,8 @@ def loads(root: Path) -> list[Load]:
         Load("small requests, 64 kept connections", "request", (), {"/generate": reply(133)}, 64, _passthrough(root)),
         Load("traced turns, 8 kept connections", "turn", (*model, LAYER), {}, 8, _turns(kept=True)),
         Load("traced turns, a connection each", "turn", (*model, LAYER), {}, 8, _turns(kept=False)),
+        Load("turns named by a header", "turn", (*model, LAYER), {}, 8, _turns(kept=True, named=True)),
+        Load("texts of two turns", "text", (*model, TEXTS), {}, 8, _texts()),
         Load(
             f"R3 answers of {len(rows.body) / 1e6:.0f} MB", "answer", ("--middleware-paths", EXPERTS),
             {"/generate": rows.body}, 4, _rollouts(len(rows.stripped)),
@@ -167,13 +171,18 @@ def _together(clients: int, seconds: float, client: Callable[[Callable[[], bool]
 class Agent:
     """Takes turns, on one connection or on one each."""
 
-    def __init__(self, port: int, *, kept: bool) -> None:
+    def __init__(self, port: int, *, kept: bool, named: bool = False) -> None:
+        self._named = named
         self._client = http.client.HTTPConnection(HOST, port, timeout=60)
         self._headers = {"content-type": "application/json", **({} if kept else {"connection": "close"})}
 
     def session(self, going: Callable[[], bool], **named: str) -> int:
         """The turns of one session, each with its whole history, as long as it goes on; gives how many there were."""
-        path = f"/sessions/{self._post('/sessions', named)['session_id']}{CHAT}"
+        path = CHAT
+        if self._named:
+            self._headers["x-session-id"] = uuid.uuid4().hex
+        else:
+            path = f"/sessions/{self._post('/sessions', named)['session_id']}{CHAT}"
         said = {"role": "user", "content": "the sum of item 42 " * (SAMPLED // 5)}
         messages, done = [said], 0
         while going() and done < TURNS:
@@ -197,11 +206,11 @@ class Agent:
         self._client.close()
 
 
-def _turns(*, kept: bool) -> Callable[[int, float, int], int]:
+def _turns(*, kept: bool, named: bool = False) -> Callable[[int, float, int], int]:
     """Agents with one session after the other."""
 
     def agent(port: int, going: Callable[[], bool]) -> int:
-        with contextlib.closing(Agent(port, kept=kept)) as agent:
+        with contextlib.closing(Agent(port, kept=kept, named=named)) as agent:
             return sum(agent.session(going) for _ in iter(going, False))
 
     return lambda port, seconds, clients: _together(clients, seconds, partial(agent, port))
@@ -217,6 +226,25 @@ def _rollouts(expected: int) -> Callable[[int, float, int], int]:
             if status != 200 or len(body) != expected:
                 raise RuntimeError(f"{status}, {len(body)} bytes")
             done += 1
+        return done
+
+    return lambda port, seconds, clients: _together(clients, seconds, partial(client, port))
+
+
+def _texts() -> Callable[[int, float, int], int]:
+    """Rollouts of two turns, the second behind what the first has sampled."""
+
+    def client(port: int, going: Callable[[], bool]) -> int:
+        done = 0
+        while going():
+            text = f"Question {uuid.uuid4().hex}: " + "the sum of item 42 " * (SAMPLED // 5)
+            for _ in range(2):
+                asked = {"text": text, "sampling_params": {"max_new_tokens": SAMPLED}, "return_logprob": True}
+                status, body = fetch(port, "POST", "/generate", orjson.dumps(asked))
+                if status != 200:
+                    raise RuntimeError(f"{status} {body[:300]!r}")
+                text += orjson.loads(body)["text"] + " And the next?"
+                done += 1
         return done
 
     return lambda port, seconds, clients: _together(clients, seconds, partial(client, port))
