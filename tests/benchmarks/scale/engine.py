@@ -28,8 +28,8 @@ def generation(sampled: int) -> bytes:
     text = " item" * sampled
     ids = [*qwen3().encode(text)]
     logprobs = [[-0.5, each, None] for each in ids]
-    meta: dict[str, object] = {"id": "0", "finish_reason": {"type": "length", "length": len(ids)}, "weight_version": "1"}
-    meta |= {"prompt_tokens": "%d", "completion_tokens": len(ids), "output_token_logprobs": logprobs}
+    meta: dict[str, object] = {"id": "0", "prompt_tokens": "%d", "completion_tokens": len(ids), "weight_version": "1"}
+    meta |= {"finish_reason": {"type": "length", "length": len(ids)}, "output_token_logprobs": logprobs}
     return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta}).replace(b'"%d"', b"%d")
 
 
