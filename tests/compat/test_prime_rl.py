@@ -159,8 +159,8 @@ async def test_an_adapter_that_comes_anew_under_its_name_goes_to_the_workers(sta
         assert [[*worker.adapters] for worker in prime.workers] == [["r8-1e-4"]] * 2
 
 
-async def test_ranks_of_a_broadcast_are_told_to_each_worker_itself(stage: Stage) -> None:
-    """`rank_offset` is another for each server. With the setting `fan_out` one of a kind reaches all; without, one."""
+async def test_ranks_of_a_broadcast_go_to_each_worker_itself(stage: Stage) -> None:
+    """`rank_offset` is another for each server, and the router passes on what it does not know to one of them."""
     async with pool(stage) as prime:
         for rank, url in enumerate(prime.urls):
             assert await prime.admin("/init_broadcaster", at=[url], json={**GROUP, "rank_offset": rank}) == [200]
