@@ -143,6 +143,8 @@ class Engine(ABC):
     #: Paths where an adapter has a field and the model says nothing, and all where it has a field.
     adapter_only_by_field: ClassVar[frozenset[str]] = frozenset()
     adapter_by_field: ClassVar[frozenset[str]] = frozenset()
+    #: Paths where an adapter is a model, by its own name.
+    adapter_by_model: ClassVar[frozenset[str]] = frozenset()
     #: Headers that it would read otherwise than they are meant.
     unwanted_headers: ClassVar[frozenset[bytes]] = frozenset()
     #: Its control requests.

@@ -11,6 +11,7 @@ from miles_router.engines.actions import Action, Order
 from miles_router.engines.control import Arguments, BadArguments, ControlRequest, other
 from miles_router.engines.engine import WITHHELD, Documents, Engine, Names, Parse
 from miles_router.engines.facts import Facts
+from miles_router.engines.models import with_model
 from miles_router.engines.refusals import Overflow, refusal_of
 from miles_router.engines.sglang.engine import SGLANG, SGLang
 from miles_router.engines.sglang_jax.engine import SGLangJax
@@ -56,6 +57,14 @@ def facts_of(documents: Documents) -> Facts:
     if facts.lora is None and has_said:
         facts = replace(facts, lora=False)
     return replace(facts, engine=engine)
+
+
+def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
+    """Return a request so that its route applies the adapter, as the engine spells it whose route that is. Raises as
+    `Engine.with_adapter`."""
+    if any(path in kind.adapter_by_model for kind in KINDS):
+        return with_model(body, adapter)
+    return USUAL.with_adapter(path, body, adapter, parse)
 
 
 def overflow_of(parsed: object) -> Overflow | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay, with_body
 from miles_router.engines.engine import CannotServe
-from miles_router.engines.known import USUAL
+from miles_router.engines.known import with_adapter
 from miles_router.errors import UnsupportedByEngine
 from miles_router.fleet.gate import computes
 from miles_router.middlewares.contract import ASGIApp
@@ -51,7 +51,7 @@ class Dispatch:
             return
         body = await exchange.read(receive)
         try:
-            written = USUAL.with_adapter(scope["path"], body, exchange.adapter, exchange.loads)
+            written = with_adapter(scope["path"], body, exchange.adapter, exchange.loads)
         except CannotServe as refusal:
             raise UnsupportedByEngine(f"the adapter {exchange.adapter[:SHOWN]!r}: {refusal}") from None
         await pool.app(scope if written is body else with_body(scope, written), replay(written, receive), send)

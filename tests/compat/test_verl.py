@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import json
-from collections.abc import AsyncIterator, Mapping
+import pickle
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from miles_router.client import InvalidReply, Retries, RouterClient
@@ -31,12 +36,14 @@ from miles_router.client.dialects.verl import (
 from miles_router.client.dialects.verl.tools import shorten
 from miles_router.fleet.placement.homes import Homes
 from miles_router.settings.config import MiddlewareSpec
+from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
 from tests.support.cache_trial import checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, in_one, truth
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import script
+from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, soon, until
@@ -500,3 +507,107 @@ async def test_a_loop_of_ones_own_is_run_by_its_name(scene: Scene) -> None:
 async def test_a_loop_that_nobody_registered_is_refused_by_name(scene: Scene) -> None:
     with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; there are .*tool_agent"):
         await scene.loops().run(PARAMS, raw_prompt=QUESTION, agent_name="nobodys")
+
+
+# The router class that `rollout.router_config_path` names
+
+
+@dataclass
+class Actor:
+    """The balancer as verl has it (`workers/rollout/router.py`, `get_router_handle`): made from a file, in a process of
+    its own, where each method is called alone and gives what can be pickled."""
+
+    balancer: Any
+
+    @classmethod
+    async def of(cls, config: str, addresses: Iterable[str]) -> Actor:
+        given = yaml.safe_load(config)
+        module, _, name = given["router_class"].rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        assert not inspect.getmembers(found, inspect.iscoroutinefunction), "Ray would make an actor with a loop of it"
+        return cls(await asyncio.to_thread(found, dict.fromkeys(addresses), given))
+
+    async def remote(self, method: str, *arguments: Any, **fields: Any) -> Any:
+        made = await asyncio.to_thread(getattr(self.balancer, method), *arguments, **fields)
+        return pickle.loads(pickle.dumps(made))
+
+    async def generate(self, request_id: str, **fields: Any) -> Any:
+        """`LLMServerClient.generate` of verl."""
+        acquire = await self.remote("require_acquire_fields")
+        release = await self.remote("require_release_fields")
+        given = {name: fields[name] for name in acquire}
+        server_id, server = await self.remote("acquire_server", request_id=request_id, **given)
+        try:
+            output = await server.generate.remote(request_id=uuid4().hex, image_data=None, video_data=None, **fields)
+            output.extra_fields.setdefault("min_global_steps", output.extra_fields.get("global_steps"))
+            return output
+        finally:
+            await self.remote("release_server", server_id=server_id, **dict.fromkeys(release, request_id))
+
+
+@pytest.fixture
+async def replicas() -> AsyncIterator[list[SimulatedVLLM]]:
+    """verl's replicas: vLLM servers that no router knows yet."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(SimulatedVLLM(checkpoint()).running()) for _ in range(2)]
+
+
+def router_file(router: RunningRouter, more: str = "prompt_length: 8\nresponse_length: 4\n") -> str:
+    """The file at `rollout.router_config_path`."""
+    named = "router_class: miles_router.client.dialects.verl.RouterLoadBalancer\n"
+    return f"{named}router_url: {router.url}\n{more}"
+
+
+async def test_verl_loads_the_router_by_its_dotted_name(stage: Stage, replicas: list[SimulatedVLLM]) -> None:
+    router = await stage.router()
+    by_address = {replica.url.removeprefix("http://"): replica for replica in replicas}
+    actor = await Actor.of(router_file(router), by_address)
+    await until(lambda: len(router.pool.routable) == 2, "the replicas are the router's workers")
+    assert await actor.remote("get_all_servers") == sorted(by_address)
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    for _ in range(3):
+        output = await actor.generate("rollout", prompt_ids=[40, 41, 42], sampling_params=params)
+        assert (len(output.token_ids), len(output.log_probs), output.stop_reason) == (4, 4, "length")
+        assert output.extra_fields["min_global_steps"] == "default", "no version was named"
+    assert sorted(len(replica.sampled) for replica in replicas) == [0, 3], "a rollout stays on its worker"
+    await asyncio.gather(*(actor.generate(f"{n}", prompt_ids=[40], sampling_params=params) for n in range(8)))
+    assert all(replica.sampled for replica in replicas)
+    assert await actor.remote("get_total_inflight") == 0
+
+
+async def test_verls_replicas_leave_and_join_the_router(stage: Stage, replicas: list[SimulatedVLLM]) -> None:
+    router = await stage.router()
+    first, second = (replica.url.removeprefix("http://") for replica in replicas)
+    actor = await Actor.of(router_file(router), [])
+    with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+        await actor.remote("acquire_server", request_id="rollout")
+    await actor.remote("add_servers", servers={first: None, second: None})
+    await actor.remote("remove_servers", server_ids=[first, "127.0.0.1:1"])
+    await until(lambda: [worker.url for worker in router.pool.routable] == [replicas[1].url], "one is left")
+    address, server = await actor.remote("acquire_server", request_id="rollout")
+    assert address == router.url
+    params = {"max_tokens": 400, "ignore_eos": True}
+    generating = spawn(server.generate.remote(request_id="x", prompt_ids=[40], sampling_params=params), name="generate")
+    await until(lambda: bool(replicas[1].sampled), "it generates")
+    loads = {"servers": {second: 1}, "total_inflight": 1, "active_servers": 1}
+    assert await actor.remote("get_status") == loads
+    assert await actor.remote("clear_sticky_cache") == {"cleared_entries": 0, "server_loads": {second: 1}}
+    assert len((await generating).token_ids) == 400
+    await actor.remote("release_server", server_id=address, request_id="rollout")
+    assert await actor.remote("get_total_inflight") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ("prompt_length: 8\n", pytest.raises(ValueError, match="response_length is missing")),
+        (
+            "prompt_length: 8\nresponse_length: 4\na_field_of_tomorrow: 1\n",
+            pytest.raises(TypeError, match="a_field_of_tomorrow"),
+        ),
+    ],
+)
+async def test_verls_router_file_is_refused_by_the_field(stage: Stage, fields: str, error: Any) -> None:
+    router = await stage.router()
+    with error:
+        await Actor.of(router_file(router, fields), [])

@@ -12,6 +12,7 @@ import pytest
 from tests.docs.pages import KINDS, PAGES, ROOT, all_blocks, anchors, links, name_of, prose, read
 
 LINE_LENGTH = 120
+FRAMEWORKS = {"miles", "slime", "verl", "prime-rl", "SkyRL", "TRL", "Dressage"}
 PROMISE_PAGE, CALLS_PAGE = "docs/behavior.md", "docs/drop-in.md"
 
 
@@ -73,5 +74,5 @@ def test_every_call_of_a_framework_has_a_test() -> None:
             framework = calls.setdefault(re.split(r"[# :]+", line)[1], [])
         elif line.startswith("| ") and not line.startswith(("| call |", "| --- |")):
             framework.append(line)
-    assert {name for name, rows in calls.items() if len(rows) > 5} == {"miles", "slime", "verl", "Dressage"}
+    assert {name for name, rows in calls.items() if len(rows) > 3} == FRAMEWORKS
     assert [row for rows in calls.values() for row in rows if not re.search(r"`tests/[^`|]+::test_\w+` \|$", row)] == []

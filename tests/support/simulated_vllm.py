@@ -33,6 +33,8 @@ from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.running_router import serving
 
 LAYERS, EXPERTS, TOP, CONTEXT = 2, 8, 2, 4096
+#: Sampling parameters that may be null: those that have no value of their own by default.
+NULLABLE = {"seed", "stop", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias"}
 LIKELY = (20, 21, 22)  # as top logprobs have it, wherever they rank
 SEEDS = itertools.count(1)
 
@@ -149,6 +151,7 @@ class SimulatedVLLM:
             ("GET", "/health", lambda _: None),
             ("GET", "/v1/models", self._models),
             ("POST", "/tokenize", lambda asked: {"tokens": self._tokenizer.encode(asked["prompt"])}),
+            ("POST", "/detokenize", lambda asked: {"prompt": self._tokenizer.decode(asked["tokens"])}),
             ("GET", "/inference/v1/generate", self._unusable),
             ("POST", "/inference/v1/generate", self._generate),
             ("POST", "/inference/v1/abort_requests", self._abort),
@@ -168,6 +171,10 @@ class SimulatedVLLM:
             ("POST", "/collective_rpc", self._core(self._reload)),
             ("POST", "/sleep", self._core(lambda _: {"status": "sleeping"})),
             ("POST", "/wake_up", self._core(lambda _: {"status": "awake"})),
+            ("GET", "/get_world_size", lambda _: {"world_size": 1}),
+            ("POST", "/init_weight_transfer_engine", self._core(lambda _: {"message": "initialized"})),
+            ("POST", "/start_weight_update", self._core(lambda _: {"message": "started"})),
+            ("POST", "/update_weights", self._core(lambda _: {"message": "updated"})),
             ("POST", "/finish_weight_update", self._core(self._name_version)),
         ]
 
@@ -256,7 +263,7 @@ class SimulatedVLLM:
         return {"success": True}
 
     def _reload(self, asked: Any) -> Any:
-        self._weights = asked["kwargs"]["weights_path"]
+        self._weights = asked.get("kwargs", {}).get("weights_path", self._weights)
         return {"results": [None]}
 
     def _load(self, asked: Any) -> Any:
@@ -277,8 +284,10 @@ class SimulatedVLLM:
 
     async def _complete(self, asked: Any) -> Any:
         """A whole completion, which names no weights."""
-        params = {"max_tokens": asked.get("max_tokens", 16), "logprobs": asked.get("logprobs", 0)}
-        told = await self._generate({"token_ids": self._tokenizer.encode(asked["prompt"]), "sampling_params": params})
+        usual = {"max_tokens": 16, "logprobs": 0, "temperature": 1, "ignore_eos": False}
+        params = {name: asked.get(name, value) for name, value in usual.items()}
+        prompt = asked["prompt"] if isinstance(asked["prompt"], list) else self._tokenizer.encode(asked["prompt"])
+        told = await self._generate({**asked, "stream": False, "token_ids": prompt, "sampling_params": params})
         (choice,) = told["choices"]
         content = choice["logprobs"]["content"]
         logprobs = {
@@ -287,7 +296,7 @@ class SimulatedVLLM:
             "top_logprobs": None,
             "text_offset": [],
         }
-        ids = {"token_ids": choice["token_ids"], "prompt_token_ids": self._tokenizer.encode(asked["prompt"])}
+        ids = {"token_ids": choice["token_ids"], "prompt_token_ids": prompt}
         shown = {name: choice[name] for name in ("index", "text", "finish_reason", "stop_reason")}
         usage = {**told["usage"], "total_tokens": sum(filter(None, told["usage"].values()))}
         return {
@@ -299,7 +308,9 @@ class SimulatedVLLM:
 
     async def _generate(self, asked: Any) -> Any:
         self.sampled.append(asked)
-        prompt, params, model = asked["token_ids"], asked["sampling_params"], asked.get("model", "a-model")
+        prompt, model = asked["token_ids"], asked.get("model", "a-model")
+        given = asked["sampling_params"].items()
+        params = {name: value for name, value in given if value is not None or name not in NULLABLE}
         name = f"generate-tokens-{asked.get('request_id') or next(self._count)}"
         if not self._scale_out:
             raise Refused(403, "Scale-out is disabled")

@@ -48,6 +48,7 @@ class VLLM(Engine):
     generates, computes = paths.GENERATION, paths.COMPUTED
     aside, tokenizers, client_paths = paths.ASIDE, paths.TOKENIZERS, paths.CLIENT_PATHS
     name_fields: ClassVar[Mapping[str, str]] = {paths.SAMPLE: "request_id"}
+    adapter_by_model: ClassVar[frozenset[str]] = frozenset({paths.SAMPLE})
     tokenize = (paths.TOKENIZE,)
     unwanted_headers = frozenset({b"x-request-id"})  # it wins over the request's own name
     control = control.REQUESTS

@@ -45,7 +45,7 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
         return None  # the engine says what is wrong with it
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
         raise CannotServe(f"it takes no {unknown[0]} at {path}")
-    wants = fields.get("logprobs") not in (None, False)
+    wants = fields.get("logprobs") is not None and fields["logprobs"] is not False  # 0: those of what is sampled
     if wants and flags.raw_logprobs and fields.get("temperature") not in (0, 1):
         raise CannotServe(
             "its logprobs are those of temperature 1, which the request must name: start it with --logprobs-mode "

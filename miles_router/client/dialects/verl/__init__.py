@@ -1,9 +1,10 @@
 """Rollouts with verl's calls and fields (`verl/experimental/agent_loop`, `verl/workers/rollout/llm_server.py`), through
 a router in place of Ray actors.
 
-ServerManager     what `LLMServerClient` is there: `generate(request_id, prompt_ids=..., sampling_params=...)`
-AgentLoop         what `AgentLoopBase` is there; `register("name")` for one's own, `single_turn_agent`, `tool_agent`
-AgentLoopWorker   runs loops by their names, many at a time
+ServerManager       what `LLMServerClient` is there: `generate(request_id, prompt_ids=..., sampling_params=...)`
+AgentLoop           what `AgentLoopBase` is there; `register("name")` for one's own, `single_turn_agent`, `tool_agent`
+AgentLoopWorker     runs loops by their names, many at a time
+RouterLoadBalancer  what `rollout.router_config_path` loads: verl's own loops and servers, with a router between them
 """
 
 from miles_router.client.dialects.verl.agent_loop import (
@@ -15,6 +16,7 @@ from miles_router.client.dialects.verl.agent_loop import (
     register,
 )
 from miles_router.client.dialects.verl.chat_template import ChatTemplate, UnusableTemplate
+from miles_router.client.dialects.verl.load_balancer import RouterLoadBalancer
 from miles_router.client.dialects.verl.server_manager import RolloutConfig, ServerManager, TokenOutput
 from miles_router.client.dialects.verl.tool_agent_loop import ToolAgentLoop
 from miles_router.client.dialects.verl.tools import FunctionCall, FunctionTool, ToolError, hermes_calls
@@ -28,6 +30,7 @@ __all__ = [
     "FunctionCall",
     "FunctionTool",
     "RolloutConfig",
+    "RouterLoadBalancer",
     "ServerManager",
     "SingleTurnAgentLoop",
     "TokenOutput",
