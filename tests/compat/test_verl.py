@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import aiohttp
 import numpy as np
 import pytest
 import yaml
@@ -595,6 +596,29 @@ async def test_verls_replicas_leave_and_join_the_router(stage: Stage, replicas: 
     assert len((await generating).token_ids) == 400
     await actor.remote("release_server", server_id=address, request_id="rollout")
     assert await actor.remote("get_total_inflight") == 0
+
+
+async def test_verls_own_abort_of_a_replica_comes_out_as_abort(stage: Stage, replicas: list[SimulatedVLLM]) -> None:
+    """`FullyAsyncLLMServerClient` asks again behind what was sampled, while its weights may still be under way."""
+    router = await stage.router()
+    actor = await Actor.of(router_file(router), (replica.url.removeprefix("http://") for replica in replicas))
+    await until(lambda: len(router.pool.routable) == 2, "the replicas are the router's workers")
+    params = {"ignore_eos": True, "logprobs": True}
+    first = spawn(actor.generate("r", prompt_ids=[40], sampling_params={**params, "max_tokens": 500}), name="first")
+    await until(lambda: any(replica.sampled for replica in replicas), "it generates")
+    async with aiohttp.ClientSession() as session:
+        for replica in replicas:
+            await (await session.post(f"{replica.url}/pause?mode=abort")).read()
+        cut = await first
+        assert (cut.stop_reason, len(cut.token_ids)) == ("abort", len(cut.log_probs))
+        left = {**params, "max_tokens": 500 - len(cut.token_ids)}
+        again = actor.generate("r", prompt_ids=[40, *cut.token_ids], sampling_params=left)
+        second = spawn(again, name="second")
+        await until(lambda: router.pool.in_flight > 0, "it is asked again")
+        for replica in replicas:
+            await (await session.post(f"{replica.url}/resume")).read()
+    assert (await second).stop_reason == "length"
+    assert len(cut.token_ids) + len((await second).token_ids) == 500
 
 
 @pytest.mark.parametrize(
