@@ -445,11 +445,14 @@ async def test_running_generations_move_to_an_idler_worker(stage: Stage) -> None
     async with simulated(2, latency_s=0.02) as engines, client_of(stage, engines.urls[:1], move_after=0.05) as client:
         request = {"input_ids": PROMPT, "sampling_params": {**LONG, "max_new_tokens": 100}, "return_logprob": True}
         running = [spawn(client.generate(**request, rid=f"mine-{n}"), name="rollout") for n in range(4)]
-        await until(lambda: len(engines.simulated[0].sampled) == 4, "all run at the first")
+        await until(lambda: len(first := engines.simulated[0].lengths) == 4 and min(first) > 1, "all run at the first")
         assert (await client.ask("POST", f"/add_worker?url={engines.urls[1]}")).status == 200
         answers = await asyncio.gather(*running)
-        assert len(engines.simulated[1].sampled) >= 1, client.router.app.router.metrics.unmoved_generations
+        metrics = client.router.app.router.metrics
+        assert len(engines.simulated[1].sampled) >= 1, metrics.unmoved_generations
         for number, answer in enumerate(answers):
             assert answer["meta_info"]["id"] == f"mine-{number}"
             assert len(await client.is_true(PROMPT, answer)) == 100
-        assert sum(answer["meta_info"].get("resumed", 0) for answer in answers) >= 1
+        resumed = sum(answer["meta_info"].get("resumed", 0) for answer in answers)
+        # One that ends within a character may begin anew at the other worker.
+        assert resumed + metrics.unmoved_generations["begun_anew"] >= metrics.moved_generations >= 1

@@ -273,6 +273,11 @@ class SimulatedVLLM:
 
     # Sampling
 
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each running sample has."""
+        return [len(sample.ids) for sample in self._running]
+
     def _chat(self, asked: Any) -> Any:
         self.sampled.append(asked)
         model = asked.get("model", "a-model")
