@@ -100,8 +100,14 @@ async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, ch
     async with before(stage, raw_logprobs=True) as (router, worker):
         request = {**GENERATE, "sampling_params": {**SHORT, **changed}}
         assert "processed_logprobs" in refusal(await post(router, "/generate", **request, return_logprob=True))
-        chat = {"messages": [], "logprobs": True, **changed, "temperature": 0.7}
-        assert "processed_logprobs" in refusal(await post(router, "/v1/chat/completions", **chat))
+        named = {"temperature": 1, "repetition_penalty": 1, **changed}
+        for fields in ({**named, "temperature": 0.7}, named, {**named, "repetition_penalty": None}):
+            chat = {"messages": [], "logprobs": True, **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/chat/completions", **chat))
+            asked = {"prompt": "a", "logprobs": 0, **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/completions", **asked))
+            asked = {"input": "a", "include": ["message.output_text.logprobs"], **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/responses", **asked))
         assert worker.sampled == []
         assert (await post(router, "/generate", **request)).status == 200, "nobody wants logprobs"
         for temperature in (0, 1, 1.0, None):
@@ -245,6 +251,54 @@ async def test_routed_experts_come_as_int32_from_the_row_that_is_asked_for(stage
         assert len(base64.b64decode(prompt)) == 2 * LAYERS * TOP * 4
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"return_routed_experts": True}, {"return_logprob": True, "logprob_start_len": 0}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_is_aborted_before_its_first_token_has_no_rows_and_goes_on(
+    stage: Stage, fields: dict[str, Any]
+) -> None:
+    for settings, sampled in (({}, 0), ({"partial_rollout": "resume"}, 6)):
+        async with before(stage, settings, experts=True, latency_s=0.3) as (router, worker):
+            running = posting(router, **GENERATE, **fields)
+            await until(lambda: worker.sampled, "it waits")
+            assert (await post(router, "/pause_generation", mode="abort")).status == 200
+            worker.latency_s = 0.001
+            assert (await post(router, "/continue_generation")).status == 200
+            answer = await running
+            assert answer.status == 200, answer.body
+            said = answer.json()
+            assert len(said["output_ids"]) == sampled
+            assert ("routed_experts" in said["meta_info"]) == ("return_routed_experts" in fields and sampled > 0)
+
+
+# Fields of other types
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("top_logprobs_num", ["x", 2.5, -1, [1], {"a": 1}, True]),
+        ("logprob_start_len", ["x", 2.5, -5, [1], {"a": 1}, True]),
+        ("routed_experts_start_len", ["x", 2.5, -5, [1], {"a": 1}, True]),
+        ("stop", [1, [1], [None], {"a": 1}, True]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_cannot_be_read_is_refused_and_never_left_out(stage: Stage, name: str, values: list[Any]) -> None:
+    async with before(stage, names_ids=True, experts=True) as (router, worker):
+        for value in values:
+            request: dict[str, Any] = {**GENERATE, "return_logprob": True, "return_routed_experts": True}
+            if name == "stop":
+                request["sampling_params"] = {**SHORT, name: value}
+            else:
+                request[name] = value
+            refused = await post(router, "/generate", **request)
+            assert (refused.status, refused.error_type) == (400, "invalid_request"), (value, refused.body)
+        assert worker.sampled == []
+
+
 # Top logprobs
 
 
@@ -295,6 +349,7 @@ async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left
         for name in ("return_meta_info", "session_params", "regex"):
             refused = await post(router, "/v1/chat/completions", **chat, **{name: "x"})
             assert name in refusal(refused)
+        assert "json_schema" in refusal(await post(router, "/v1/completions", prompt="Hi", json_schema="{}"))
         assert len(worker.sampled) == 2
 
 

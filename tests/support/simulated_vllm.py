@@ -418,7 +418,7 @@ class SimulatedVLLM:
             "text": new,
             "logprobs": {"content": logprobs} if "logprobs" in sample.params else None,
             "weight_versions": spans if ended else None,
-            "routed_experts": self._rows(sample) if ended and self._experts else None,
+            "routed_experts": self._rows(sample) if ended and sample.ids and self._experts else None,
         }
 
     def _text(self, sample: Sample) -> str:
@@ -449,6 +449,8 @@ class SimulatedVLLM:
     def _of_prompt(self, sample: Sample) -> list[Any] | None:
         if "prompt_logprobs" not in sample.params:
             return None
+        if not sample.ids:  # it was aborted before it was computed
+            return [None]
         ids = sample.prompt
         scores = [self._score(ids[:place], token, sample.adapter) for place, token in enumerate(ids)]
         texts = [self._tokenizer.decode([token]) for token in ids]
