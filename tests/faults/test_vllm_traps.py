@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -338,6 +339,16 @@ async def test_names_are_the_routers_inward_and_the_clients_outward(stage: Stage
         names = [asked["request_id"] for asked in worker.sampled]
         assert len({*names}) == 3
         assert not any(name == "mine" or name.startswith("mr-") for name in names), "no X-Request-Id that wins"
+
+
+async def test_completions_are_ended_by_their_clients_name(stage: Stage) -> None:
+    async with before(stage, latency_s=0.02) as (router, worker):
+        asked = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "rid": "mine"}
+        running = asyncio.create_task(post(router, "/v1/completions", **asked))
+        await until(lambda: worker.sampled, "it runs")
+        assert (await post(router, "/abort_request", rid="mine")).status == 200
+        (choice,) = (await running).json()["choices"]
+        assert choice["finish_reason"] == "abort"
 
 
 async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left_out(stage: Stage) -> None:

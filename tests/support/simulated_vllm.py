@@ -278,7 +278,9 @@ class SimulatedVLLM:
     async def _complete(self, asked: Any) -> Any:
         """A whole completion, which names no weights."""
         params = {"max_tokens": asked.get("max_tokens", 16), "logprobs": asked.get("logprobs", 0)}
-        told = await self._generate({"token_ids": self._tokenizer.encode(asked["prompt"]), "sampling_params": params})
+        name = f"cmpl-{asked.get('request_id') or next(self._count)}-0"
+        given = {"token_ids": self._tokenizer.encode(asked["prompt"]), "sampling_params": params}
+        told = await self._generate({**given, "engine_name": name})
         (choice,) = told["choices"]
         content = choice["logprobs"]["content"]
         logprobs = {
@@ -300,7 +302,7 @@ class SimulatedVLLM:
     async def _generate(self, asked: Any) -> Any:
         self.sampled.append(asked)
         prompt, params, model = asked["token_ids"], asked["sampling_params"], asked.get("model", "a-model")
-        name = f"generate-tokens-{asked.get('request_id') or next(self._count)}"
+        name = asked.get("engine_name", f"generate-tokens-{asked.get('request_id') or next(self._count)}")
         if not self._scale_out:
             raise Refused(403, "Scale-out is disabled")
         if model != "a-model" and model not in self.adapters:
