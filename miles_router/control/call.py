@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from miles_router.control.fan_out import JSON, FanOut, Outcome, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.engines.actions import Action, EndGroup, Pause
+from miles_router.engines.actions import Abort, Action, EndGroup, Pause
 from miles_router.engines.control import QUICK
 from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.known import USUAL, ReadOrder
@@ -61,11 +61,11 @@ class Call:
         Raises:
             UnsupportedByEngine: one of them cannot; none was asked.
         """
-        if isinstance(self.order.action, EndGroup):
-            return
+        action = self.order.action
+        if isinstance(action, EndGroup):
+            action = Abort("")  # which is how its generations end
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                action = self.order.action
                 self._spelled(engine, engine.pause_told(action) if isinstance(action, Pause) else action)
             except CannotServe as error:
                 raise UnsupportedByEngine(f"{self.order.path}: {worker.url} ({engine.kind}): {error}") from None

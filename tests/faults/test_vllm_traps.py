@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import numpy as np
 import orjson
 import pytest
@@ -70,6 +70,8 @@ async def test_registration_says_which_flags_are_missing(stage: Stage, flags: di
 async def test_without_scale_out_nothing_is_sampled_and_chat_passes(stage: Stage) -> None:
     async with before(stage, scale_out=False) as (router, worker):
         assert "--enable-scale-out" in refusal(await post(router, "/generate", **GENERATE))
+        by_ids = {"input_ids": [40], "messages": [], "separate_reasoning": False}
+        assert "--enable-scale-out" in refusal(await post(router, "/v1/chat/completions", **by_ids))
         chat = await post(router, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
         assert chat.status == 200
         assert len(worker.sampled) == 1
@@ -87,9 +89,24 @@ async def test_without_dev_mode_control_is_refused_by_name_and_it_generates(stag
 
 async def test_several_api_servers_take_no_abort_by_name(stage: Stage) -> None:
     async with before(stage, config={"parallel_config": {"_api_process_count": 2}}) as (router, worker):
-        assert "--api-server-count 1" in refusal(await post(router, "/abort_request", rid="a"))
+        for meant in ({"rid": "a"}, {"group": "g"}):
+            assert "--api-server-count 1" in refusal(await post(router, "/abort_request", **meant))
         assert (await post(router, "/abort_request", abort_all=True)).status == 200
         assert worker.told == [("/abort_requests", {})]
+
+
+async def test_a_client_that_leaves_where_no_abort_is_taken_crashes_nothing(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = {"parallel_config": {"_api_process_count": 2}}
+    async with before(stage, config=several, latency_s=0.02) as (router, _), aiohttp.ClientSession() as client:
+        asked = {"token_ids": [40], "request_id": "mine", "stream": True, "output_mode": "text"}
+        asked["sampling_params"] = {"max_tokens": 200}
+        async with client.post(f"{router.url}/inference/v1/generate", json=asked) as answer:
+            await answer.content.readany()
+        await until(lambda: not router.pool.in_flight, "it has left")
+        assert (await post(router, "/generate", **GENERATE)).status == 200
+        assert "task_crashed" not in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -344,7 +361,7 @@ async def test_names_are_the_routers_inward_and_the_clients_outward(stage: Stage
 async def test_completions_are_ended_by_their_clients_name(stage: Stage) -> None:
     async with before(stage, latency_s=0.02) as (router, worker):
         asked = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "rid": "mine"}
-        running = asyncio.create_task(post(router, "/v1/completions", **asked))
+        running = posting(router, "/v1/completions", **asked)
         await until(lambda: worker.sampled, "it runs")
         assert (await post(router, "/abort_request", rid="mine")).status == 200
         (choice,) = (await running).json()["choices"]

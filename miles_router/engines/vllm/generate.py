@@ -93,8 +93,6 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
     Raises:
         CannotServe: it would be answered otherwise than is meant.
     """
-    if not flags.samples:
-        raise CannotServe("it was started without --enable-scale-out")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
@@ -138,6 +136,8 @@ class PromptSampling:
         Raises:
             CannotServe: something cannot.
         """
+        if not flags.samples:
+            raise CannotServe("it was started without --enable-scale-out")
         body, params = self._request.body, self._prompt.params
         unknown = [name for name in body if name not in FIELDS and not _is_default(self._request.field(name, place))]
         known = SAMPLING.keys() | CONSTRAINTS.keys() | {NEW_TOKENS, "stop"}
