@@ -79,7 +79,7 @@ async def test_without_scale_out_nothing_is_sampled_and_chat_passes(stage: Stage
 
 async def test_without_dev_mode_control_is_refused_by_name_and_it_generates(stage: Stage) -> None:
     async with before(stage, controlled=False) as (router, _):
-        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+        for path in ("/pause_generation", "/continue_generation", "/flush_cache", "/pause", "/resume"):
             assert "VLLM_SERVER_DEV_MODE" in refusal(await post(router, path))
         assert (await post(router, "/generate", **GENERATE)).status == 200
         assert "processed_logprobs" in refusal(
@@ -91,6 +91,7 @@ async def test_several_api_servers_take_no_abort_by_name(stage: Stage) -> None:
     async with before(stage, config={"parallel_config": {"_api_process_count": 2}}) as (router, worker):
         for meant in ({"rid": "a"}, {"group": "g"}):
             assert "--api-server-count 1" in refusal(await post(router, "/abort_request", **meant))
+        assert "--api-server-count 1" in refusal(await post(router, "/abort_requests", request_ids=["a"]))
         assert (await post(router, "/abort_request", abort_all=True)).status == 200
         assert worker.told == [("/abort_requests", {})]
 
@@ -107,6 +108,13 @@ async def test_a_client_that_leaves_where_no_abort_is_taken_crashes_nothing(
         await until(lambda: not router.pool.in_flight, "it has left")
         assert (await post(router, "/generate", **GENERATE)).status == 200
         assert "task_crashed" not in caplog.messages
+
+
+async def test_what_has_no_sleep_mode_is_not_told_to_sleep(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        for path in ("/sleep", "/sleep?level=2", "/release_memory_occupation"):
+            assert "--enable-sleep-mode" in refusal(await post(router, path))
+        assert worker.told == []
 
 
 @pytest.mark.parametrize(
