@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from miles_router.control.fan_out import JSON, FanOut, Outcome, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.engines.actions import Action, EndGroup, Pause
+from miles_router.engines.actions import Abort, AbortAll, Action, Continue, EndGroup, Flush, Pause, Sleep
 from miles_router.engines.control import QUICK
 from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.known import USUAL, ReadOrder
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from miles_router.control.requests import Requests
 
 BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
+#: What every engine of its kind can do that was started for it.
+OF_ALL = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
 #: The status of what an engine refuses.
 REFUSED = 400
 #: What an engine has done that was asked in other words than its client's.
@@ -61,12 +63,15 @@ class Call:
         Raises:
             UnsupportedByEngine: one of them cannot; none was asked.
         """
-        if isinstance(self.order.action, EndGroup):
-            return
+        action = self.order.action
+        if isinstance(action, EndGroup):
+            action = Abort("")  # which is how its generations end
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                action = self.order.action
-                self._spelled(engine, engine.pause_told(action) if isinstance(action, Pause) else action)
+                told = engine.pause_told(action) if isinstance(action, Pause) else action
+                self._spelled(engine, told)
+                if isinstance(told, OF_ALL):  # one that spells it so may have been started without
+                    engine.order(told)
             except CannotServe as error:
                 raise UnsupportedByEngine(f"{self.order.path}: {worker.url} ({engine.kind}): {error}") from None
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from miles_router import tasks
 from miles_router.engines.actions import Abort
 from miles_router.engines.client_json import read_json
+from miles_router.engines.engine import CannotServe
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import engine_names
 from miles_router.errors import BadRequest, UpstreamError
@@ -149,9 +150,10 @@ class LeftRequests:
                         await self._tell(worker, name)
 
     async def _tell(self, worker: Worker, name: str) -> None:
-        order = (worker.engine or USUAL).order(Abort(name))
-        asked = Outgoing(order.method, order.target, [(b"content-type", b"application/json")], order.body)
-        with suppress(UpstreamError, TimeoutError):  # then the engine ends it when it looks for its client
+        # What fails or cannot be said leaves it to the engine, which ends it when it looks for its client.
+        with suppress(CannotServe, UpstreamError, TimeoutError):
+            order = (worker.engine or USUAL).order(Abort(name))
+            asked = Outgoing(order.method, order.target, [(b"content-type", b"application/json")], order.body)
             sending = send(self._upstream, worker, asked, slot=False)
             reply = await tasks.within(self._upstream.connect_timeout, sending, name=f"abort at {worker.url}")
             reply.close()

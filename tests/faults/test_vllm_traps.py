@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import numpy as np
 import orjson
 import pytest
@@ -69,6 +70,8 @@ async def test_registration_says_which_flags_are_missing(stage: Stage, flags: di
 async def test_without_scale_out_nothing_is_sampled_and_chat_passes(stage: Stage) -> None:
     async with before(stage, scale_out=False) as (router, worker):
         assert "--enable-scale-out" in refusal(await post(router, "/generate", **GENERATE))
+        by_ids = {"input_ids": [40], "messages": [], "separate_reasoning": False}
+        assert "--enable-scale-out" in refusal(await post(router, "/v1/chat/completions", **by_ids))
         chat = await post(router, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
         assert chat.status == 200
         assert len(worker.sampled) == 1
@@ -76,7 +79,7 @@ async def test_without_scale_out_nothing_is_sampled_and_chat_passes(stage: Stage
 
 async def test_without_dev_mode_control_is_refused_by_name_and_it_generates(stage: Stage) -> None:
     async with before(stage, controlled=False) as (router, _):
-        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+        for path in ("/pause_generation", "/continue_generation", "/flush_cache", "/pause", "/resume"):
             assert "VLLM_SERVER_DEV_MODE" in refusal(await post(router, path))
         assert (await post(router, "/generate", **GENERATE)).status == 200
         assert "processed_logprobs" in refusal(
@@ -86,9 +89,32 @@ async def test_without_dev_mode_control_is_refused_by_name_and_it_generates(stag
 
 async def test_several_api_servers_take_no_abort_by_name(stage: Stage) -> None:
     async with before(stage, config={"parallel_config": {"_api_process_count": 2}}) as (router, worker):
-        assert "--api-server-count 1" in refusal(await post(router, "/abort_request", rid="a"))
+        for meant in ({"rid": "a"}, {"group": "g"}):
+            assert "--api-server-count 1" in refusal(await post(router, "/abort_request", **meant))
+        assert "--api-server-count 1" in refusal(await post(router, "/abort_requests", request_ids=["a"]))
         assert (await post(router, "/abort_request", abort_all=True)).status == 200
         assert worker.told == [("/abort_requests", {})]
+
+
+async def test_a_client_that_leaves_where_no_abort_is_taken_crashes_nothing(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = {"parallel_config": {"_api_process_count": 2}}
+    async with before(stage, config=several, latency_s=0.02) as (router, _), aiohttp.ClientSession() as client:
+        asked = {"token_ids": [40], "request_id": "mine", "stream": True, "output_mode": "text"}
+        asked["sampling_params"] = {"max_tokens": 200}
+        async with client.post(f"{router.url}/inference/v1/generate", json=asked) as answer:
+            await answer.content.readany()
+        await until(lambda: not router.pool.in_flight, "it has left")
+        assert (await post(router, "/generate", **GENERATE)).status == 200
+        assert "task_crashed" not in caplog.messages
+
+
+async def test_what_has_no_sleep_mode_is_not_told_to_sleep(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        for path in ("/sleep", "/sleep?level=2", "/release_memory_occupation"):
+            assert "--enable-sleep-mode" in refusal(await post(router, path))
+        assert worker.told == []
 
 
 @pytest.mark.parametrize(
@@ -100,8 +126,14 @@ async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, ch
     async with before(stage, raw_logprobs=True) as (router, worker):
         request = {**GENERATE, "sampling_params": {**SHORT, **changed}}
         assert "processed_logprobs" in refusal(await post(router, "/generate", **request, return_logprob=True))
-        chat = {"messages": [], "logprobs": True, **changed, "temperature": 0.7}
-        assert "processed_logprobs" in refusal(await post(router, "/v1/chat/completions", **chat))
+        named = {"temperature": 1, "repetition_penalty": 1, **changed}
+        for fields in ({**named, "temperature": 0.7}, named, {**named, "repetition_penalty": None}):
+            chat = {"messages": [], "logprobs": True, **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/chat/completions", **chat))
+            asked = {"prompt": "a", "logprobs": 0, **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/completions", **asked))
+            asked = {"input": "a", "include": ["message.output_text.logprobs"], **fields}
+            assert "processed_logprobs" in refusal(await post(router, "/v1/responses", **asked))
         assert worker.sampled == []
         assert (await post(router, "/generate", **request)).status == 200, "nobody wants logprobs"
         for temperature in (0, 1, 1.0, None):
@@ -245,6 +277,54 @@ async def test_routed_experts_come_as_int32_from_the_row_that_is_asked_for(stage
         assert len(base64.b64decode(prompt)) == 2 * LAYERS * TOP * 4
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"return_routed_experts": True}, {"return_logprob": True, "logprob_start_len": 0}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_is_aborted_before_its_first_token_has_no_rows_and_goes_on(
+    stage: Stage, fields: dict[str, Any]
+) -> None:
+    for settings, sampled in (({}, 0), ({"partial_rollout": "resume"}, 6)):
+        async with before(stage, settings, experts=True, latency_s=0.3) as (router, worker):
+            running = posting(router, **GENERATE, **fields)
+            await until(lambda: worker.sampled, "it waits")
+            assert (await post(router, "/pause_generation", mode="abort")).status == 200
+            worker.latency_s = 0.001
+            assert (await post(router, "/continue_generation")).status == 200
+            answer = await running
+            assert answer.status == 200, answer.body
+            said = answer.json()
+            assert len(said["output_ids"]) == sampled
+            assert ("routed_experts" in said["meta_info"]) == ("return_routed_experts" in fields and sampled > 0)
+
+
+# Fields of other types
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("top_logprobs_num", ["x", 2.5, -1, [1], {"a": 1}, True]),
+        ("logprob_start_len", ["x", 2.5, -5, [1], {"a": 1}, True]),
+        ("routed_experts_start_len", ["x", 2.5, -5, [1], {"a": 1}, True]),
+        ("stop", [1, [1], [None], {"a": 1}, True]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_cannot_be_read_is_refused_and_never_left_out(stage: Stage, name: str, values: list[Any]) -> None:
+    async with before(stage, names_ids=True, experts=True) as (router, worker):
+        for value in values:
+            request: dict[str, Any] = {**GENERATE, "return_logprob": True, "return_routed_experts": True}
+            if name == "stop":
+                request["sampling_params"] = {**SHORT, name: value}
+            else:
+                request[name] = value
+            refused = await post(router, "/generate", **request)
+            assert (refused.status, refused.error_type) == (400, "invalid_request"), (value, refused.body)
+        assert worker.sampled == []
+
+
 # Top logprobs
 
 
@@ -286,6 +366,16 @@ async def test_names_are_the_routers_inward_and_the_clients_outward(stage: Stage
         assert not any(name == "mine" or name.startswith("mr-") for name in names), "no X-Request-Id that wins"
 
 
+async def test_completions_are_ended_by_their_clients_name(stage: Stage) -> None:
+    async with before(stage, latency_s=0.02) as (router, worker):
+        asked = {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "rid": "mine"}
+        running = posting(router, "/v1/completions", **asked)
+        await until(lambda: worker.sampled, "it runs")
+        assert (await post(router, "/abort_request", rid="mine")).status == 200
+        (choice,) = (await running).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+
+
 async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left_out(stage: Stage) -> None:
     async with before(stage) as (router, worker):
         worker.adapters["a"] = "/a"
@@ -295,6 +385,7 @@ async def test_chat_names_an_adapter_as_its_model_and_refuses_what_would_be_left
         for name in ("return_meta_info", "session_params", "regex"):
             refused = await post(router, "/v1/chat/completions", **chat, **{name: "x"})
             assert name in refusal(refused)
+        assert "json_schema" in refusal(await post(router, "/v1/completions", prompt="Hi", json_schema="{}"))
         assert len(worker.sampled) == 2
 
 

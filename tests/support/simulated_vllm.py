@@ -292,7 +292,9 @@ class SimulatedVLLM:
         usual = {"max_tokens": 16, "logprobs": 0, "temperature": 1, "ignore_eos": False}
         params = {name: asked.get(name, value) for name, value in usual.items()}
         prompt = asked["prompt"] if isinstance(asked["prompt"], list) else self._tokenizer.encode(asked["prompt"])
-        told = await self._generate({**asked, "stream": False, "token_ids": prompt, "sampling_params": params})
+        name = f"cmpl-{asked.get('request_id') or next(self._count)}-0"
+        given = {"stream": False, "token_ids": prompt, "sampling_params": params, "engine_name": name}
+        told = await self._generate({**asked, **given})
         (choice,) = told["choices"]
         content = choice["logprobs"]["content"]
         logprobs = {
@@ -316,7 +318,7 @@ class SimulatedVLLM:
         prompt, model = asked["token_ids"], asked.get("model", "a-model")
         given = asked["sampling_params"].items()
         params = {name: value for name, value in given if value is not None or name not in NULLABLE}
-        name = f"generate-tokens-{asked.get('request_id') or next(self._count)}"
+        name = asked.get("engine_name", f"generate-tokens-{asked.get('request_id') or next(self._count)}")
         if not self._scale_out:
             raise Refused(403, "Scale-out is disabled")
         if model != "a-model" and model not in self.adapters:
@@ -434,7 +436,7 @@ class SimulatedVLLM:
             "text": new,
             "logprobs": {"content": logprobs} if "logprobs" in sample.params else None,
             "weight_versions": spans if ended else None,
-            "routed_experts": self._rows(sample) if ended and self._experts else None,
+            "routed_experts": self._rows(sample) if ended and sample.ids and self._experts else None,
         }
 
     def _text(self, sample: Sample) -> str:
@@ -465,6 +467,8 @@ class SimulatedVLLM:
     def _of_prompt(self, sample: Sample) -> list[Any] | None:
         if "prompt_logprobs" not in sample.params:
             return None
+        if not sample.ids:  # it was aborted before it was computed
+            return [None]
         ids = sample.prompt
         scores = [self._score(ids[:place], token, sample.adapter) for place, token in enumerate(ids)]
         texts = [self._tokenizer.decode([token]) for token in ids]

@@ -81,6 +81,11 @@ def test_without_its_configuration_for_good_it_lacks_dev_mode() -> None:
     ]
 
 
+def test_a_key_that_is_missing_is_no_flag_that_is_missing() -> None:
+    facts = facts_of(documents(**{MODELS: b"null", SAMPLE: b"null"}))
+    assert (facts.engine is not None, facts.lacks) == (True, ())
+
+
 def test_what_says_it_is_no_vllm_is_none() -> None:
     other = {**CARD, "owned_by": "somebody"}
     facts = read_facts(documents(**{INFO: b"", MODELS: orjson.dumps({"data": [other]})}))

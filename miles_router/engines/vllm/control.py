@@ -40,6 +40,9 @@ LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter
 MODE, CLEARS, NAMES, LEVEL, PARTS = "mode", "clear_cache", "request_ids", "level", "tags"
 #: What it puts in front of a request's name, by path: `/inference/v1/generate`, chat, completions, responses.
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")
+#: What its engine calls a generation of that name, which alone an abort finds: completions and responses count the
+#: generations of one request.
+ENGINE_NAMES = ("generate-tokens-{}", "chatcmpl-{}", "cmpl-{}-0", "{}_0")
 #: By the router's words. Without `clear_cache` running generations keep their keys and values, and so does the cache;
 #: with it they are computed anew. (Its own documentation says that `keep` ignores it, and it does not.)
 PAUSES: Mapping[str, Mapping[str, str]] = {
@@ -66,7 +69,8 @@ def order(action: Action, flags: Flags) -> Order:
         case Abort(name):
             if flags.servers > 1:
                 raise CannotServe("it has several API servers, of which one alone knows the name: --api-server-count 1")
-            own = (name,) if name.startswith(PREFIXES) else tuple(prefix + name for prefix in PREFIXES)
+            named = name.startswith(PREFIXES)
+            own = (name, f"{name}-0", f"{name}_0") if named else tuple(each.format(name) for each in ENGINE_NAMES)
             return _order(ABORT, fields={NAMES: own})
         case AbortAll():
             return _order(ABORT_ALL, fields={})

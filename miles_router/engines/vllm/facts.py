@@ -78,10 +78,12 @@ class Flags(NamedTuple):
 def flags(documents: Documents) -> Flags:
     """Return what the documents say of flags."""
     config = _config(documents)
+    # Where the models are withheld too, it is a key that is missing, and a client may have it.
+    samples = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
     if not config:
-        return Flags(samples=documents.get(SAMPLE) != WITHHELD, controlled=False, raw_logprobs=True)
+        return Flags(samples=samples, controlled=False, raw_logprobs=True)
     return Flags(
-        samples=documents.get(SAMPLE) != WITHHELD,
+        samples=samples,
         raw_logprobs=_at(config, "model_config", "logprobs_mode") != "processed_logprobs",
         experts=_at(config, "aux_output_config", "enable_return_routed_experts") is True,
         sleeps=_at(config, "model_config", "enable_sleep_mode") is True,

@@ -44,6 +44,7 @@ from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
 from miles_router.engines.vllm.paths import SAMPLE
 from miles_router.engines.vllm.rows import rows_of
+from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
@@ -92,8 +93,6 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
     Raises:
         CannotServe: it would be answered otherwise than is meant.
     """
-    if not flags.samples:
-        raise CannotServe("it was started without --enable-scale-out")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
@@ -114,8 +113,9 @@ class PromptSampling:
         self._first = place * request.samples
         self._wants_logprobs = bool(request.field(WANTED, place))
         self._with_text = bool(request.body.get(WITH_TEXT))
-        self._tops: int = (request.field(TOP, place) or 0) if self._wants_logprobs else 0
-        self._prompt_from = request.field(START_LEN, place) if self._wants_logprobs else None
+        self._tops = (_count(TOP, request.field(TOP, place)) or 0) if self._wants_logprobs else 0
+        start = request.field(START_LEN, place) if self._wants_logprobs else None
+        self._prompt_from = None if start == -1 else _count(START_LEN, start)
         self._check(place, flags)
         self._cut = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
         self._name = uuid.uuid4().hex
@@ -136,6 +136,8 @@ class PromptSampling:
         Raises:
             CannotServe: something cannot.
         """
+        if not flags.samples:
+            raise CannotServe("it was started without --enable-scale-out")
         body, params = self._request.body, self._prompt.params
         unknown = [name for name in body if name not in FIELDS and not _is_default(self._request.field(name, place))]
         known = SAMPLING.keys() | CONSTRAINTS.keys() | {NEW_TOKENS, "stop"}
@@ -146,16 +148,21 @@ class PromptSampling:
             raise CannotServe("it samples behind ids, and the text has not been made some")
         if not self._prompt.ids:
             raise CannotServe("it samples behind one token at least")
-        if body.get(EXPERT_FIELDS.wanted) and not flags.experts:
-            raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+        if body.get(EXPERT_FIELDS.wanted):
+            _count(f"{EXPERT_FIELDS.start}", EXPERT_FIELDS.start_of(body))
+            if not flags.experts:
+                raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+        stop = params.get("stop") or []
+        if not isinstance(stop, (str, list)) or not all(isinstance(each, str) for each in stop):
+            raise BadRequest("stop must be a text, or a list of texts")
         if self._tops and not flags.names_ids:
             raise CannotServe(
                 f"it names no ids of top logprobs: start it with --return-tokens-as-token-ids, and --additional-config "
                 f"'{{\"{IDS_AS_TOKENS}\": true}}'"
             )
-        if self._prompt_from not in (None, -1) and self._request.stream:
+        if self._prompt_from is not None and self._request.stream:
             raise CannotServe(f"it tells no logprobs of the prompt in a stream, and {START_LEN} asks for them")
-        if self._wants_logprobs and flags.raw_logprobs and _shifts(params):
+        if self._wants_logprobs and flags.raw_logprobs and shifts(params):
             raise CannotServe(
                 "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
                 "processed_logprobs"
@@ -200,7 +207,7 @@ class PromptSampling:
             asked["n"] = self._request.samples
         if self._wants_logprobs:
             asked["logprobs"] = self._tops + 1 if self._tops else 0  # the one that was sampled counts
-            if self._prompt_from not in (None, -1):
+            if self._prompt_from is not None:
                 asked["prompt_logprobs"] = self._tops
         return asked
 
@@ -262,16 +269,22 @@ class PromptSampling:
             version_runs(said, count)
         elif version is not None:
             said[VERSION] = version
-        if choice.finish and self._request.body.get(EXPERT_FIELDS.wanted):
+        # What is aborted before its first token was not computed: there are no rows.
+        if choice.finish and choice.ids and self._request.body.get(EXPERT_FIELDS.wanted):
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
             said[EXPERT_FIELDS.rows.name] = rows_of(choice.experts, rows, rows - 1 if self._cut else rows)
         return {"text": "" if self._cut else choice.text[said_text:], "output_ids": ids[begin:], "meta_info": said}
 
+    @property
+    def _aborted_at_once(self) -> bool:
+        """Whether nothing was sampled, so that the prompt may not have been computed."""
+        return not any(choice.ids for choice in self._choices)
+
     def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logprobs of the prompt. Of its first token, and of the first that is asked for, there is none."""
         begin, ids = self._prompt_from, self._prompt.ids or ()
-        if begin in (None, -1):
+        if begin is None or self._aborted_at_once:
             return {}
         each = told["prompt_logprobs"]
         if len(each) != len(ids):
@@ -380,7 +393,20 @@ def _is_default(value: object) -> bool:
     return is_absent(value) or (type(value) is int and value in (0, -1))
 
 
-def _shifts(params: Mapping[str, Any]) -> bool:
+def _count(name: str, value: object) -> int | None:
+    """Return a field that counts; None where it is absent.
+
+    Raises:
+        BadRequest: it counts nothing.
+    """
+    if is_absent(value):
+        return None
+    if type(value) is not int or value < 0:
+        raise BadRequest(f"{name} must be a whole number of at least 0")
+    return value
+
+
+def shifts(params: Mapping[str, Any]) -> bool:
     """Return whether tokens are sampled from another distribution than that of temperature 1. Greedy ones are not."""
     changed = any(params.get(name) not in (None, neutral) for name, neutral in SHIFTS.items())
     return changed or params.get("temperature") not in (None, 0, 1) or bool(params.get("logit_bias"))

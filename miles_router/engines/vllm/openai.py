@@ -18,17 +18,20 @@ from miles_router.engines.events import Event
 from miles_router.engines.generate import RID, is_absent
 from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.vllm.facts import Flags
-from miles_router.engines.vllm.generate import SALT, salt_of
+from miles_router.engines.vllm.generate import SALT, salt_of, shifts
 
 PATHS = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES})
 #: SGLang's fields that it does not know. Without them it would be another answer.
 IGNORED = (
     *("input_ids", "return_meta_info", "return_prompt_token_ids", "return_output_ids_in_sglext"),
     *("return_input_ids_in_sglext", "return_routed_experts", "return_indexer_topk", "return_hidden_states"),
-    *("session_params", "custom_logit_processor", "custom_params", "regex", "ebnf", "stop_regex", "no_stop_trim"),
-    *("max_thinking_tokens", "routed_dp_rank", "data_parallel_rank"),
+    *("session_params", "custom_logit_processor", "custom_params", "regex", "ebnf", "json_schema", "stop_regex"),
+    *("no_stop_trim", "max_thinking_tokens", "routed_dp_rank", "data_parallel_rank", "return_sampling_mask"),
+    *("sampling_logprobs_mode", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
 )
 CACHE_KEY = "extra_key"
+#: How responses are asked for logprobs, in `include`.
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
 #: SGLang's names that it has under others. The name of a request stands in that of its answer.
 NAMES: Mapping[str, str] = {RID: "request_id", ADAPTER: MODEL, CACHE_KEY: SALT}
 
@@ -45,15 +48,27 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
         return None  # the engine says what is wrong with it
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
         raise CannotServe(f"it takes no {unknown[0]} at {path}")
-    wants = fields.get("logprobs") is not None and fields["logprobs"] is not False  # 0: those of what is sampled
-    if wants and flags.raw_logprobs and fields.get("temperature") not in (0, 1):
+    if flags.raw_logprobs and _wants_logprobs(path, fields) and (shifts(fields) or not _names_neutral(fields)):
         raise CannotServe(
-            "its logprobs are those of temperature 1, which the request must name: start it with --logprobs-mode "
-            "processed_logprobs"
+            "its logprobs are those of temperature 1 without penalties, and a model may have other defaults, so that "
+            "temperature and repetition_penalty must be named: start it with --logprobs-mode processed_logprobs"
         )
     versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
     renamed = any(not is_absent(fields.get(name)) for name in NAMES)
     return Renamed(fields, versions=versions) if renamed or versions else None
+
+
+def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether an answer is to have logprobs. In completions 0 asks for those of the sampled tokens alone."""
+    if path == paths.RESPONSES:
+        included = fields.get("include")
+        return isinstance(included, list) and OUTPUT_LOGPROBS in included
+    wanted = fields.get("logprobs")
+    return wanted is not None and wanted is not False
+
+
+def _names_neutral(fields: Mapping[str, Any]) -> bool:
+    return fields.get("temperature") in (0, 1) and fields.get("repetition_penalty") == 1
 
 
 class Renamed:
