@@ -271,8 +271,11 @@ class Journal:
 
     def close(self) -> None:
         """Write the WAL back and let go of the file. What cannot be written back stays in the WAL."""
-        self._connection.close()
-        os.close(self._count)
+        with self._by_name():
+            try:
+                self._connection.close()
+            finally:
+                os.close(self._count)
 
     @contextmanager
     def _by_name(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -123,4 +124,5 @@ class Journals:
         if journal is not None:
             if self._shared:
                 self._epochs[slot] = journal.epoch
-            journal.close()
+            with suppress(StateError):  # network file systems say so late that they failed; whoever opens it next sees it
+                journal.close()

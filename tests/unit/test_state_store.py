@@ -274,6 +274,17 @@ async def test_a_defect_in_one_slots_work_is_answered_logged_and_ends_nothing_el
         assert len(await soon(store.load(OWNER))) == 1
 
 
+async def test_a_file_that_cannot_be_closed_keeps_no_caller_waiting(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.append(OWNER, blobs(1))
+        await store._ask(SLOT, lambda journal: os.close(journal._count))  # whatever is asked of it fails now
+        results = asyncio.gather(store.append(OWNER, {1: b"x"}), store.append("another", blobs(1), slot=SLOT + 1))
+        with pytest.raises(StateError, match="Bad file descriptor"):
+            await soon(results)
+        await soon(store.append(OWNER, {1: b"x"}))
+        assert len(await soon(store.load(OWNER))) == 2
+
+
 async def test_what_comes_behind_the_end_is_refused(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     await store.append(OWNER, blobs(1))
