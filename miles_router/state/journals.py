@@ -124,5 +124,5 @@ class Journals:
         if journal is not None:
             if self._shared:
                 self._epochs[slot] = journal.epoch
-            with suppress(StateError):  # network file systems say so late that they failed; whoever opens it next sees it
+            with suppress(StateError):  # a network file system may say here alone that it has failed
                 journal.close()
