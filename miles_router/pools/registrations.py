@@ -119,6 +119,7 @@ class StandstillRow:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
             record = {**standstill(self._fleet), **since}
         if record != self._record:
+            self._record = {}  # a commit that fails may be held all the same
             owner = _owner(STANDSTILL, self._pool)
             if record is None:
                 await self._store.delete(owner, slot=CONTROL)
