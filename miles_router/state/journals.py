@@ -102,10 +102,7 @@ class Journals:
         try:
             journal = self._open.get(slot)
             if journal is None:
-                journal = self._open[slot] = Journal(self.path(slot), self._sync, shared=self._shared)
-                if not self._shared and journal.epoch >= SHARED_EPOCHS:
-                    journal.claim()  # routers that shared the directory, and still run, must not go on here
-                journal.epoch = self._epochs.get(slot, journal.epoch)
+                journal = self._open[slot] = self._opened(slot)
             return work(journal), None
         except StateHeld as error:
             self._held[slot] = error
@@ -118,6 +115,17 @@ class Journals:
             logger.error("state_defect", exc_info=error, extra={"fields": {"file": str(self.path(slot))}})
             self._release(slot)
             return None, StateError("the router failed; its log has the details")
+
+    def _opened(self, slot: int) -> Journal:
+        journal = Journal(self.path(slot), self._sync, shared=self._shared)
+        try:
+            if not self._shared and journal.epoch >= SHARED_EPOCHS:
+                journal.claim()  # routers that shared the directory, and still run, must not go on here
+        except StateError:
+            journal.close()
+            raise
+        journal.epoch = self._epochs.get(slot, journal.epoch)
+        return journal
 
     def _release(self, slot: int) -> None:
         journal = self._open.pop(slot, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
+from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
 from miles_router.slots import CONTROL, SLOTS, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.inspection import holdings
@@ -502,3 +502,21 @@ async def test_a_person_cannot_look_into_what_a_running_router_has_open(tmp_path
         assert [each.owner for each in holdings(tmp_path)] == [OWNER]
     async with opened(tmp_path) as store:
         assert len(await store.load(OWNER)) == 1
+
+
+async def test_a_router_alone_that_finds_no_room_to_succeed_them_tries_again_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StateFull("no room is left on the disk")
+
+    async with shared(tmp_path) as machine:
+        await machine.claim(SLOT, SHARED_EPOCHS)
+        async with opened(tmp_path) as alone:
+            with monkeypatch.context() as crowded:
+                crowded.setattr(Journal, "claim", full)
+                with pytest.raises(StateFull):
+                    await alone.append(OWNER, blobs(1))
+            await alone.append(OWNER, blobs(2))
+        with pytest.raises(StateOutdated):
+            await machine.append(OWNER, blobs(3))
