@@ -92,7 +92,8 @@ class Registrations:
         if held and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
+        if all(record["kind"] != RUN for record in held):  # a full disk keeps nobody from starting again
+            await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:
