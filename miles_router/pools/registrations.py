@@ -92,7 +92,8 @@ class Registrations:
         if held and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
+        if all(record["kind"] != RUN for record in held):  # a full disk keeps nobody from starting again
+            await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:
@@ -119,6 +120,7 @@ class StandstillRow:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
             record = {**standstill(self._fleet), **since}
         if record != self._record:
+            self._record = {}  # a commit that fails may be held all the same
             owner = _owner(STANDSTILL, self._pool)
             if record is None:
                 await self._store.delete(owner, slot=CONTROL)

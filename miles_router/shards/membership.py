@@ -224,8 +224,8 @@ class Membership:
         """End this process where it can lock what the leader has locked: two owners of a slot would both commit."""
         assert self.store is not None
         directory = self.store.directory
-        with closing(ByteLocks(directory)) as locks:
-            while await asyncio.to_thread(locks.take, term := self._life.at[0]):
+        with closing(ByteLocks(directory)) as locks:  # beside others: shards of one machine look at the same time
+            while await asyncio.to_thread(locks.take, term := self._life.at[0], beside_others=True):
                 with suppress(ControlUnavailable):  # a leader that was lost has let go of it
                     if (await self.ask("term")).fields["term"] == term:
                         self._end_it(

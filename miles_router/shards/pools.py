@@ -3,7 +3,7 @@ is idle, and what becomes of what is seen, is for others to say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_router.fleet.pool import WorkerPool
@@ -37,17 +37,17 @@ def counted(pool: WorkerPool, everywhere: Row) -> None:
             unit.in_flight, unit.tokens, unit.sessions = (each or 0 for each in told.get(unit.rank, NOTHING))
 
 
-def ending(pool: WorkerPool) -> list[Worker]:
-    """Return the workers that get nothing new: those that drain, and removed ones."""
-    return [each for each in pool.known if each.state is WorkerState.DRAINING or not each.serial]
+def ending(pool: WorkerPool) -> dict[Worker, float]:
+    """Return the workers that get nothing new, those that drain and removed ones, and since when each is what it is."""
+    return {each: each.since for each in pool.known if each.state is WorkerState.DRAINING or not each.serial}
 
 
-def settle(pool: WorkerPool, workers: list[Worker]) -> None:
+def settle(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
     """Let go of those of these workers that are without requests. Everybody has heard that they get nothing new, and
-    has told since what it has."""
+    has told since what it has; of one that has returned meanwhile, and ends again, nobody has."""
     still = ending(pool)
-    for worker in workers:
-        if worker in still and not worker.in_flight:
+    for worker, since in workers.items():
+        if still.get(worker) == since and not worker.in_flight:
             pool.left(worker)
 
 

@@ -69,7 +69,8 @@ def _journals(directory: Path) -> Iterator[tuple[Journal, str]]:
         raise ConfigError(f"state: {directory} holds no state of a router")
     for done, path in enumerate(paths, 1):
         try:
-            with closing(Journal(path, "process")) as journal:
+            # Else the file would have a WAL from now on, and machines that share it, and still run, go on with that.
+            with closing(Journal(path, "process", shared=True)) as journal:
                 yield journal, path.stem
         except StateError as error:
             raise ConfigError(f"state: {error}") from None

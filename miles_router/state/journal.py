@@ -137,10 +137,10 @@ class Journal:
         execute("COMMIT")
         if new and sync == "machine":
             _sync_directory(self._path.parent)
-        self._transactions, self.epoch = execute("SELECT transactions, epoch FROM slot").fetchone()
 
     def _check_count(self) -> None:
-        content = os.pread(self._count, COUNT.size + 1, 0)
+        content = os.pread(self._count, COUNT.size + 1, 0)  # before the other: a machine that shares them may commit
+        self._transactions, self.epoch = self._connection.execute("SELECT transactions, epoch FROM slot").fetchone()
         if not content:  # nothing is known, and nothing refused
             return
         acknowledged, complement = COUNT.unpack(content) if len(content) == COUNT.size else (0, 0)
@@ -271,8 +271,11 @@ class Journal:
 
     def close(self) -> None:
         """Write the WAL back and let go of the file. What cannot be written back stays in the WAL."""
-        self._connection.close()
-        os.close(self._count)
+        with self._by_name():
+            try:
+                self._connection.close()
+            finally:
+                os.close(self._count)
 
     @contextmanager
     def _by_name(self) -> Iterator[None]:

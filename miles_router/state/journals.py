@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -44,6 +45,8 @@ class Journals:
         self._open: dict[int, Journal] = {}
         #: Of shared files that were closed after an error: a process that was succeeded stays so when it comes again.
         self._epochs: dict[int, int] = {}
+        #: Slots that others have, as found while jobs are done: waiting for each of these jobs would stop all slots.
+        self._held: dict[int, StateHeld] = {}
 
     def path(self, slot: int) -> Path:
         """Return the file of a slot."""
@@ -56,6 +59,7 @@ class Journals:
 
     def do(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Do all jobs; without any, give a part of the room of deleted blobs back to the disk."""
+        self._held.clear()
         if not jobs:
             self._vacuum()
         by_slot = defaultdict(list)
@@ -93,16 +97,18 @@ class Journals:
             yield from ((job, result, error) for job in jobs)
 
     def _attempt(self, slot: int, work: Callable[[Journal], Any]) -> tuple[Any, StateError | None]:
+        if slot in self._held:
+            return None, self._held[slot]
         try:
             journal = self._open.get(slot)
             if journal is None:
-                journal = self._open[slot] = Journal(self.path(slot), self._sync, shared=self._shared)
-                if not self._shared and journal.epoch >= SHARED_EPOCHS:
-                    journal.claim()  # routers that shared the directory, and still run, must not go on here
-                journal.epoch = self._epochs.get(slot, journal.epoch)
+                journal = self._open[slot] = self._opened(slot)
             return work(journal), None
+        except StateHeld as error:
+            self._held[slot] = error
+            return None, error
         except StateError as error:
-            if not isinstance(error, (StateFull, StateHeld)):
+            if not isinstance(error, StateFull):
                 self._release(slot)  # the next job opens it again, and finds out what is held
             return None, error
         except Exception as error:  # the edge of the thread: without an answer, callers would wait for ever
@@ -110,9 +116,21 @@ class Journals:
             self._release(slot)
             return None, StateError("the router failed; its log has the details")
 
+    def _opened(self, slot: int) -> Journal:
+        journal = Journal(self.path(slot), self._sync, shared=self._shared)
+        try:
+            if not self._shared and journal.epoch >= SHARED_EPOCHS:
+                journal.claim()  # routers that shared the directory, and still run, must not go on here
+        except StateError:
+            journal.close()
+            raise
+        journal.epoch = self._epochs.get(slot, journal.epoch)
+        return journal
+
     def _release(self, slot: int) -> None:
         journal = self._open.pop(slot, None)
         if journal is not None:
             if self._shared:
                 self._epochs[slot] = journal.epoch
-            journal.close()
+            with suppress(StateError):  # a network file system may say here alone that it has failed
+                journal.close()

@@ -24,10 +24,15 @@ class ByteLocks:
         except OSError as error:
             raise StateError(f"{self._path}: {error.strerror or error}") from None
 
-    def take(self, byte: int) -> bool:
-        """Lock a byte; return False where another process has it."""
+    def take(self, byte: int, *, beside_others: bool = False) -> bool:
+        """Lock a byte; return False where another process has it.
+
+        Args:
+            beside_others: other processes may have it so, too.
+        """
+        kind = fcntl.LOCK_SH if beside_others else fcntl.LOCK_EX
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
         except (BlockingIOError, PermissionError):  # POSIX leaves open which one of both it is
             return False
         except OSError as error:

@@ -14,6 +14,7 @@ from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import WorkerState
 from miles_router.shards.peer_loads import Row, joined, less
+from miles_router.shards.pools import ending, settle
 from tests.support.told_pools import ToldPools
 
 A, B = (parse_worker_url(url) for url in ("http://a", "http://b"))
@@ -196,3 +197,18 @@ def test_processes_that_choose_at_once_do_not_all_choose_the_same() -> None:
 
 def test_a_process_that_has_all_requests_chooses_as_if_it_were_alone() -> None:
     assert spread(8, 1.0) < spread(1, 1.0) + 0.5
+
+
+def test_a_drain_that_has_begun_anew_does_not_end_by_what_was_told_before(pools: ToldPools) -> None:
+    drained: list[int] = []
+    a = pools.control.get("http://a")
+    pools.control.drain(a, lambda: drained.append(1))
+    pools.follow(*pools.data)
+    pools.tell()
+    leaving = ending(pools.control)
+    pools.add(a.address)
+    pools.data[0].lease(LeastInFlight(), preferred=a.url)
+    pools.control.drain(a, lambda: drained.append(2))
+    settle(pools.control, leaving)
+    assert drained == [1], "the second one waits for a request that nobody has told of yet"
+    assert pools.shown()["http://a"] == 1

@@ -24,7 +24,7 @@ from miles_router.errors import StateDamaged
 from miles_router.slots import slot_of
 from miles_router.state.blobs import Blobs
 from miles_router.state.store import StateStore
-from tests.support.waiting import soon
+from tests.support.waiting import soon, until
 
 NAME = "episode"
 
@@ -175,3 +175,18 @@ def _described(turn: Turn) -> tuple[object, ...]:
     logprobs = [None if each is None else each.tobytes() for _, each, _ in sampled]
     about = (turn.number, turn.request, turn.parent and turn.parent.number, turn.answer, turn.facts, turn.tools)
     return (*about, turn.appended, turn.context, turn.given.tokens.tolist(), [each[0] for each in sampled], logprobs)
+
+
+async def test_a_file_that_cannot_be_read_keeps_no_session_of_another_from_expiring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_module, "LOOK", 0.0)
+    (tmp_path / "slot-00.sqlite").write_bytes(b"a notebook of somebody's" * 200)
+    store = StateStore(tmp_path)
+    first, then = Process(store), Process(store)
+    assert slot_of(NAME) > 0
+    await first.archive.save(first.sessions.create(NAME))
+    then.seconds = 100.0
+    async with then.archive.running():
+        await until(lambda: then.sessions.statistics.expired == 1, "it expires")
+    await store.close()

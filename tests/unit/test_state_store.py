@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
+from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
 from miles_router.slots import CONTROL, SLOTS, slot_of
 from miles_router.state import store as store_module
-from miles_router.state.journal import APPLICATION, FORMAT, SHARED_EPOCHS, Journal
+from miles_router.state.inspection import holdings
+from miles_router.state.journal import APPLICATION, FORMAT, PATIENCE, SHARED_EPOCHS, Journal
 from miles_router.state.store import StateStore
 from tests.support.waiting import soon, until
 
@@ -272,6 +274,17 @@ async def test_a_defect_in_one_slots_work_is_answered_logged_and_ends_nothing_el
         assert len(await soon(store.load(OWNER))) == 1
 
 
+async def test_a_file_that_cannot_be_closed_keeps_no_caller_waiting(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.append(OWNER, blobs(1))
+        await store._ask(SLOT, lambda journal: os.close(journal._count))  # whatever is asked of it fails now
+        results = asyncio.gather(store.append(OWNER, {1: b"x"}), store.append("another", blobs(1), slot=SLOT + 1))
+        with pytest.raises(StateError, match="Bad file descriptor"):
+            await soon(results)
+        await soon(store.append(OWNER, {1: b"x"}))
+        assert len(await soon(store.load(OWNER))) == 2
+
+
 async def test_what_comes_behind_the_end_is_refused(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     await store.append(OWNER, blobs(1))
@@ -433,3 +446,77 @@ async def test_a_router_alone_succeeds_those_that_have_shared_its_directory_and_
             await machine.append(OWNER, blobs(2))
         await machine.claim(SLOT, SHARED_EPOCHS + 5)
         assert len(await machine.load(OWNER)) == 3
+
+
+async def test_a_machine_that_opens_a_file_while_another_commits_takes_nothing_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, opening = Journal(file_of(tmp_path), "process", shared=True), os.open
+
+    def just_then(path: Path, *rest: int) -> int:
+        other.transaction([lambda journal: journal.append(OWNER, blobs(1), {}, anew=False)])
+        return opening(path, *rest)
+
+    with monkeypatch.context() as busy:
+        busy.setattr(os, "open", just_then)
+        one = Journal(file_of(tmp_path), "process", shared=True)
+    assert len(one.load(OWNER)) == 1
+    one.close()
+    other.close()
+
+
+async def test_a_slot_that_a_stopped_machine_has_locked_keeps_no_other_slot_waiting(tmp_path: Path) -> None:
+    async with shared(tmp_path) as store:
+        await store.claim(3, 1)
+        await store.claim(4, 1)
+        stopped = sqlite3.connect(file_of(tmp_path, 3), isolation_level=None)
+        stopped.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        held = [store.append(f"s{n}", blobs(1), slot=3) for n in range(20)]
+        results = asyncio.gather(*held, return_exceptions=True)
+        await asyncio.gather(*(store.append(OWNER, blobs(1), slot=4) for _ in range(2)))
+        assert {type(each) for each in await results} == {StateHeld}
+        assert time.monotonic() - began < 10 * PATIENCE
+        stopped.execute("ROLLBACK")
+        stopped.close()
+        await store.append(OWNER, blobs(1), slot=3)
+
+
+async def test_a_person_who_looks_into_a_shared_directory_changes_nothing_for_machines_that_go_on(
+    tmp_path: Path,
+) -> None:
+    async with shared(tmp_path) as machine:
+        await machine.claim(SLOT, SHARED_EPOCHS)
+        await machine.append(OWNER, {0: b'{"kind": "session"}'})
+        assert [each.owner for each in holdings(tmp_path)] == [OWNER]
+        await machine.append(OWNER, blobs(2))
+        assert not any(name.endswith(("-wal", "-shm")) for name in names(tmp_path)), "which one machine alone can read"
+
+
+async def test_a_person_cannot_look_into_what_a_running_router_has_open(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.append(OWNER, {0: b'{"kind": "session"}'})
+        with pytest.raises(ConfigError, match="another running router has it open"):
+            [*holdings(tmp_path)]
+    async with opened(tmp_path):
+        assert [each.owner for each in holdings(tmp_path)] == [OWNER]
+    async with opened(tmp_path) as store:
+        assert len(await store.load(OWNER)) == 1
+
+
+async def test_a_router_alone_that_finds_no_room_to_succeed_them_tries_again_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StateFull("no room is left on the disk")
+
+    async with shared(tmp_path) as machine:
+        await machine.claim(SLOT, SHARED_EPOCHS)
+        async with opened(tmp_path) as alone:
+            with monkeypatch.context() as crowded:
+                crowded.setattr(Journal, "claim", full)
+                with pytest.raises(StateFull):
+                    await alone.append(OWNER, blobs(1))
+            await alone.append(OWNER, blobs(2))
+        with pytest.raises(StateOutdated):
+            await machine.append(OWNER, blobs(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -191,23 +191,28 @@ class SessionArchive:
             await cancelled(looking)
 
     async def _expire(self, idle: float) -> None:
+        assert self._store is not None
         while True:
             await asyncio.sleep(max(LOOK, idle / 4))
-            try:
-                async for session_id, head in self._heads():
-                    used_at = max(orjson.loads(head)["used_at"], self._began)
-                    if used_at < self._now() - idle:
-                        async with self._lock(session_id):  # who reads it at this moment uses it
-                            if session_id not in self._sessions:
-                                self._sessions.statistics.expired += 1
-                                self._forget(session_id)
-            except StateError as error:
-                logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
+            for slot in self._store.slots:
+                try:
+                    await self._expire_in(slot, idle)
+                except StateError as error:
+                    logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
 
-    async def _heads(self) -> AsyncIterator[tuple[str, bytes]]:
+    async def _expire_in(self, slot: int, idle: float) -> None:
+        async for session_id, head in self._heads((slot,)):
+            used_at = max(orjson.loads(head)["used_at"], self._began)
+            if used_at < self._now() - idle:
+                async with self._lock(session_id):  # who reads it at this moment uses it
+                    if session_id not in self._sessions:
+                        self._sessions.statistics.expired += 1
+                        self._forget(session_id)
+
+    async def _heads(self, slots: Collection[int] | None = None) -> AsyncIterator[tuple[str, bytes]]:
         if self._store is None:
             return
-        for slot in self._store.slots:
+        for slot in self._store.slots if slots is None else slots:
             async for session_id, head in heads_in(self._store, slot):
                 if not self._is_elsewhere(session_id):
                     yield session_id, head
