@@ -287,13 +287,13 @@ class Fleet:
         return Facts() if asking.cancelled() else asking.result()
 
     async def engine(self, worker: Worker) -> Engine:
-        """Return the kind of engine that a worker is. It is asked once; the answer holds until the worker is lost, or
-        says that it is another.
+        """Return the kind of engine that a worker is. The answer holds until the worker is lost or says that it is
+        another, and for requests that are translated by its flags until no connection to it is open.
 
         Raises:
             UpstreamUnreachable: it answers, and does not say what it is.
         """
-        if worker.engine is not None:
+        if worker.engine is not None and (not worker.engine.translates or self._known(worker) is not None):
             return worker.engine
         facts = await self._facts_of(worker)
         if worker.engine is None and facts.model_path is not None:

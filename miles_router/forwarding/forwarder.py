@@ -148,7 +148,9 @@ class Forwarder:
             The errors of `open`.
         """
         worker = unit.worker
-        engine = (worker.engine or await self._fleet.engine(worker)) if request.computes else None
+        engine = worker.engine if request.computes else None
+        if request.computes and (engine is None or engine.translates):
+            engine = await self._fleet.engine(worker)
         if request.generates and worker.role is Role.DECODE:
             return await self._ask_pair(unit, request, flight)
         translation: Translation | Parts | None = None

@@ -141,6 +141,13 @@ async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, ch
             assert (await post(router, "/generate", **same, return_logprob=True)).status == 200
 
 
+async def test_a_list_that_would_take_too_many_connections_is_refused(stage: Stage) -> None:
+    async with before(stage) as (router, worker):
+        asked = {**GENERATE, "input_ids": [[40, 41]] * 513}
+        assert "512 at most" in refusal(await post(router, "/generate", **asked))
+        assert worker.sampled == []
+
+
 async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(stage: Stage) -> None:
     worker = SimulatedVLLM(checkpoint(), raw_logprobs=True)
     worker.info_ready.clear()
@@ -154,6 +161,19 @@ async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(st
         worker.info_ready.set()
         assert len((await early).json()["output_ids"]) == 6
         assert (await post(router, "/add_worker", url=worker.url)).json()["lacks"]
+
+
+async def test_a_worker_that_was_started_anew_with_other_flags_is_asked_by_these(stage: Stage) -> None:
+    """Before any check has seen that it was away."""
+    hot = {**GENERATE, "sampling_params": {**SHORT, "temperature": 0.7}, "return_logprob": True}
+    async with SimulatedVLLM(checkpoint()).running() as worker:
+        router = await stage.router(worker.url)
+        assert (await post(router, "/generate", **hot)).status == 200
+        port = int(worker.url.rpartition(":")[2])
+    async with SimulatedVLLM(checkpoint(), raw_logprobs=True).running(port) as other:
+        assert "processed_logprobs" in refusal(await post(router, "/generate", **hot))
+        assert (await post(router, "/generate", **GENERATE)).status == 200
+        assert len(other.sampled) == 1
 
 
 # Health

@@ -129,7 +129,7 @@ class SimulatedVLLM:
             self._config[part] = {**self._config[part], **changed}
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[SimulatedVLLM]:
+    async def running(self, port: int = 0) -> AsyncIterator[SimulatedVLLM]:
         """Serve it as vLLM is served: idle connections end after `keep_alive_s`."""
         open_, core = self._routes()
         routes = [*open_, *(core if self._controlled else ())]
@@ -142,7 +142,7 @@ class SimulatedVLLM:
             access_log=False,
             timeout_keep_alive=self._keep_alive_s,
         )
-        async with serving(config, listen("127.0.0.1", 0)) as (_, self.url):
+        async with serving(config, listen("127.0.0.1", port)) as (_, self.url):
             yield self
 
     def _routes(self) -> tuple[list[Any], list[Any]]:

@@ -47,6 +47,8 @@ from miles_router.engines.vllm.rows import rows_of
 from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
+#: Of one list: each prompt takes a connection.
+MAX_PROMPTS = 512
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
 TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
 PLACEHOLDER = "token_id:"
@@ -93,6 +95,8 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
     Raises:
         CannotServe: it would be answered otherwise than is meant.
     """
+    if len(request.prompts) > MAX_PROMPTS:
+        raise CannotServe(f"it takes one prompt in a request, and a list has {MAX_PROMPTS} at most: send several lists")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
