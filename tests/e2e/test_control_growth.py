@@ -150,7 +150,7 @@ async def with_sessions(growth: Growth) -> None:
         await growth.show(size, "/sessions", of="sessions")
 
 
-async def test_nothing_that_the_control_plane_does_grows_faster_than_workers_and_sessions(
+async def test_nothing_that_the_leader_does_grows_faster_than_workers_and_sessions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = written(tmp_path, ((SESSIONS, {}),), hf_checkpoint=checkpoint(), health_check_interval=1.0)

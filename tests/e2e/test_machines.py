@@ -116,7 +116,7 @@ async def test_a_key_goes_to_one_worker_from_any_machine(stage: Stage, tmp_path:
             assert sorted(len(worker.requests) - n for worker, n in zip(workers, before, strict=True)) == [0, 2]
 
 
-async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_succeeds_another(
+async def test_a_pause_holds_on_all_machines_and_under_the_leader_that_succeeds_another(
     stage: Stage, tmp_path: Path
 ) -> None:
     worker, gate = await stage.worker(), asyncio.Event()
@@ -250,7 +250,7 @@ def stack_of(stack: contextlib.AsyncExitStack) -> contextlib.ExitStack:
     return stack.enter_context(contextlib.ExitStack())
 
 
-async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_that_is_named_next(
+async def test_a_leader_that_is_lost_without_a_word_is_left_for_the_one_that_is_named_next(
     stage: Stage, tmp_path: Path
 ) -> None:
     worker = await stage.worker()

@@ -157,7 +157,7 @@ async def test_turns_that_a_killed_process_breaks_off_are_in_the_same_line(tmp_p
         await router.becomes_idle()
 
 
-async def test_turns_go_on_while_the_control_plane_is_away(tmp_path: Path) -> None:
+async def test_turns_go_on_while_the_leader_is_away(tmp_path: Path) -> None:
     config = configured(tmp_path, state_dir=str(tmp_path / "state"))
     async with simulated() as worker, simulated() as joined, layered(config, worker) as router:
         own = await ports(router)

@@ -34,12 +34,12 @@ def type_of(answer: RawReply) -> tuple[int, str]:
     return answer.status, answer.json()["error"]["type"]
 
 
-async def test_a_control_plane_that_stood_still_tells_engines_nothing_once_another_one_has_begun(
+async def test_a_leader_that_stood_still_tells_engines_nothing_once_another_one_has_begun(
     stage: Stage, tmp_path: Path
 ) -> None:
     worker = await stage.worker()
     worker.always(by_path())
-    # Longer than a control plane takes to start, or the machines' leases run out and they end
+    # Longer than a leader takes to start, or the machines' leases run out and they end
     async with running(worker, tmp_path, lease=20.0) as router:
         one, _ = router.nodes
         first, router.control = router.control, router.part("next")

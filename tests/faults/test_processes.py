@@ -101,7 +101,7 @@ async def test_a_stalled_worker_counts_once_however_many_processes_have_seen_it(
         sick.continue_scheduler()
 
 
-async def test_while_the_control_plane_is_away_generations_go_on_and_it_comes_back_as_it_was(stage: Stage) -> None:
+async def test_while_the_leader_is_away_generations_go_on_and_it_comes_back_as_it_was(stage: Stage) -> None:
     first, second = await stage.worker(), await stage.worker()
     async with processes([first]) as router:
         await router.post("/workers", url=second.url, labels={"rack": "7"}, api_key="secret")
@@ -120,7 +120,7 @@ async def test_while_the_control_plane_is_away_generations_go_on_and_it_comes_ba
         assert generations(first) == 0
 
 
-async def test_a_control_plane_that_stands_still_is_killed_and_the_next_one_answers_what_is_asked(stage: Stage) -> None:
+async def test_a_leader_that_stands_still_is_killed_and_the_next_one_answers_what_is_asked(stage: Stage) -> None:
     async with processes([await stage.worker()]) as router:
         control = await router.control()
         os.kill(control, signal.SIGSTOP)
@@ -131,7 +131,7 @@ async def test_a_control_plane_that_stands_still_is_killed_and_the_next_one_answ
         assert "process_stands_still process=leader" in router.router.stderr()
 
 
-async def test_a_paused_fleet_stays_paused_when_the_control_plane_is_killed(stage: Stage) -> None:
+async def test_a_paused_fleet_stays_paused_when_the_leader_is_killed(stage: Stage) -> None:
     worker = await stage.worker()
     async with processes([worker]) as router:
         await router.post("/pause_generation", mode="in_place")

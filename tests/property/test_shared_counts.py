@@ -22,7 +22,7 @@ PROCESSES = st.integers(0, 1)
 
 
 class MachineOfProcesses(RuleBasedStateMachine):
-    """A control plane and two data processes, as far as their pools go; beside it, which leases are held where."""
+    """A leader and two data processes, as far as their pools go; beside it, which leases are held where."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class MachineOfProcesses(RuleBasedStateMachine):
                 assert all(unit.in_flight >= 0 for unit in worker.units)
 
     def teardown(self) -> None:
-        """Everybody follows: the control plane sees the leases of all, and of all units that all know alike each sees
+        """Everybody follows: the leader sees the leases of all, and of all units that all know alike each sees
         the same. All is given back: nothing is left."""
         self.settle()
         held = Counter(lease.worker.url for leases in self.leases for lease in leases)

@@ -136,7 +136,7 @@ async def wired(listener: socket.socket) -> AsyncIterator[Wire]:
 
 
 async def stand_still(control: Part, state: Path) -> None:
-    """Stop a control plane, though not within a commit: nobody else could take its slot over."""
+    """Stop a leader, though not within a commit: nobody else could take its slot over."""
     control.send(signal.SIGSTOP)
     while _commits(state):
         control.send(signal.SIGCONT)
@@ -156,7 +156,7 @@ def _commits(state: Path) -> bool:
 
 
 def term(state: Path) -> int:
-    """Of the control plane that decides."""
+    """Of the leader that decides."""
     with contextlib.closing(sqlite3.connect(state / "control.sqlite")) as connection:
         epoch: int = connection.execute("SELECT epoch FROM slot").fetchone()[0]
         return epoch

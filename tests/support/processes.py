@@ -57,7 +57,7 @@ class Processes:
         return f"http://127.0.0.1:{port}"
 
     async def control(self) -> int:
-        """The process id of the control plane."""
+        """The process id of the leader."""
         (found,) = self.children.keys() - set(await self.data())
         return found
 
