@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 from starlette.requests import Request
@@ -54,6 +56,7 @@ class Admin:
         #: What is shown of the router; where it has several processes, of all of them.
         self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
         self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
+        self._changing = WeakValueDictionary[str, asyncio.Lock]()
         self._started = time.time()
         self._episodes = EpisodeRoutes(pools)
 
@@ -103,7 +106,7 @@ class Admin:
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        await self._remove(*self._pools.holding(_url(arguments).url), drain=_flag(arguments, "drain"))
+        await self._remove(_url(arguments).url, drain=_flag(arguments, "drain"))
         return Json({"status": "success", "worker_urls": self._in_flight()})
 
     async def list_workers(self, request: Request) -> Response:
@@ -124,8 +127,8 @@ class Admin:
         return Json(self._named(request)[1].describe())
 
     async def delete_worker(self, request: Request) -> Response:
-        pool, worker = self._named(request)
-        await self._remove(pool, worker, drain=_flag(request.query_params, "drain"))
+        _, worker = self._named(request)
+        await self._remove(worker.url, drain=_flag(request.query_params, "drain"))
         return Json({"status": "success", "id": worker.address.id, "url": worker.url})
 
     # The router itself
@@ -208,12 +211,20 @@ class Admin:
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments} | _half(arguments)
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
             raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
-        pool, known = await self._pool_of(address, arguments.get("model_id"))
-        if pool.name and (attributes or not known):  # without any, those of a worker that is known stay
-            attributes["model_id"] = pool.name
-        worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
-        await self._registrations.hold(worker, pool.name)
+        async with self._one_by_one(address.url):
+            pool, known = await self._pool_of(address, arguments.get("model_id"))
+            if pool.name and (attributes or not known):  # without any, those of a worker that is known stay
+                attributes["model_id"] = pool.name
+            worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
+            await self._registrations.hold(worker, pool.name)
         return worker
+
+    def _one_by_one(self, url: str) -> asyncio.Lock:
+        """Return what a change to a worker holds: what is registered and what is held on the disk change together."""
+        lock = self._changing.get(url)
+        if lock is None:
+            lock = self._changing[url] = asyncio.Lock()
+        return lock
 
     async def _pool_of(self, address: WorkerUrl, model_id: object) -> tuple[ModelPool, bool]:
         """Where a worker belongs, and whether it is registered there. One that is stays there."""
@@ -227,12 +238,17 @@ class Admin:
             return pool, True
         return await self._pools.open(None if model_id is None else str(model_id)), False
 
-    async def _remove(self, pool: ModelPool, worker: Worker, *, drain: bool) -> None:
-        await self._registrations.drop(worker)
-        if drain:
-            await pool.fleet.drain(worker)
-        else:
-            pool.fleet.pool.remove(worker)
+    async def _remove(self, url: str, *, drain: bool) -> None:
+        gone = asyncio.Event()
+        async with self._one_by_one(url):
+            pool, worker = self._pools.holding(url)
+            await self._registrations.drop(worker)
+            if drain:
+                pool.fleet.pool.drain(worker, gone.set)
+            else:
+                pool.fleet.pool.remove(worker)
+                gone.set()
+        await gone.wait()
 
     def _named(self, request: Request) -> tuple[ModelPool, Worker]:
         """The worker that a path names, by its id or by its URL, percent-encoded, and its pool."""

@@ -177,13 +177,6 @@ class Fleet:
             await self._bring_along(worker)
             self.pool.reach(worker, None if self.pool.weight_version is None else weight_version)
 
-    async def drain(self, worker: Worker) -> None:
-        """Send nothing new to a worker and remove it after its last request; returns then, or when it is registered
-        again before. `WorkerPool.remove` removes one at once."""
-        idle = asyncio.Event()
-        self.pool.drain(worker, idle.set)
-        await idle.wait()
-
     def _is_registered(self, address: WorkerUrl) -> bool:
         return any(each.url == address.url and each.state is not WorkerState.UNREACHED for each in self.pool)
 
