@@ -16,6 +16,7 @@ import pytest
 from tests.support.tiers import heavy
 from tests.support.waiting import until
 from tests.training.__main__ import ROOM, ROOT, Failed, built
+from tests.vllm_worker import PYTHON
 
 pytestmark = pytest.mark.sglang
 #: Seconds; these take up to 8 minutes alone, and several times as long beside other tests.
@@ -52,6 +53,16 @@ async def _read_until(process: asyncio.subprocess.Process, start: str) -> str:
 
 async def test_two_steps_are_exact(tmp_path: Path) -> None:
     status, said = await run(tmp_path, "--steps", "2", "--prompts", "2", "--group", "4", "--examined", "2")
+    print(said)
+    assert status == 0, said
+    assert "samples          16 whole" in said
+
+
+@LONG
+@pytest.mark.skipif(not heavy() or PYTHON is None, reason="takes minutes, and vLLM")
+async def test_two_steps_on_vllm_are_exact(tmp_path: Path) -> None:
+    flags = ("--engine", "vllm", "--steps", "2", "--prompts", "2", "--group", "4", "--examined", "2")
+    status, said = await run(tmp_path, *flags)
     print(said)
     assert status == 0, said
     assert "samples          16 whole" in said

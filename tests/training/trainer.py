@@ -101,9 +101,7 @@ class Trainer:
         began = time.monotonic()
         async with self._client.paused(self._options.update):
             if self._options.engine == "vllm":
-                reloading = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-                await self._client.control("/collective_rpc", **reloading)
-                await self._client.control("/update_weight_version", new_version=weights.name)
+                await self._update_vllm(weights)
             else:
                 flush = self._options.update != "in_place"  # the engine holds requests, with their keys and values
                 await self._client.update_weights_from_disk(
@@ -112,6 +110,11 @@ class Trainer:
         shutil.rmtree(weights)
         self._version = weights.name
         return time.monotonic() - began
+
+    async def _update_vllm(self, weights: Path) -> None:
+        loaded = {"weights_path": str(weights)}
+        await self._client.control("/collective_rpc", method="reload_weights", kwargs=loaded)
+        await self._client.control("/update_weight_version", new_version=weights.name)
 
     def _train(self, number: int, groups: Sequence[Sequence[Rollout]]) -> measures.Step:
         """Measure a step's samples and train on them."""
