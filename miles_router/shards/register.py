@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -53,6 +54,7 @@ class Stored:
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self._locks = ByteLocks(store.directory)
+        self._term: int
 
     async def claim(self) -> tuple[int, bool]:
         """See `Register`. The byte at the term stays locked, by which shards find out what locks are worth.
@@ -60,10 +62,10 @@ class Stored:
         Raises:
             StateError: the slot cannot be taken over, or nothing be locked.
         """
-        term = await self._store.claim(CONTROL)
-        if not self._locks.take(term):
-            raise StateError(f"{self._store.directory}: another process leads in term {term}, too")
-        return term, term == 1
+        self._term = await self._store.claim(CONTROL)
+        if not self._locks.take(self._term):
+            raise StateError(f"{self._store.directory}: another process leads in term {self._term}, too")
+        return self._term, self._term == 1
 
     async def confirm(self) -> bool:
         """See `Register`.
@@ -72,6 +74,7 @@ class Stored:
             StateOutdated: another leader has begun.
         """
         try:
+            await asyncio.to_thread(self._locks.take, self._term)  # a network file system may have lost it
             await self._store.append("lease", {1: secrets.token_bytes(8)}, slot=CONTROL)
         except StateOutdated:
             raise
