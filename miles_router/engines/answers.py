@@ -7,7 +7,8 @@ silently wrong.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +66,17 @@ def in_words(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args:
         return f"the field {error.args[0]!r} is missing"
     return "a part is missing, or has another type than it should have"
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raises UnreadableAnswer where an answer is of another form, or nested too deep to be written again."""
+    try:
+        yield
+    except UnreadableAnswer:
+        raise
+    except (*MALFORMED, ValueError) as error:
+        raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.engine import Parts, Translation
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.forwarding.reply import Look, Reply
+from miles_router.forwarding.reply import Look, Reply, read_whole
 from miles_router.forwarding.translated import OK, HeldReply, RewrittenStream
 
 PartReply = Reply | HeldReply | RewrittenStream
@@ -122,13 +122,7 @@ class MergedStream:
         Raises:
             UpstreamInvalidResponse: it is longer than `limit` bytes.
         """
-        parts, size = [], 0
-        while chunk := await self.read():
-            parts.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
+        return await read_whole(self.read, limit)
 
     def close(self) -> None:
         """As `Reply.close`, of all of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from miles_router.asgi.backlog import Backlog
@@ -171,14 +171,7 @@ class Reply:
         Raises:
             UpstreamInvalidResponse: it is longer than `limit` bytes.
         """
-        parts = []
-        size = 0
-        while chunk := await self.read():
-            parts.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
+        return await read_whole(self.read, limit)
 
     def close(self) -> None:
         """Done with this reply: a complete one frees its connection for the next, a partial one breaks it off, which
@@ -226,3 +219,18 @@ class Reply:
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error  # what follows from the first says less
         self._wake()
+
+
+async def read_whole(read: Callable[[], Awaitable[bytes]], limit: int) -> bytes:
+    """Read chunks until an empty one; return them as one.
+
+    Raises:
+        UpstreamInvalidResponse: they are longer than `limit` bytes.
+    """
+    parts, size = [], 0
+    while chunk := await read():
+        parts.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+    return b"".join(parts)

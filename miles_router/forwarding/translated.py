@@ -14,7 +14,7 @@ from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
-from miles_router.forwarding.reply import END, Look, Reply
+from miles_router.forwarding.reply import END, Look, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +170,7 @@ class RewrittenStream:
         Raises:
             UpstreamInvalidResponse: it is longer than `limit` bytes.
         """
-        parts = []
-        while chunk := await self.read():
-            parts.append(chunk)
-            if sum(map(len, parts)) > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
+        return await read_whole(self.read, limit)
 
     def close(self) -> None:
         """As `Reply.close`."""

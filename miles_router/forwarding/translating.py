@@ -1,5 +1,5 @@
-"""How a worker is asked whose engine wants it otherwise. One that samples behind ids alone makes
-those of texts first."""
+"""How a worker is asked whose engine wants it otherwise. One that samples behind ids alone makes those of texts
+first."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ A name that is used twice gets what the first one left in the detokenizer: each 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -20,12 +19,12 @@ from miles_router.engines import paths
 from miles_router.engines.answers import (
     LOGPROB_FIELDS,
     LOGPROBS,
-    MALFORMED,
     OUTPUT_LISTS,
     VERSION,
     VERSIONS,
     UnreadableAnswer,
     is_abort,
+    readable,
 )
 from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import Event, write_event
@@ -146,7 +145,7 @@ class GenerateTranslation:
         answers = parsed if isinstance(parsed, list) else [parsed]
         if len(answers) != self._request.generations or isinstance(parsed, list) != self._request.indexed:
             raise UnreadableAnswer("incomplete", f"{len(answers)} answers to {self._request.generations} generations")
-        with _readable():
+        with readable():
             read = [self._translated(place, each, version) for place, each in enumerate(answers)]
             return orjson.dumps(read if self._request.indexed else read[0])
 
@@ -157,7 +156,7 @@ class GenerateTranslation:
         place = answer.get("index", 0) if isinstance(answer, dict) else None
         if type(place) is not int or not 0 <= place < self._request.generations:
             raise UnreadableAnswer("incomplete", "an event of no generation")
-        with _readable():
+        with readable():
             return write_event(self._translated(place, answer, version), event.name)
 
     def _translated(self, place: int, answer: Any, version: str | None) -> dict[str, Any]:
@@ -202,17 +201,6 @@ class GenerateTranslation:
             if meta["finish_reason"] is not None and not self._request.stream:
                 meta[VERSIONS] = [{"version": version, "start": 0, "end": len(ids)}]
         return {**answer, "meta_info": meta}
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Raises UnreadableAnswer where an answer is of another form, or nested too deep to be written again."""
-    try:
-        yield
-    except UnreadableAnswer:
-        raise
-    except (*MALFORMED, ValueError) as error:
-        raise UnreadableAnswer("incomplete", repr(error)) from error
 
 
 def _check_generate(request: GenerateRequest) -> None:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
 from miles_router.engines.answers import (
     LOGPROBS,
-    MALFORMED,
     VERSION,
     VERSIONS,
     UnreadableAnswer,
-    in_words,
+    readable,
     version_runs,
 )
 from miles_router.engines.engine import CannotServe, Parts, Translation
@@ -374,17 +372,6 @@ class VLLMSample:
                 return {"type": "abort", "message": "Aborted"}
             case _:
                 return {"type": "length", "length": 0 if cut else len(self.ids)}
-
-
-@contextmanager
-def readable() -> Iterator[None]:
-    """Raises UnreadableAnswer where an answer is of another form."""
-    try:
-        yield
-    except UnreadableAnswer:
-        raise
-    except (*MALFORMED, ValueError) as error:
-        raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
 def salt_of(*keys: str) -> str:
