@@ -38,7 +38,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
-from miles_router.fleet.placement.policies import POLICIES, Checked
+from miles_router.fleet.placement.policies import LEAST_IN_FLIGHT, Checked, LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
@@ -62,7 +62,7 @@ from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
-from miles_router.settings.config import RouterConfig, nearest, paths_problem
+from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.shards.duty import Duty
 from miles_router.state.store import StateStore
@@ -262,18 +262,18 @@ def open_traces() -> Traces | None:
 
 
 def policy_named(name: str) -> Policy:
-    """One of those that ship, or what a dotted path names: a class, made without arguments.
+    """Return the default policy by its name, or an instance of the class at a dotted path.
 
     Raises:
-        ConfigError: no such name; nothing is there, or it has no `choose`.
+        ConfigError: `name` is neither, or the class has no `choose` or needs arguments.
     """
-    if name in POLICIES:
-        return POLICIES[name]()
+    if name == LEAST_IN_FLIGHT:
+        return LeastInFlight()
     if "." not in name and ":" not in name:
-        raise ConfigError(f"policy: no policy is called {name!r}{nearest(name, POLICIES)}; or pkg.module.Class")
+        raise ConfigError(f"policy: no policy is called {name!r}; use {LEAST_IN_FLIGHT} or pkg.module.Class")
     made = class_at(name, "policy")
     if not callable(getattr(made, "choose", None)):
-        raise ConfigError(f"policy {name!r}: it has no method choose(candidates, need)")
+        raise ConfigError(f"policy {name!r}: it has no method choose(candidates, request)")
     try:
         return Checked(made())
     except TypeError as error:

@@ -23,7 +23,7 @@ from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.members import Members
 from miles_router.fleet.placement.admission import Admission
-from miles_router.fleet.placement.contract import Policy, need_of
+from miles_router.fleet.placement.contract import Policy, placement_request
 from miles_router.fleet.placement.homes import Homes, prefill_key
 from miles_router.fleet.placement.paces import Paces
 from miles_router.fleet.snapshot import why_none
@@ -257,12 +257,12 @@ class WorkerPool(Members):
         elif known is None:
             if self.let_others_choose is not None:
                 self.let_others_choose(at_home)
-            unit = policy.choose(candidates, need_of((None, 0, 0, tokens, body, 0)))
+            unit = policy.choose(candidates, placement_request((None, 0, 0, tokens, body, 0)))
         else:
             home = known.unit if known.unit in candidates else None
-            need = need_of((home, known.stayed, known.running, tokens, body, known.moved))
+            request = placement_request((home, known.stayed, known.running, tokens, body, known.moved))
             try:
-                unit = policy.choose(candidates, need)
+                unit = policy.choose(candidates, request)
             except PolicyFault:
                 self.homes.stay_away(known)
                 raise

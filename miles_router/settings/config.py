@@ -153,7 +153,7 @@ class RouterConfig:
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
     policy: str = setting(
         "least-inflight",
-        "which worker a request goes to: least-inflight, least-tokens, session, prefix, or pkg.module.Class",
+        "which worker a request goes to: least-inflight, or a class of your own at pkg.module.Class",
     )
     affinity_names: tuple[str, ...] = setting(
         NAMES,
@@ -176,7 +176,7 @@ class RouterConfig:
     )
     resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
     move_after: float = setting(
-        10.0, "seconds a text rollout runs before an idler worker may take it over; 0: never", _at_least(0)
+        0.0, "seconds a text rollout runs before an idler worker may take it over; 0: never", _at_least(0)
     )
     fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))

@@ -18,7 +18,7 @@ import orjson
 
 from miles_router.engines.footprint import sampled_tokens
 from miles_router.fleet.placement.contract import Policy
-from miles_router.fleet.placement.policies import POLICIES
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.shards.peer_loads import PeerLoads, Row
@@ -77,9 +77,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--policy", choices=POLICIES, default="least-inflight")
     options = parser.parse_args()
-    policy = POLICIES[options.policy]()
+    policy = LeastInFlight()
     pool, *others = pools(options.processes, options.workers, options.ranks)
     for each in (pool, *others):
         for _ in range(options.workers * options.ranks * BUSY // options.processes):
@@ -91,7 +90,7 @@ def main() -> None:
         "with a key that is new": lambda number: f"new {next(fresh)}",
     }
     workers = f"{options.workers} workers with {options.ranks} ranks each, {BUSY} requests on each"
-    print(f"{workers}, {options.policy}, processes: {options.processes}")
+    print(f"{workers}, processes: {options.processes}")
     for name, key in kinds.items():
         times = [microseconds(pool, policy, key) for _ in range(options.repeat)]
         print(f"{name:25} {median(times):6.2f} us a lease")

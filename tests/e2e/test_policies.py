@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 import pytest
 
-from miles_router.fleet.placement.contract import Need
+from miles_router.fleet.placement.contract import PlacementRequest
 from miles_router.fleet.workers import Unit
 from tests.support.http import Client, Pairs, request
 from tests.support.running_router import RunningRouter
@@ -23,7 +23,7 @@ SESSION: Pairs = [("X-SMG-Routing-Key", "a")]
 class Last:
     """Always the last worker of the list."""
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
         """See `Policy`."""
         return candidates[-1]
 
@@ -31,7 +31,7 @@ class Last:
 class Unfinished:
     """Forgot to choose one."""
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> object:
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> object:
         """See `Policy`."""
         return sorted(candidates, key=lambda unit: unit.tokens)
 
@@ -70,30 +70,6 @@ async def held(stage: Stage, router: RunningRouter, workers: list[ScriptedWorker
     for worker in workers:
         worker.always(script(reply()))
     return clients
-
-
-@pytest.mark.parametrize(
-    ("policy", "beside_the_long_one"), [("least-inflight", 1), ("least-tokens", 0), ("session", 0), ("prefix", 0)]
-)
-async def test_requests_go_where_the_policy_says(stage: Stage, policy: str, beside_the_long_one: int) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    router = await stage.router(*workers, policy=policy)
-    clients = await held(stage, router, workers, 200_000)
-    with_it = next(worker for worker in workers if worker.busy)
-    clients += await held(stage, router, workers, 100, 100)
-    assert with_it.busy == 1 + beside_the_long_one
-    for client in clients:
-        client.abort()
-
-
-@pytest.mark.parametrize(("policy", "workers_of_one_prefix"), [("least-inflight", 2), ("prefix", 1)])
-async def test_prompts_that_begin_alike_meet_where_the_policy_says(
-    stage: Stage, policy: str, workers_of_one_prefix: int
-) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    router = await stage.router(*workers, policy=policy)
-    took = {id(await taker(router, workers, length=20_000)) for _ in range(4)}
-    assert len(took) == workers_of_one_prefix
 
 
 async def test_a_session_leaves_a_worker_with_far_more_in_flight_and_stays_where_it_went(stage: Stage) -> None:

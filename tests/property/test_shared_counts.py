@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.policies import LeastTokens
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from tests.support.tiers import examples
@@ -62,7 +62,7 @@ class MachineOfProcesses(RuleBasedStateMachine):
     @rule(row=PROCESSES, key=st.none() | st.sampled_from("abc"), tokens=st.integers(0, 9))
     def lease(self, row: int, key: str | None, tokens: int) -> None:
         try:
-            self.leases[row].append(self.data[row].lease(LeastTokens(), key, tokens=tokens))
+            self.leases[row].append(self.data[row].lease(LeastInFlight(), key, tokens=tokens))
         except NoWorkerAvailable:
             assert not self.data[row].snapshot.routable
 

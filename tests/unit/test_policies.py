@@ -15,11 +15,10 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.footprint import prompt_tokens
 from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.contract import Need, Policy
+from miles_router.fleet.placement.contract import PlacementRequest, Policy
 from miles_router.fleet.placement.homes import LONGEST, Homes
 from miles_router.fleet.placement.paces import SILENT, Paces
-from miles_router.fleet.placement.policies import Checked, LeastInFlight, LeastTokens, Prefixes, Sessions
-from miles_router.fleet.placement.prefixes import PrefixIndex
+from miles_router.fleet.placement.policies import Checked, LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Unit, Worker
@@ -444,87 +443,7 @@ def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
     assert turn(pool, policy, "a", 300) is not home, "it takes nobody any more"
 
 
-# The other policies
-
-
-def give_memory(pool: WorkerPool, tokens: int) -> None:
-    for worker in pool:
-        worker.facts = Facts(token_capacity=tokens)
-
-
-def test_least_tokens_weighs_prompts_and_sessions() -> None:
-    pool, policy = pool_of(2), LeastTokens()
-    heavy = pool.lease(policy, tokens=50_000)
-    light = [pool.lease(policy, tokens=100) for _ in range(3)]
-    assert {lease.worker for lease in light} == {w for w in pool if w is not heavy.worker}
-    for lease in light:
-        lease.release()
-    heavy.release()
-    at = turn(pool, policy, "a", 90_000)
-    assert pool.lease(policy, tokens=1).unit is not at
-    assert turn(pool, policy, "a", 90_000) is at
-
-
-def test_a_session_leaves_a_full_worker_for_one_with_room() -> None:
-    pool, policy = pool_of(2), Sessions()
-    give_memory(pool, 100_000)
-    first = turn(pool, policy, "a", 30_000)
-    full = pool.lease(policy, tokens=58_000, preferred=first.worker.url)
-    turns = [turn(pool, policy, "a", 30_000) for _ in range(2)]
-    assert turns == [first, first], "not yet: it would move back and forth"
-    moved = turn(pool, policy, "a", 30_000)
-    assert moved is not first
-    assert (first.tokens, moved.tokens) == (58_000, 30_000)
-    full.release()
-    assert turn(pool, policy, "a", 30_000) is moved
-
-
-def test_nobody_moves_where_it_would_be_as_full() -> None:
-    pool, policy = pool_of(2), Sessions()
-    give_memory(pool, 100_000)
-    first = turn(pool, policy, "a", 30_000)
-    _running = [pool.lease(policy, tokens=60_000, preferred=worker.url) for worker in pool]
-    assert [turn(pool, policy, "a", 30_000) for _ in range(6)] == [first] * 6
-
-
-def test_a_session_stays_where_more_is_held_while_there_is_room() -> None:
-    pool, policy = pool_of(2), Sessions()
-    give_memory(pool, 1_000_000)
-    first = turn(pool, policy, "a", 10_000)
-    _running = pool.lease(policy, tokens=600_000, preferred=first.worker.url)
-    assert [turn(pool, policy, "a", 10_000) for _ in range(6)] == [first] * 6, "the other may be slower"
-
-
-def prompt(start: int, tokens: int = 2_000, **fields: object) -> bytes:
-    return orjson.dumps({**fields, "input_ids": [start + number % 90 for number in range(tokens)]})
-
-
-def placed(pool: WorkerPool, policy: Policy, body: bytes) -> Lease:
-    return pool.lease(policy, tokens=prompt_tokens(body), body=body)
-
-
-def test_prompts_that_begin_alike_go_together_until_that_makes_the_tail_longer() -> None:
-    pool, policy = pool_of(3), Prefixes()
-    first = placed(pool, policy, prompt(10, rid="one"))
-    other = placed(pool, policy, prompt(10, 60_000, rid="two"))
-    assert other.unit is not first.unit, "it would wait for the first"
-    for lease in (first, other):
-        lease.release()
-    again = placed(pool, policy, prompt(10, 60_000, rid="three"))
-    assert again.unit is other.unit
-    different = placed(pool, policy, prompt(400))
-    assert different.unit is not again.unit
-
-
-def test_what_is_known_of_prefixes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_router.fleet.placement.prefixes.MOST", 6)
-    index, unit = PrefixIndex(), next(iter(pool_of(1))).units[0]
-    for number in range(5):
-        index.note(prompt(number, 500), unit)
-    assert len(index) == 6
-    assert index.find(prompt(4, 500))[0] is unit
-    assert index.find(prompt(0, 500)) == (None, 0.0)
-    assert index.find(b"") == (None, 0.0)
+# A policy of one's own
 
 
 class Stubborn:
@@ -533,7 +452,7 @@ class Stubborn:
     def __init__(self, idea: Callable[[], Any]) -> None:
         self._idea = idea
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Any:
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Any:
         return self._idea()
 
 
@@ -542,8 +461,8 @@ def test_what_a_policy_of_ones_own_chooses_is_looked_at() -> None:
     stranger = next(iter(elsewhere)).units[0]
     home, before = turn(pool, LeastInFlight(), "a", 100), held(pool)
     ideas: list[tuple[Callable[[], Any], str]] = [
-        (lambda: stranger, "none of the 2 candidates"),
-        (lambda: [home], "none of the 2 candidates"),
+        (lambda: stranger, "not one of the 2 candidates"),
+        (lambda: [home], "not one of the 2 candidates"),
         (lambda: 1 // 0, "ZeroDivisionError"),
     ]
     for idea, says in ideas:
@@ -559,7 +478,7 @@ def test_what_a_policy_of_ones_own_chooses_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("sesion", "no policy is called 'sesion'; did you mean 'session'"),
+        ("session", "no policy is called 'session'; use least-inflight or pkg.module.Class"),
         ("no.such.module.Policy", "there is no module 'no'"),
         ("collections.OrderedDict", "has no method choose"),
         ("tests.unit.test_policies.Stubborn", "is made without arguments"),

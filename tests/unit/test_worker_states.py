@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from miles_router.fleet.placement.contract import Need
+from miles_router.fleet.placement.contract import PlacementRequest
 from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
@@ -172,5 +172,5 @@ def test_these_workers_can_be_drained_and_removed(state: WorkerState) -> None:
 
 
 class _TakeLast:
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
         return candidates[-1]

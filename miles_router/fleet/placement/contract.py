@@ -1,10 +1,10 @@
-"""What a policy is: it chooses the unit of one request, and does nothing else.
+"""The contract of a placement policy.
 
     class MostRoom:
-        def choose(self, candidates, need):
-            return need.home or max(candidates, key=lambda unit: (unit.capacity or 0) - unit.tokens)
+        def choose(self, candidates, request):
+            return request.home or max(candidates, key=lambda unit: (unit.capacity or 0) - unit.tokens)
 
-A router takes one of its own by a dotted path: `--policy my_package.placement.MostRoom`.
+Load a policy of your own by its dotted path: `--policy my_package.placement.MostRoom`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,41 @@ from typing import NamedTuple, Protocol
 from miles_router.fleet.workers import Unit
 
 
-class Need(NamedTuple):
-    """What a policy knows of a request."""
+class PlacementRequest(NamedTuple):
+    """The facts about one request that a policy may use."""
 
-    #: Where its session is at home, if that is among the candidates; None for a request without a session.
+    #: The unit where the request's session is at home, if it is among the candidates. None without a session.
     home: Unit | None = None
-    #: How many requests of its session that has had since the session came there.
+    #: How many requests of the session this home has served.
     stayed: int = 0
-    #: How many requests of its session are in flight.
+    #: How many requests of the session are in flight.
     running: int = 0
-    #: Tokens of its prompt, as its bytes tell; 0 for a request that generates nothing.
+    #: Prompt length in tokens, estimated from the body's bytes. 0 for a request that generates nothing.
     tokens: int = 0
-    #: The request as it came; empty for one that generates nothing.
+    #: The request body as it came. Empty for a request that generates nothing.
     body: bytes = b""
-    #: How often its session has moved.
+    #: How often the session has moved to another unit.
     moved: int = 0
 
 
-#: One with all its fields, in half the time.
-need_of = partial(tuple.__new__, Need)
+#: Build a `PlacementRequest` from a tuple of all its fields, in half the time of its constructor.
+placement_request = partial(tuple.__new__, PlacementRequest)
 
 
 class Policy(Protocol):
-    """Chooses the unit of one request: the only thing a policy can do."""
+    """A rule that chooses the worker, or the rank of a worker, for one request."""
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """One of `candidates`, which are two or more. A choice other than `need.home` moves the session there.
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
+        """Return one of `candidates`, of which there are at least two. Any unit but `request.home` moves the session.
 
-        Of a unit it may read: `in_flight` requests, `tokens` (those of the prompts in flight, and those that sessions
-        hold there while their tools work), `sessions`, `capacity` (tokens of memory for keys and values, as its engine
-        says; None where it says nothing), `pace` (how many times as long as elsewhere its answers take for each token;
-        1 while nothing says that it is slower), `chosen_at` (the number of the choice that chose it last), `rank` and
-        `worker`. It writes nothing.
+        A policy may read these attributes of a unit and must not change them:
+
+        - `in_flight`: requests in flight;
+        - `tokens`: tokens of the prompts in flight, and of sessions at home there whose tools work meanwhile;
+        - `sessions`: sessions at home there;
+        - `capacity`: how many tokens fit into its KV cache, None where the engine does not report it;
+        - `pace`: how many times as long as elsewhere each token takes there, 1 until measurements show a difference;
+        - `chosen_at`: the sequence number of the choice that chose it last;
+        - `rank` and `worker`.
         """
         ...

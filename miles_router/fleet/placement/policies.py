@@ -1,70 +1,64 @@
-"""The policies that ship, by name, and one that somebody has written.
-
-A load is what a worker will have to read at each step: tokens. How many a request will still say nobody knows; so each
-counts with the tokens of its prompt and some more.
-"""
+"""The default policy, and the wrapper around a policy that a user wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from miles_router.errors import PolicyFault
-from miles_router.fleet.placement.contract import Need, Policy
-from miles_router.fleet.placement.prefixes import PrefixIndex
+from miles_router.fleet.placement.contract import PlacementRequest, Policy
 from miles_router.fleet.workers import Unit
 
-#: Tokens that a request in flight counts with beside its prompt: about what it may still say, and its share of what a
-#: step costs whatever is in it.
-REQUEST = 8_000
-#: A worker is full when this part of its memory is held: behind it, sessions evict each other's prefixes.
+#: The name of `LeastInFlight` in `--policy`.
+LEAST_IN_FLIGHT = "least-inflight"
+
+#: A worker counts as full above this part of its KV cache: sessions would evict each other's prefixes.
 FULL = 0.85
-#: Each so many requests it is looked at whether a session leaves its worker.
-SETTLED = 3
-#: A session leaves a worker that has so many times as many requests in flight as another one, and so many more, and one
-#: more for each so many tokens of its prompt, which are computed anew there.
-TIMES, MORE, LONG = 1.5, 2, 16_000
-#: Each so many turns that is looked at, and at the second of a session.
-OFTEN = 2
-#: And it leaves one that is so many times as slow as another one, while that one has at most so much to do, which
-#: hardly slows it, or as much as the slower one, each times its pace.
-TIMES_SLOWER, FEW = 1.25, 16
-#: Workers that it looks at for that at each turn.
-LOOKED = 8
-
-
-def _load(unit: Unit) -> tuple[int, int]:
-    return unit.tokens + REQUEST * unit.in_flight, unit.chosen_at
+#: A session leaves a busy worker when that has BUSIER times the requests of another, plus EXTRA, plus one for each
+#: TOKENS_PER_EXTRA tokens of the prompt, which the other worker has to compute again.
+BUSIER, EXTRA, TOKENS_PER_EXTRA = 1.5, 2, 16_000
+#: At a worker of normal pace, a session considers leaving on every second turn only.
+TURNS_BETWEEN_CHECKS = 2
+#: A session leaves a slow worker when its pace is more than SLOWER times another's, and the other has at most FEW
+#: requests and sessions (too few for one more to matter) or less work than the slow one, weighted by pace.
+SLOWER, FEW = 1.25, 16
+#: How many candidates a session compares with its home on one turn; the next turn takes the following ones.
+COMPARED = 8
 
 
 class LeastInFlight:
-    """Fewest requests in flight and sessions at home, which will come back, times how slow it is; ties go to the worker
-    that was chosen longest ago, so no position in the list wins. A session stays at home, even on a busier worker; but
-    between two of its turns it leaves one that is slower than another, or has far more in flight, for one that is not
-    slower: the other has come later or is done with its own, and computing the prefix anew pays."""
+    """The policy that chooses the unit with the fewest requests in flight and sessions at home, times its pace.
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """See `Policy`."""
-        home = need.home
+    Ties go to the unit that was chosen longest ago, so no position in the list is preferred.
+
+    A session stays at home, because its prefix is cached there, even if its worker is busier than others. Between two
+    turns it moves when its worker is slower than another or has far more in flight. That happens when a worker joins
+    late or finishes its own work early; then computing the prefix again is worth its price.
+    """
+
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
+        """Return the session's home, or the unit that it moves to; without a home the least busy unit."""
+        home = request.home
         if home is None:
             return _least_busy(candidates)
-        if need.running or not need.tokens:
+        if request.running or not request.tokens:
             return home
-        if home.pace == 1 and (home.in_flight < MORE or not need.stayed % OFTEN):
+        if home.pace == 1 and (home.in_flight < EXTRA or not request.stayed % TURNS_BETWEEN_CHECKS):
             return home
-        looked = _some(candidates, home.chosen_at)
-        if home.pace > 1 and need.stayed >> need.moved:  # twice as long before each move, so that none goes to and fro
-            faster = [unit for unit in looked if home.pace > TIMES_SLOWER * unit.pace and not _is_full(unit, need)]
-            if faster and _takes_on(best := _least_busy(faster), home):
+        compared = _sample(candidates, home.chosen_at)
+        # Each move doubles the number of turns before the next one, so that no session swings between two workers.
+        if home.pace > 1 and request.stayed >> request.moved:
+            faster = [unit for unit in compared if home.pace > SLOWER * unit.pace and not _is_full(unit, request)]
+            if faster and _takes_over_from(home, best := _least_busy(faster)):
                 return best
-        more = MORE + need.tokens / LONG
-        few = (home.in_flight - more) / TIMES
-        idler = [unit for unit in looked if unit.in_flight <= few and unit.pace <= home.pace]
-        return best if idler and _has_far_more(home, best := _least_busy(idler), more) else home
+        extra = EXTRA + request.tokens / TOKENS_PER_EXTRA
+        most = (home.in_flight - extra) / BUSIER
+        idler = [unit for unit in compared if unit.in_flight <= most and unit.pace <= home.pace]
+        return best if idler and _has_far_more(home, best := _least_busy(idler), extra) else home
 
 
 def _least_busy(candidates: Sequence[Unit]) -> Unit:
-    """As `min` by `_delay`: with a key for each, among hundreds, that takes three times as long."""
+    """Return the minimum by `_cost`. `min` with a key alone takes three times as long among hundreds of units."""
     slower: list[Unit] = []
     best, least = candidates[0], inf
     for unit in candidates:
@@ -74,116 +68,65 @@ def _least_busy(candidates: Sequence[Unit]) -> Unit:
         busy = unit.in_flight + unit.sessions
         if busy < least or (busy == least and unit.chosen_at < best.chosen_at):
             best, least = unit, busy
-    return min(best, *slower, key=_delay) if slower else best
+    return min(best, *slower, key=_cost) if slower else best
 
 
-def _delay(unit: Unit) -> tuple[float, int]:
+def _cost(unit: Unit) -> tuple[float, int]:
     return (unit.in_flight + unit.sessions + 1) * unit.pace, unit.chosen_at
 
 
-def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
-    """As many as it costs little to look at, others each time."""
-    if len(candidates) <= LOOKED:
+def _sample(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
+    """Return at most COMPARED candidates, others for another `turn`."""
+    if len(candidates) <= COMPARED:
         return candidates
     start = turn % len(candidates)
-    return candidates[start : start + LOOKED]
+    return candidates[start : start + COMPARED]
 
 
-def _has_far_more(home: Unit, best: Unit, more: float) -> bool:
-    """Whether leaving pays where it has far more in flight. Sessions alone come back in waves, each worker's at times
-    of its own: where it is not that a worker has more of them, or that it has more of other requests, all would flee
-    from each other."""
-    return home.sessions >= TIMES * best.sessions + more or _others(home) >= TIMES * _others(best) + more
+def _is_full(unit: Unit, request: PlacementRequest) -> bool:
+    return unit.capacity is not None and unit.tokens + request.tokens > FULL * unit.capacity
 
 
-def _takes_on(best: Unit, slower: Unit) -> bool:
-    """Whether one that is faster takes on a session of a slower one. Where there is much to do, it need not do what the
-    slower one still does."""
-    share = (slower.in_flight + slower.sessions) * slower.pace
+def _has_far_more(home: Unit, best: Unit, extra: float) -> bool:
+    """Return True if `home` also has far more sessions, or far more requests without a session, than `best`.
+
+    Requests in flight alone do not justify a move: sessions return in waves, at other times on each worker, and all of
+    them would flee from each other.
+    """
+    return home.sessions >= BUSIER * best.sessions + extra or _sessionless(home) >= BUSIER * _sessionless(best) + extra
+
+
+def _takes_over_from(home: Unit, best: Unit) -> bool:
+    """Return True if the faster unit `best` has little enough to do to take over a session of the slower `home`."""
+    share = (home.in_flight + home.sessions) * home.pace
     return (best.in_flight + best.sessions) * best.pace <= max(FEW, share)
 
 
-def _others(unit: Unit) -> int:
-    """Requests in flight that are of no session. Sessions that another process knows to be away pass for running: then
-    there may be more than this."""
+def _sessionless(unit: Unit) -> int:
+    """Return the number of requests in flight that belong to no session.
+
+    Too low where another process serves sessions there: this one cannot see which of those are idle.
+    """
     return max(0, unit.in_flight - unit.sessions + unit.away)
 
 
-class LeastTokens:
-    """Fewest tokens, of requests and of sessions. A session stays at home."""
-
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """See `Policy`."""
-        return need.home or min(candidates, key=_load)
-
-
-class Sessions:
-    """Fewest tokens; and a session moves when its worker is full and another has room."""
-
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """See `Policy`."""
-        home = need.home
-        if home is not None and (need.stayed % SETTLED or not _is_full(home, need)):
-            return home
-        best = min(candidates, key=_load)
-        return best if home is None or _moves(need, home, best) else home
-
-
-def _is_full(unit: Unit, need: Need) -> bool:
-    return unit.capacity is not None and unit.tokens + need.tokens > FULL * unit.capacity
-
-
-def _moves(need: Need, home: Unit, best: Unit) -> bool:
-    """Whether leaving a full worker pays: the prefix is computed anew, once, and its neighbours have room from then on.
-    That one worker holds more than another is no reason: the other may be slower."""
-    return home is not best and not _is_full(best, need) and home.tokens > best.tokens + need.tokens
-
-
-class Prefixes(Sessions):
-    """As `Sessions`; and a request without a session goes where its prompt's beginning was computed, unless another
-    worker has so much less to do that this does not pay."""
-
-    def __init__(self) -> None:
-        self._index = PrefixIndex()
-
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """See `Policy`."""
-        unit = super().choose(candidates, need)
-        if need.home is None and need.body:
-            known, part = self._index.find(need.body)
-            if known is not None and known in candidates and _load(known)[0] - part * need.tokens <= _load(unit)[0]:
-                unit = known
-        if need.body:
-            self._index.note(need.body, unit)
-        return unit
-
-
 class Checked:
-    """A policy that somebody has written: what it chooses is looked at."""
+    """A user's policy whose choices are verified."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
-        """See `Policy`.
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
+        """Return what the policy chooses.
 
         Raises:
-            PolicyFault: it has failed, or chose none of the candidates.
+            PolicyFault: the policy raised an exception, or returned something that is not a candidate.
         """
         name = type(self._policy).__qualname__
         try:
-            unit = self._policy.choose(candidates, need)
-        except Exception as error:  # foreign code may fail in any way
+            unit = self._policy.choose(candidates, request)
+        except Exception as error:  # foreign code may raise anything
             raise PolicyFault(f"the policy {name} failed: {type(error).__name__}: {error}") from error
         if not isinstance(unit, Unit) or unit not in candidates:
-            raise PolicyFault(f"the policy {name} chose {unit!r}, which is none of the {len(candidates)} candidates")
+            raise PolicyFault(f"the policy {name} chose {unit!r}, which is not one of the {len(candidates)} candidates")
         return unit
-
-
-#: By the name that `--policy` takes.
-POLICIES: Mapping[str, Callable[[], Policy]] = {
-    "least-inflight": LeastInFlight,
-    "least-tokens": LeastTokens,
-    "session": Sessions,
-    "prefix": Prefixes,
-}

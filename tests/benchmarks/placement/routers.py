@@ -1,4 +1,4 @@
-"""The routers that are compared: ours with each policy it has, and `sglang-router` with each of its own.
+"""The routers that are compared: ours without and with moving, and `sglang-router` with each of its policies.
 
 Timers that decide are shortened as much as the fleet's time is. Ours: how long a generation runs before it may move.
 Those of `sglang-router` that can be set, and at most to what it accepts: what it waits before it repeats a request,
@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_router import RouterConfig
-from miles_router.fleet.placement import policies
 from tests.benchmarks.peers import REPO, peers_python
 from tests.benchmarks.process import HOST, START_TIMEOUT, PeerError, fetch, free_port, started
 
 OURS, THEIRS = "miles-router", "sglang-router"
+OUR_DEFAULT = "least-inflight"
+#: Seconds after which a running generation may move; 0: never.
+OUR_POLICIES = {"least-inflight": 0.0, "moving": 10.0}
 THEIR_DEFAULT = "cache_aware"
 #: `manual` ties a routing key to a worker; of its ways to choose one for a new key this is the one that looks at load.
 THEIR_POLICIES = {
@@ -47,9 +48,8 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """All that there are, ours as the product names them."""
-    default = getattr(RouterConfig(), "policy", "least-inflight")
-    ours = [Contender(OURS, name, name == default) for name in getattr(policies, "POLICIES", [default])]
+    """Return all routers with all their policies."""
+    ours = [Contender(OURS, name, name == OUR_DEFAULT) for name in OUR_POLICIES]
     return ours + [Contender(THEIRS, name, name == THEIR_DEFAULT) for name in THEIR_POLICIES]
 
 
@@ -76,13 +76,10 @@ def running_router(
 
 
 def _ours(contender: Contender, port: int, workers: Sequence[str], time_scale: float) -> list[str]:
-    command = [
+    return [
         sys.executable, "-m", "miles_router", "--host", HOST, "--port", str(port), "--worker-urls", *workers,
-        "--log-level", "warning",
+        "--log-level", "warning", "--move-after", str(OUR_POLICIES[contender.policy] / time_scale),
     ]  # fmt: skip
-    if hasattr(RouterConfig(), "policy"):
-        command += ["--policy", contender.policy]
-    return [*command, "--move-after", str(RouterConfig().move_after / time_scale)]
 
 
 def _theirs(contender: Contender, port: int, workers: Sequence[str], time_scale: float) -> list[str]:
