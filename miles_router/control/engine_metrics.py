@@ -1,14 +1,18 @@
-"""The engines' own metrics in one text, in the form of the SGLang gateway's `/engine_metrics`: every sample has a label
-with the worker that said it, and names have `_` for `:`.
+"""The engines' metrics in one Prometheus text, in the form of the SGLang gateway's `/engine_metrics`.
 
-Values are neither summed nor made up: a worker that does not answer in time has no samples, and a comment names it.
+Each sample has a label with the URL of its worker, and `:` in names becomes `_`. Values are neither summed nor
+invented: a worker that does not answer in time has no samples, and a comment names it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from miles_router.control.fan_out import FanOut, Outcome
 from miles_router.engines.known import USUAL
@@ -18,17 +22,14 @@ from miles_router.forwarding.outgoing import Outgoing
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABEL = "worker_addr"
-#: A sample: name, labels with their braces or none, the rest.
-SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?(\s+(?:[-+]?[\d.]\S*|[-+]?Inf|NaN)(?:\s+-?\d+)?)")
-ABOUT = re.compile(r"# (?:HELP|TYPE) ([A-Za-z_:][\w:]*)")
 
 
 async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: float) -> str:
-    """What every one of these workers that is not quarantined says about itself within `timeout` seconds.
+    """Return the metrics of all workers that are not quarantined and answer within `timeout` seconds.
 
     Raises:
-        NoWorkerAvailable: there is none.
-        PartlyFailed: none of them answered.
+        NoWorkerAvailable: there is no such worker.
+        PartlyFailed: no worker answered.
     """
     asked = [worker for worker in workers if worker.state is not WorkerState.QUARANTINED]
     if not asked:
@@ -37,43 +38,50 @@ async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: fl
     if not any(outcome.ok for outcome in outcomes):
         raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
-    merged = await asyncio.to_thread(merge, texts, LABEL)  # hundreds of engines have megabytes
-    silent = [outcome for outcome in outcomes if not outcome.ok]
-    return merged + "".join(f"# no metrics of {outcome.worker.url}: {_refusals([outcome])}\n" for outcome in silent)
+    merged, unreadable = await asyncio.to_thread(merge, texts, LABEL)  # hundreds of engines send megabytes
+    missing = {outcome.worker.url: _refusals([outcome]) for outcome in outcomes if not outcome.ok}
+    comments = [f"# no metrics of {url}: {reason}\n" for url, reason in {**missing, **unreadable}.items()]
+    return merged + "".join(comments)
 
 
 def _request(worker: Worker) -> Outgoing:
     return Outgoing("GET", (worker.engine or USUAL).metrics.encode("ascii"), [(b"accept", b"text/plain")], b"")
 
 
-def merge(texts: Mapping[str, str], label: str) -> str:
-    """Join Prometheus texts: each family once, with the samples of all. Each sample gets a `label` with the name of the
-    text that it comes from. Pure."""
-    families: dict[str, tuple[dict[str, None], list[str]]] = {}  # the lines about it, once each; its samples
-    for who, text in texts.items():
-        family = ""
-        for line in text.splitlines():
-            if about := ABOUT.match(line):
-                family = about[1]
-                lines, _ = families.setdefault(family, ({}, []))
-                if not any(line[:6] == known[:6] for known in lines):  # HELP and TYPE of the first
-                    lines[line.replace(family, _name(family), 1)] = None
-            elif sample := SAMPLE.fullmatch(line):
-                name, labels, rest = sample.groups()
-                own = family if family and name.startswith(family) else name
-                families.setdefault(own, ({}, []))[1].append(f"{_name(name)}{{{_labelled(labels, label, who)}}}{rest}")
-    return "".join(f"{line}\n" for lines, samples in families.values() for line in (*lines, *samples))
+class _Families(Collector):
+    """Metric families that are known already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
-def _name(name: str) -> str:
-    return name.replace(":", "_")
+def merge(texts: Mapping[str, str], label: str) -> tuple[str, dict[str, str]]:
+    """Join Prometheus texts into one, with each family once.
 
+    Every sample gets a `label` with the key of its text, unless it has that label: a worker may itself be a router.
 
-def _labelled(labels: str | None, label: str, name: str) -> str:
-    """Add a label to a sample's labels, unless it has one: a worker may itself be a router, which has added it."""
-    if labels and re.search(rf'(?:^|,)\s*{label}="', labels):
-        return labels
-    return f'{labels.rstrip(", ")},{label}="{name}"' if labels and labels.strip() else f'{label}="{name}"'
+    Returns:
+        The text, and why texts are not in it, by their keys: they are not Prometheus texts.
+    """
+    families: dict[str, Metric] = {}
+    unreadable: dict[str, str] = {}
+    for key, text in texts.items():
+        try:
+            own = list(text_string_to_metric_families(text))
+        except ValueError as error:
+            unreadable[key] = f"not a Prometheus text: {str(error)[:200]!r}"
+            continue
+        for family in own:
+            name = family.name.replace(":", "_")
+            merged = families.setdefault(name, Metric(name, family.documentation, family.type))
+            merged.samples += [
+                sample._replace(name=sample.name.replace(":", "_"), labels={label: key, **sample.labels})
+                for sample in family.samples
+            ]
+    return generate_latest(_Families(families.values())).decode(), unreadable
 
 
 def _refusals(outcomes: Sequence[Outcome]) -> str:

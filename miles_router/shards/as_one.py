@@ -50,7 +50,8 @@ class AsOne:
         told = {answer.fields[SHARD]: answer.blob.decode() for answer in await self._seats.tell("metrics")}
         self._up = {shard: int(shard in told) for shard in self._up}
         own = {LEADER: (await self._admin.own_metrics()).decode()}
-        return (await asyncio.to_thread(merge, own | told, SHARD)).encode()
+        merged, _ = await asyncio.to_thread(merge, own | told, SHARD)
+        return merged.encode()
 
     async def _info(self) -> dict[str, Any]:
         """The router, with what all shards hold."""

@@ -18,8 +18,8 @@ async def test_every_worker_is_asked_and_named(stage: Stage) -> None:
     assert answer.status == 200
     assert answer.value("content-type") == b"text/plain; version=0.0.4; charset=utf-8"
     lines = answer.body.decode().splitlines()
-    assert lines[0] == "# TYPE sglang_num_running_reqs gauge"
-    assert lines[1:] == [
+    assert lines[1] == "# TYPE sglang_num_running_reqs gauge"
+    assert lines[2:] == [
         f'sglang_num_running_reqs{{model_name="m",worker_addr="{worker.url}"}} 3.0' for worker in workers
     ]
     assert [worker.requests[-1].target for worker in workers] == [b"/metrics"] * 2
@@ -33,8 +33,8 @@ async def test_a_worker_that_hangs_leaves_a_gap_in_bounded_time(stage: Stage) ->
     answer = await router.ask("GET", "/engine_metrics")
     assert answer.status == 200
     lines = answer.body.decode().splitlines()
-    assert [good.url in line for line in lines] == [False, True, False]
-    assert lines[2] == f"# no metrics of {bad.url}: no answer within 0.2 s"
+    assert [good.url in line for line in lines] == [False, False, True, False]
+    assert lines[3] == f"# no metrics of {bad.url}: no answer within 0.2 s"
 
 
 async def test_without_any_metrics_it_fails_by_name(stage: Stage) -> None:

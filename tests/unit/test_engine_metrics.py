@@ -22,7 +22,8 @@ A, B = "http://a:1", "http://b:2"
 
 
 def test_every_sample_has_its_worker_and_each_family_stands_once() -> None:
-    text = merge({A: ONE, B: ONE.replace("42.0", "7.0")}, LABEL)
+    text, unreadable = merge({A: ONE, B: ONE.replace("42.0", "7.0")}, LABEL)
+    assert not unreadable
     read = {family.name: family for family in families_of(text)}
     assert list(read) == ["sglang_num_running_reqs", "sglang_latency_seconds", "bare"]
     running = read["sglang_num_running_reqs"]
@@ -30,13 +31,19 @@ def test_every_sample_has_its_worker_and_each_family_stands_once() -> None:
     assert [(each.labels["worker_addr"], each.value) for each in running.samples] == [(A, 42.0), (B, 7.0)]
     assert running.samples[0].labels["note"] == 'a, {b} "c"'
     assert [each.labels.get("le") for each in read["sglang_latency_seconds"].samples] == ["1.0", "+Inf", None, None] * 2
-    assert text.count("# TYPE") == 2
+    assert text.count("# TYPE") == 3
 
 
 def test_a_worker_that_is_a_router_keeps_its_own_labels() -> None:
     own = 'sglang_num_running_reqs{worker_addr="http://10.0.0.1:15000",model_name="m"} 42.0\n'
-    assert merge({A: own}, LABEL) == own
+    text, _ = merge({A: own}, LABEL)
+    (family,) = families_of(text)
+    assert [sample.labels for sample in family.samples] == [{"worker_addr": "http://10.0.0.1:15000", "model_name": "m"}]
 
 
-def test_comments_and_lines_that_are_none_are_left_out() -> None:
-    assert merge({A: "# EOF\n\nnot a sample\n<html>\n"}, LABEL) == ""
+def test_a_text_that_is_not_prometheus_is_left_out_by_name() -> None:
+    text, unreadable = merge({A: "<html>not a sample</html>\n", B: "# EOF\n\nup 1\n"}, LABEL)
+    assert list(unreadable) == [A]
+    assert [(each.labels, each.value) for family in families_of(text) for each in family.samples] == [
+        ({"worker_addr": B}, 1.0)
+    ]
