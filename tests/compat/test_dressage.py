@@ -114,9 +114,7 @@ async def test_all_requests_within_a_turn_of_an_agent_in_a_sandbox_are_steps_of_
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_gets_what_its_context_window_still_holds_and_a_full_one_is_told_in_its_words(
-    stage: Stage, stream: bool
-) -> None:
+async def test_turn_gets_what_is_left_of_its_context_window(stage: Stage, stream: bool) -> None:
     async with simulated_sessions(stage, options={"context_window": 60}) as trial:
         named = [("X-Session-Id", "s"), ("X-Instance-Id", GROUP), ("X-Turn-Id", "t0")]
         for most in ({}, {"max_tokens": 4000}):

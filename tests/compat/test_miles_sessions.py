@@ -283,7 +283,7 @@ async def test_its_first_version_has_one_sample_of_the_branch_that_came_last(
     assert reply.session_metadata["router_session"]["branches_left_out"] == 2
 
 
-async def test_its_second_version_has_every_branch_but_retries_with_the_agents_reward_and_metadata(
+async def test_samples_of_version_2_have_every_branch_except_retries(
     trial: SessionTrial, http: aiohttp.ClientSession
 ) -> None:
     session = await MilesSession.create(http, trial.router.url, version=2)

@@ -209,7 +209,7 @@ class Adapter:
         return [token for _, token, *_ in output["meta_info"]["output_token_logprobs"]]
 
 
-async def test_its_agent_adapter_keeps_an_agent_on_one_worker_and_aborts_the_turn_of_one_that_left(
+async def test_agent_adapter_keeps_its_worker_and_aborts_turns_of_agents_that_left(
     trainer: Trainer, workers: list[SimulatedWorker], stage: Stage
 ) -> None:
     one, other = Adapter(trainer, "one"), Adapter(trainer, "other")

@@ -177,7 +177,7 @@ async def test_what_is_given_behind_a_held_turn_is_what_the_engine_would_write_t
     assert [end, *extension.ids.tolist()] == ids[-len(extension.ids) - 1 :]
 
 
-async def test_requests_have_one_context_exactly_where_the_engine_s_template_is_given_the_same(
+async def test_requests_share_a_context_exactly_when_the_template_renders_the_same(
     shown: tuple[str, str],
 ) -> None:
     url, _ = shown

@@ -70,7 +70,7 @@ async def test_the_rest_of_an_answer_is_the_raw_text_of_its_tokens(worker: Worke
     assert len(sampled(chunks)) == 12
 
 
-async def test_a_call_that_ends_by_length_is_closed_in_a_stream_and_left_out_of_a_whole_answer(
+async def test_call_cut_by_length_is_closed_in_a_stream_and_dropped_from_a_whole_answer(
     worker: WorkerClient,
 ) -> None:
     literal = '<tool_call>\n{"name":"add", "arguments": {"op": "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'

@@ -134,7 +134,7 @@ async def test_a_request_kept_in_place_that_is_aborted_comes_back_after_continue
     assert answer["output_ids"]
 
 
-async def test_a_retracted_request_that_is_aborted_comes_back_at_once_and_has_lost_its_newest_tokens(
+async def test_aborted_retracted_request_returns_at_once_without_its_newest_tokens(
     worker: WorkerClient,
 ) -> None:
     # SGLang's scheduler hands a whole answer's tokens over 50 at a time (SGLANG_FORCE_STREAM_INTERVAL), and the

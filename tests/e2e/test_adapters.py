@@ -144,7 +144,7 @@ async def test_the_adapters_of_a_worker_that_joins_are_known_at_once() -> None:
         assert {each.lora_path for each in newcomer.door.generations} == {"one"}
 
 
-async def test_a_request_whose_adapter_is_loaded_while_it_waits_is_not_answered_by_base_weights() -> None:
+async def test_request_waiting_for_an_adapter_is_not_answered_by_base_weights() -> None:
     async with with_lora() as worker, running_router() as router:
         await register(router, worker, None)
         assert (await asked(router, CHAT, model="step-8")).status == 200

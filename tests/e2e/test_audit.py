@@ -314,9 +314,7 @@ async def test_a_prompt_of_another_template_is_found_with_its_place_and_both_tex
 
 
 @of_each_kind
-async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_its_own_status(
-    stage: Stage, kind: str
-) -> None:
+async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_a_status(stage: Stage, kind: str) -> None:
     async with simulated_sessions(stage, more=TEXTS) as trial:
         made = await recorded(trial, kind, 1)
         trial.worker.door.clear()

@@ -293,9 +293,7 @@ async def scroll_to(page: Page, row: int, session: str) -> None:
     await page.until(f"document.querySelector('[data-key={session}]')")
 
 
-async def test_what_is_seen_behind_the_first_page_is_read_anew_whatever_came_and_went_before_it(
-    browser: Browser, stage: Stage
-) -> None:
+async def test_visible_rows_behind_the_first_page_are_read_again(browser: Browser, stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
         for number in range(450):
@@ -478,9 +476,7 @@ async def test_a_line_that_comes_in_slices_is_put_together(
         assert [each["entropy"] for each in found[:-1]] == [f"{bits:.3f} bits" for bits in told["expert_entropy"]]
 
 
-async def test_an_episodes_tokens_take_every_colour_a_pointer_keys_and_tell_why_they_branch(
-    browser: Browser, run: ExpertsTrial
-) -> None:
+async def test_episode_tokens_take_every_colour_and_explain_their_branches(browser: Browser, run: ExpertsTrial) -> None:
     async with dashboard(browser, run.router.url, f"{FORKED}?turn=3") as page:
         assert await page.value(LEAF) == "3"
         assert [level for level, _ in await page.value(LINES)] == ["1", "2", "2", "1"]

@@ -152,7 +152,7 @@ async def test_with_an_admin_key_alone_the_list_is_open_and_nothing_else(stage: 
     assert [(await tried(router, path, headers=[])).status for path in ("/generate", "/server_info")] == [200, 401]
 
 
-async def test_the_routes_of_a_middleware_are_open_to_clients_and_what_lies_beside_them_is_not(stage: Stage) -> None:
+async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_not(stage: Stage) -> None:
     worker = await stage.worker()
     specs = (MiddlewareSpec("tests.support.plugins.working.Tagging"),)
     router = await stage.router(worker, middlewares=specs, **SETTINGS)

@@ -105,9 +105,7 @@ async def test_the_connection_of_a_reply_holds_the_facts_of_who_gives_it(stage: 
 
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["the same process", "one that cannot be told apart"])
-async def test_what_was_learned_outlives_idle_connections_only_if_the_process_is_known_again(
-    stage: Stage, lasting: bool
-) -> None:
+async def test_facts_outlive_idle_connections_only_for_a_known_process(stage: Stage, lasting: bool) -> None:
     worker = await stage.worker()
     says(worker, startup_time={"scheduler_e2e": 1.25} if lasting else None)
     router = await stage.router(worker)

@@ -147,7 +147,7 @@ async def test_a_quarantined_worker_is_asked_too(stage: Stage) -> None:
     assert answer.status == 502, "it answered, so its refusal counts"
 
 
-async def test_a_quarantined_worker_that_cannot_be_reached_is_named_and_does_not_fail_the_rest(stage: Stage) -> None:
+async def test_unreachable_quarantined_worker_is_named_and_does_not_fail_the_rest(stage: Stage) -> None:
     ready, dead = await stage.worker(), await stage.worker()
     ready.always(answers(b'{"success":true,"message":"done"}'))
     router = await stage.router(ready, dead, health_check_failure_threshold=1)

@@ -157,7 +157,7 @@ async def test_versions_that_keep_changing_make_no_storm_of_questions(stage: Sta
     assert next(versions) - before < 20
 
 
-async def test_a_worker_that_registers_with_other_weights_is_kept_out_from_the_first_request_on(stage: Stage) -> None:
+async def test_worker_with_other_weights_is_kept_out_from_the_first_request(stage: Stage) -> None:
     async with SimulatedWorker(weight_version="2") as old, SimulatedWorker(weight_version="1") as late:
         router = await stage.router(old.url)
         await post(router, "/add_worker", url=late.url)

@@ -95,7 +95,7 @@ async def joined() -> AsyncIterator[Joined]:
                 yield made
 
 
-async def test_shards_that_join_a_leader_are_one_router_and_lose_nothing_when_they_are_killed() -> None:
+async def test_joined_shards_are_one_router_and_survive_kills() -> None:
     async with joined() as router:
         for place in range(COUNT + 1):
             router.start(place)

@@ -166,7 +166,7 @@ async def with_key(node: Part, key: str | None, method: str, target: str, **fiel
     return answer
 
 
-async def test_with_keys_all_that_machines_answer_together_works_and_without_one_it_is_refused(tmp_path: Path) -> None:
+async def test_machines_answer_together_with_keys_and_refuse_without(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
     settings["hf_checkpoint"] = tokenizer_directory("qwen3")
     async with (

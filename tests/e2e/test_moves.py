@@ -60,7 +60,7 @@ async def test_what_runs_long_moves_to_an_idler_worker_and_is_what_one_go_would_
             assert of_one_go(answers[rid]) == of_one_go(await scene.uncut(rid, **fields))
 
 
-async def test_the_worker_that_takes_it_over_is_given_all_that_was_sampled_and_what_is_left_to_sample(
+async def test_next_worker_of_a_move_gets_all_sampled_tokens_and_the_rest_of_the_budget(
     stage: Stage,
 ) -> None:
     async with moving(stage) as scene:

@@ -265,7 +265,7 @@ async def test_a_text_keeps_its_cache_and_is_retrieved_with_the_versions_that_fi
         assert keys(worker) == [None, None, keys(worker)[2], keys(worker)[2]]
 
 
-async def test_a_text_that_is_carried_on_says_the_versions_of_all_caches_that_it_was_sent_to(stage: Stage) -> None:
+async def test_continued_text_reports_the_versions_of_all_caches_it_used(stage: Stage) -> None:
     settings = {"middlewares": (MiddlewareSpec(CACHE, {}),), "hf_checkpoint": checkpoint(), "partial_rollout": "resume"}
     async with fleet(stage, settings=settings, tokenizer=checkpoint(), token_latency_s=LATENCY) as (worker, router):
         trial, text = Trial(router, worker), "Question: what is one and one?"

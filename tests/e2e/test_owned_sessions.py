@@ -85,9 +85,7 @@ async def test_turns_that_are_pipelined_over_several_sessions_are_recorded_once_
         assert len(await trials[index % 2].records(session)) == order.count(index)
 
 
-async def test_a_session_without_a_name_is_made_where_it_is_asked_for_and_one_with_a_name_at_its_owner(
-    stage: Stage, tmp_path: Path
-) -> None:
+async def test_unnamed_session_is_created_locally_and_a_named_one_at_its_owner(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path)
     for _ in range(4):
         assert slot_of(await trials[0].create()) % 2 == 0
@@ -155,9 +153,7 @@ async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, 
     assert batch.error_type == "invalid_request", "a part of them would look like all"
 
 
-async def test_what_one_process_asks_of_another_enters_with_the_client_s_key_and_nothing_else_does(
-    stage: Stage, tmp_path: Path
-) -> None:
+async def test_only_requests_between_processes_enter_with_the_clients_key(stage: Stage, tmp_path: Path) -> None:
     worker = able(await stage.worker()).always(GOOD)
     keys = {"api_key": "theirs", "admin_api_key": "ours"}
     routers = await several(stage, tmp_path, 2, worker, middlewares=LAYER, hf_checkpoint=checkpoint(), **keys)

@@ -123,7 +123,7 @@ async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: P
         assert held(trials) == [2, 0, 0]
 
 
-async def test_spellings_of_one_text_in_several_processes_are_ambiguous_wherever_it_is_asked_for(
+async def test_spellings_of_one_text_in_several_processes_are_ambiguous_everywhere(
     stage: Stage, tmp_path: Path
 ) -> None:
     async with trials_of(stage, tmp_path, 3) as trials:

@@ -299,9 +299,7 @@ async def test_a_long_answer_that_nobody_cut_is_given_on_before_it_has_ended(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_answer_whose_worker_is_lost_behind_its_beginning_never_looks_complete(
-    stage: Stage, stream: bool
-) -> None:
+async def test_long_answer_whose_worker_is_lost_never_looks_complete(stage: Stage, stream: bool) -> None:
     one, rest = await engine(stage), asyncio.Event()
     router = await stage.router(one.worker, partial_rollout="resume")
     head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])

@@ -496,7 +496,7 @@ async def load(worker: SimulatedWorker, name: str) -> None:
     assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
 
 
-async def test_while_no_worker_says_which_adapters_it_has_a_name_that_may_be_one_is_not_answered() -> None:
+async def test_unknown_name_is_refused_while_no_worker_reports_its_adapters() -> None:
     async with with_lora() as worker, running_router(health_check_timeout=0.5) as router:
         await load(worker, "one")
         await register(router, worker, None)
@@ -568,7 +568,7 @@ async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> N
         assert [each.lora_path for each in worker.door.generations] == ["one", "one", None]
 
 
-async def test_an_adapter_beside_the_model_is_applied_or_refused_where_routes_have_no_field_for_it() -> None:
+async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:
     async with one_model_with_adapters() as made:
         assert await made.answers("/v1/messages", model="gpt-4", lora_path="one") == ""
         assert applied(made[""]) == "one"

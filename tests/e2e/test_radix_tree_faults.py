@@ -276,7 +276,7 @@ async def test_events_of_several_answers_that_do_not_say_which_are_not_recorded(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_compressed_answer_is_not_asked_for_and_passes_counted_and_logged_all_the_same(
+async def test_compressed_answer_passes_unread_counted_and_logged(
     stage: Stage, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     worker = await stage.worker()

@@ -192,7 +192,7 @@ async def becomes_idle(worker: RealWorker) -> None:
     raise AssertionError(f"{worker.url} still generates for a client that has left")
 
 
-async def test_a_killed_worker_costs_no_request_that_was_not_answered_yet_and_is_readmitted(
+async def test_killed_worker_costs_no_unanswered_request_and_is_readmitted(
     router: RunningRouter, http: aiohttp.ClientSession, sglang_workers: list[RealWorker]
 ) -> None:
     victim = sglang_workers[0]

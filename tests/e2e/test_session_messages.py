@@ -356,7 +356,7 @@ async def test_a_call_that_nests_deep_is_one_that_its_client_reads_and_sends_bac
     assert (await trial.records(session))[0]["response"]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-async def test_events_come_when_the_engine_sends_them_and_the_end_when_the_turn_is_recorded(stage: Stage) -> None:
+async def test_message_events_stream_at_once_and_the_end_waits_for_the_record(stage: Stage) -> None:
     first, last = asyncio.Event(), asyncio.Event()
     role, one, two, finish, ids, done = chat_events([7, 8], ["Hel", "lo"])
     worker = able(await stage.worker()).always(streamed(role, one, first, two, finish, last, ids, done))

@@ -423,7 +423,7 @@ async def test_an_answer_that_was_cut_off_has_failed_and_stays_recorded(stage: S
 # Streams
 
 
-async def test_events_come_when_the_engine_sends_them_and_the_end_when_the_turn_is_recorded(stage: Stage) -> None:
+async def test_response_events_stream_at_once_and_the_end_waits_for_the_record(stage: Stage) -> None:
     first, last = asyncio.Event(), asyncio.Event()
     role, one, two, finish, ids, done = chat_events([7, 8], ["Hel", "lo"])
     worker = able(await stage.worker()).always(streamed(role, one, first, two, finish, last, ids, done))

@@ -59,7 +59,7 @@ async def everything(trial: SessionTrial, session: str) -> list[Any]:
     return [*told, read]
 
 
-async def test_of_sessions_that_nobody_has_named_the_newest_are_listed_and_a_damaged_part_is_left_out(
+async def test_newest_unnamed_sessions_are_listed_without_a_damaged_part(
     restarts: Restarts, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"s-{number}" for number in range(6)]
@@ -227,7 +227,7 @@ async def test_stored_responses_can_be_read_and_gone_on_from(restarts: Restarts)
             assert (await after.records(session))[-1]["parent"] == 0
 
 
-async def test_a_response_that_was_deleted_stays_so_though_its_commit_had_only_seemed_to_fail(
+async def test_deleted_response_stays_deleted_after_an_uncertain_commit(
     restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with restarts.started() as before:
@@ -251,7 +251,7 @@ async def test_a_response_that_was_deleted_stays_so_though_its_commit_had_only_s
             assert (await after.ask("GET", f"{path}/{response_id}")).status == 404
 
 
-async def test_a_stream_that_was_generated_whole_is_refused_by_a_status_while_the_disk_is_full(
+async def test_whole_stream_is_refused_by_status_while_the_disk_is_full(
     restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with restarts.started(options={"whole_answers": True}) as before:

@@ -192,7 +192,7 @@ async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
 
 
 @pytest.mark.parametrize(("says", "whose"), [("1", "engine"), ("2", "router"), (None, "router")])
-async def test_the_weights_of_a_stream_are_the_engine_s_word_where_it_says_the_same_behind_the_end(
+async def test_stream_weights_are_those_the_engine_confirms_at_the_end(
     worker: ScriptedWorker, trial: SessionTrial, says: str | None, whose: str
 ) -> None:
     worker.always(streamed(*HELLO))
@@ -295,7 +295,7 @@ async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Sta
     ],
     ids=["no ids", "no logprobs"],
 )
-async def test_an_engine_that_turns_out_not_to_tell_is_served_by_buffered_streams_from_then_on(
+async def test_engine_without_ids_in_streams_gets_buffered_streams_from_then_on(
     stage: Stage, events: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = able(await stage.worker())

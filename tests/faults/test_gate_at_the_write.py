@@ -83,7 +83,7 @@ async def idle_closed(worker: ScriptedWorker) -> None:
 
 
 @pytest.mark.alone("it slows connections that the test's process makes")
-async def test_one_whose_connection_was_being_made_waits_at_the_gate_and_the_connection_is_kept(
+async def test_request_waits_at_the_gate_when_it_closed_during_connect(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await stage.worker()

@@ -94,7 +94,7 @@ async def test_a_request_that_was_sent_to_the_wrong_machine_goes_no_further(tmp_
         assert await turns(other, session) == 1
 
 
-async def test_a_machine_whose_network_is_lost_refuses_turns_and_another_goes_on_with_its_sessions(
+async def test_isolated_machine_refuses_turns_and_another_continues_its_sessions(
     tmp_path: Path,
 ) -> None:
     async with (

@@ -189,7 +189,7 @@ async def test_a_pause_that_cuts_ends_what_waits_between_two_workers(stage: Stag
         assert (await post(moving.router, "/continue_generation")).status == 200
 
 
-async def test_what_an_engine_would_take_for_the_one_that_moves_waits_until_it_has_been_told(stage: Stage) -> None:
+async def test_request_confusable_with_a_moving_one_waits_for_its_abort(stage: Stage) -> None:
     """A client goes on under the same name, or a longer one: nobody has asked for that to be aborted."""
     at_home = [*JSON, ("X-Session-Id", "s")]
     async with trial(stage, in_json(orjson.dumps(WHOLE)), late=True) as moving:

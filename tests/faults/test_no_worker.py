@@ -40,7 +40,7 @@ async def test_with_every_worker_quarantined_the_answer_is_503_and_names_their_s
     assert worker.requests == []
 
 
-async def test_the_connection_stays_usable_after_a_503_and_serves_the_request_once_a_worker_is_there(
+async def test_connection_survives_a_503_and_serves_the_next_request(
     stage: Stage,
 ) -> None:
     worker = await stage.worker()

@@ -70,7 +70,7 @@ async def test_an_owner_that_is_stopped_answers_all_once_when_it_goes_on() -> No
         assert sorted(each["times"] for each in replies) == list(range(1, 41))
 
 
-async def test_an_owner_that_is_killed_while_stopped_does_what_it_was_asked_once_or_is_said_to_be_lost() -> None:
+async def test_owner_killed_while_stopped_acts_once_or_reports_the_loss() -> None:
     async with cluster(2, middlewares=OWNED) as made:
         first, second = made.members
         name = name_of(1, 2)

@@ -220,7 +220,7 @@ async def test_a_stream_that_contradicts_itself_in_the_middle_is_counted_and_pas
     assert unread(router) == {("partial_rollouts", "tokens_taken_back"): 1}
 
 
-async def test_a_joined_stream_that_comes_to_contradict_itself_ends_with_what_its_client_has(stage: Stage) -> None:
+async def test_joined_stream_that_contradicts_itself_ends_with_what_the_client_has(stage: Stage) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
     asking = lambda: generate(router, stream=True, return_logprob=True)  # noqa: E731

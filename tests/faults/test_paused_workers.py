@@ -73,9 +73,7 @@ async def test_a_probe_that_began_in_a_pause_and_fails_after_it_counts_for_nothi
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["it still lasts", "it is over"])
-async def test_a_pause_of_the_routers_own_that_begins_under_a_probe_is_not_taken_for_somebody_elses(
-    stage: Stage, over: bool
-) -> None:
+async def test_own_pause_during_a_probe_is_not_taken_for_a_foreign_pause(stage: Stage, over: bool) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **PROBING)
     says, before = asyncio.Event(), len(worker.probes)

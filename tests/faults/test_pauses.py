@@ -46,9 +46,7 @@ def hurry(router: RunningRouter, seconds: float = 0.15) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_a_pause_that_some_worker_hangs_on_is_taken_back_in_bounded_time_and_it_is_named(
-    stage: Stage, mode: str
-) -> None:
+async def test_pause_that_a_worker_hangs_on_is_undone_in_bounded_time_by_name(stage: Stage, mode: str) -> None:
     well, hanging = await stage.worker(), await stage.worker()
     hanging.always(by_path(pause_generation=script(HANG), continue_generation=script(HANG)))
     router = await stage.router(well, hanging)

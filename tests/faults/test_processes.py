@@ -21,7 +21,7 @@ from tests.support.stage import Stage
 from tests.support.waiting import until
 
 
-async def test_a_process_that_is_killed_breaks_off_its_own_requests_and_gives_back_its_leases(stage: Stage) -> None:
+async def test_killed_process_breaks_its_own_requests_and_returns_its_leases(stage: Stage) -> None:
     gate = asyncio.Event()
     worker = await holding(stage, gate)
     async with processes([worker]) as router:
@@ -71,9 +71,7 @@ async def test_what_a_killed_process_has_counted_goes_with_it_and_it_is_shown_as
         assert await router.metric("miles_router_requests_total", route="generate") == left
 
 
-async def test_numbers_of_layers_are_those_of_all_processes_and_what_is_no_number_is_not_added_up(
-    stage: Stage, tmp_path: Path
-) -> None:
+async def test_layer_statistics_sum_over_all_processes(stage: Stage, tmp_path: Path) -> None:
     worker = await stage.worker()
     config = written(tmp_path, [("tests.support.plugins.working.Tagging", {"tag": "one"})])
     async with processes([worker], "--config", str(config)) as router:
@@ -144,7 +142,7 @@ async def test_a_paused_fleet_stays_paused_when_the_leader_is_killed(stage: Stag
         assert {each.status for each in await asyncio.gather(*waiting)} == {200}
 
 
-async def test_a_process_that_does_not_follow_a_pause_is_killed_before_any_engine_is_paused(stage: Stage) -> None:
+async def test_process_that_ignores_a_pause_is_killed_before_any_engine_pauses(stage: Stage) -> None:
     worker = await stage.worker()
     async with processes([worker]) as router:
         victim, _ = await router.data()

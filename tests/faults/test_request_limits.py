@@ -33,7 +33,7 @@ async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_i
     assert worker.requests == []
 
 
-async def test_a_client_that_asks_before_it_sends_too_much_is_told_no_and_never_to_continue(stage: Stage) -> None:
+async def test_client_that_expects_continue_is_refused_before_it_sends_too_much(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, max_request_bytes=LIMIT)
     client = await stage.client(router)
@@ -185,7 +185,7 @@ async def test_a_worker_that_reads_slowly_gets_the_whole_body(stage: Stage) -> N
     assert worker.requests[0].body == body
 
 
-async def test_an_early_reply_reaches_the_client_and_the_connection_with_the_unread_body_serves_nobody_else(
+async def test_early_reply_arrives_and_its_connection_is_not_reused(
     stage: Stage,
 ) -> None:
     gate = asyncio.Event()

@@ -366,7 +366,7 @@ async def test_a_client_that_leaves_inside_a_stream_leaves_no_turn_and_frees_the
         assert await trial.reasons(session) == [None]
 
 
-async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_nothing_from_it(
+async def test_client_leaving_a_repeated_turn_takes_nothing_from_the_other(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
     worker.next(script(HANG)).always(GOOD)
@@ -382,7 +382,7 @@ async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_n
     assert len(await trial.records(session)) == 1
 
 
-async def test_a_client_that_leaves_while_it_waits_for_the_same_turn_of_another_leaves_nothing(
+async def test_client_leaving_while_it_waits_for_a_repeated_turn_leaves_nothing(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
     answer = asyncio.Event()

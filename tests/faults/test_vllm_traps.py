@@ -348,7 +348,7 @@ async def test_what_cannot_be_read_is_refused_and_never_left_out(stage: Stage, n
 # Top logprobs
 
 
-async def test_top_logprobs_are_the_likeliest_with_their_ids_and_the_sampled_one_where_it_ranks(stage: Stage) -> None:
+async def test_top_logprobs_are_ranked_with_ids_and_the_sampled_token(stage: Stage) -> None:
     async with before(stage, names_ids=True) as (router, worker):
         wanted = {**GENERATE, "return_logprob": True, "top_logprobs_num": 2}
         for stream in (False, True):

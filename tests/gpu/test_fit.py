@@ -25,7 +25,7 @@ def test_the_prices_that_made_a_report_are_found_again() -> None:
     assert {row[3] for row in errors(report, QWEN3_8B_H100)} == {"+0% to +0%"}
 
 
-def test_requests_are_cut_into_prefills_of_one_chunk_and_what_is_cached_stands_before_them() -> None:
+def test_requests_are_cut_into_prefill_chunks_behind_the_cached_prefix() -> None:
     assert list(chunks(2, 3, 0, 8)) == [[(3, 0), (3, 0)]]
     assert list(chunks(3, 4, 0, 8)) == [[(4, 0), (4, 0)], [(4, 0)]]
     assert list(chunks(1, 19, 5, 8)) == [[(8, 5)], [(8, 13)], [(3, 21)]]

@@ -28,7 +28,7 @@ SMALL = Shape(
 
 
 @pytest.mark.skipif(size(heavy=False, otherwise=True), reason="takes a minute")
-async def test_weights_of_another_process_change_under_generations_and_each_token_is_stamped_with_its_own(
+async def test_weight_update_during_generation_stamps_each_token_with_its_version(
     tmp_path: Path,
 ) -> None:
     environment = ensure()

@@ -294,7 +294,7 @@ def replies_by_h11(asked: Sequence[Seen], data: bytes) -> list[Seen]:
     st.sampled_from([1, 7, 60, 4096]),
     st.sampled_from([1, 16]),
 )
-def test_requests_are_read_and_answered_as_h11_does_it_however_they_arrive_and_wherever_they_end(
+def test_requests_are_framed_and_answered_like_h11_however_they_arrive(
     sent: list[bytes], places: list[int], end: int, whole: bool, answer: Answer, at_once: int, waiting: int
 ) -> None:
     data = b"".join(sent) if whole else b"".join(sent)[:end]

@@ -43,7 +43,7 @@ def test_a_lease_is_counted_longer_by_who_gives_it(monkeypatch: pytest.MonkeyPat
     assert _first_broken("") in {"one", "barrier", "store"}
 
 
-def test_a_leader_that_may_have_one_beside_it_waits_for_that_one_s_certainty_whoever_is_here() -> None:
+def test_leader_with_a_possible_rival_waits_for_its_certainty() -> None:
     """It may stand still, and write when it goes on."""
     before = protocol.Leader(1, LEASE, 1, 0.0, first=True, stored=NOTHING)
     before.confirmed(0.0, 0.0)

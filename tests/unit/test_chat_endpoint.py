@@ -73,7 +73,7 @@ def sent(fields: Mapping[str, Any], *, stream: bool, ids: list[int] | None = Non
     return dict(orjson.loads(CHAT.request(fields, stream=stream, ids=written)))
 
 
-def test_a_whole_answer_is_asked_for_ids_logprobs_and_versions_and_a_stream_for_what_it_can_tell() -> None:
+def test_whole_answers_ask_for_ids_logprobs_and_versions_streams_for_what_exists() -> None:
     fields = {"model": "m", "messages": [1], "logprobs": False, "unknown": [1.5, None]}
     known = {**fields, "logprobs": True}
     assert sent(fields, stream=False) == {**known, "return_meta_info": True, "return_prompt_token_ids": True}

@@ -80,9 +80,7 @@ def test_versions_that_do_not_fit_the_tokens_are_refused(versions: Runs, reason:
         (["1", "2", "1"], [("1", 0, 1), ("2", 1, 2), ("1", 2, 3)]),
     ],
 )
-def test_a_worker_that_leaves_the_pool_keeps_its_version_and_one_unknown_at_first_has_none(
-    seen: Sequence[str | None], runs: Runs
-) -> None:
+def test_worker_that_left_keeps_its_version_and_an_unknown_one_has_none(seen: Sequence[str | None], runs: Runs) -> None:
     track = VersionTrack()
     for end, version in enumerate(seen, start=1):
         track.reach(end, version)

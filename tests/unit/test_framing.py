@@ -95,7 +95,7 @@ def test_replies_without_a_body_announce_what_they_like(status: int, method: str
     assert (b"content-length: 5" in data) == ((b"content-length", b"5") in headers and status != 204)
 
 
-def test_without_a_length_the_body_is_chunked_or_ends_with_the_connection_for_an_old_client() -> None:
+def test_body_without_length_is_chunked_or_ends_with_an_old_clients_connection() -> None:
     assert head([])[1:] == (CHUNKED, True)
     assert head([], old=True)[1:] == (UNTIL_CLOSE, False)
     assert head([(b"content-length", b"7")], old=True)[1:] == (7, False)

@@ -217,9 +217,7 @@ QUEUE_ABORT = {"type": "abort", "message": "Abort in waiting queue"}
         ),
     ],
 )
-def test_an_event_that_contradicts_itself_or_the_ones_before_is_refused_and_changes_nothing(
-    second: dict[str, Any], reason: str
-) -> None:
+def test_contradictory_event_is_refused_and_changes_nothing(second: dict[str, Any], reason: str) -> None:
     growing = GrowingAnswer()
     growing.add(event([1, 2], 2, output_token_logprobs=entries(1, 2)))
     before = copy.deepcopy((growing.answer, growing.spans, growing.incremental))

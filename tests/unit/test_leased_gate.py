@@ -44,7 +44,7 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
     assert not gate.closed
 
 
-async def test_who_waits_for_a_pause_that_ends_while_there_is_no_lease_goes_on_with_the_next_one() -> None:
+async def test_request_behind_a_pause_and_a_lost_lease_continues_with_the_next_lease() -> None:
     lease = Lease()
     gate = made(lease)
     gate.pause("in_place")

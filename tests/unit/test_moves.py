@@ -29,7 +29,7 @@ SAYS = Facts(context_length=4096, preferred_sampling_params={})
         ({}, "", None),
     ],
 )
-def test_the_fullest_with_some_that_can_move_gives_to_the_idlest_where_they_are_far_apart(
+def test_fullest_movable_worker_gives_to_the_idlest_when_far_apart(
     loads: dict[str, int], movable: str, expected: tuple[str, str] | None
 ) -> None:
     assert relocation(loads, {place: ["a request"] if place in movable else [] for place in loads}) == expected

@@ -176,9 +176,7 @@ REPEATED = [
 
 
 @pytest.mark.parametrize(("name", "begin", "again"), REPEATED)
-def test_a_call_that_repeats_itself_without_an_end_is_read_in_time_that_grows_with_it_alone(
-    name: str, begin: str, again: str
-) -> None:
+def test_endless_repeated_call_is_parsed_in_linear_time(name: str, begin: str, again: str) -> None:
     """Quadratic, it would take minutes, and more than cubic for ever."""
     calls, text = KNOWN[name].calls, begin + again * 40_000
     assert calls.unfinished(text, {"f": {}}) == ("f", "")

@@ -230,7 +230,7 @@ def slow_for(pool: WorkerPool, policy: Policy, clock: Clock) -> Unit:
     return slow
 
 
-def test_who_is_called_slower_and_silent_is_doubted_and_then_believed_for_twice_as_long() -> None:
+def test_silent_slow_worker_is_doubted_and_then_believed_twice_as_long() -> None:
     (pool, clock), policy = paced(2), LeastInFlight()
     slow = slow_for(pool, policy, clock)
     other = next(unit for worker in pool for unit in worker.units if unit is not slow)
@@ -286,7 +286,7 @@ def test_what_is_known_of_an_engine_s_pace_is_forgotten_with_it() -> None:
     assert (slow.pace, slow.learned) == (1.0, None)
 
 
-def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:
+def test_large_fleet_is_compared_in_turns() -> None:
     pool, policy = pool_of(100), LeastInFlight()
     first = turn(pool, policy, "a", 100)
     _busy = [pool.lease(policy, preferred=worker.url) for worker in pool for _ in range(9)]

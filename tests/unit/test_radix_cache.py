@@ -78,7 +78,7 @@ def test_a_token_that_the_text_cuts_through_is_not_reused() -> None:
     assert reused(cache, "q the é and") == (3, "q the é")
 
 
-def test_an_entry_that_ends_here_is_found_though_a_newer_one_passes_that_cannot_be_cut_here() -> None:
+def test_entry_ending_here_is_found_behind_a_newer_one_that_cannot_be_cut() -> None:
     cache = held()
     put(cache, letters("q", "aa", "short"))
     pieces = [Piece.given([1]), Piece.sampled([7], [-1.0], "1")]
@@ -130,7 +130,7 @@ def sampled(*ids: int) -> Piece:
     return Piece.sampled(ids, [-0.5] * len(ids), "1")
 
 
-def test_a_sibling_that_parts_inside_an_earlier_turn_shares_no_more_than_it_has_in_common() -> None:
+def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> None:
     # The newest generation below the parting is a second turn, whose own tokens begin behind it.
     cache = held()
     turn = record("first", "Qabc", 4, [Piece.given([1]), sampled(2, 3, 4)], [1, 2, 3, 4])

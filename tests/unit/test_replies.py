@@ -309,7 +309,7 @@ async def test_a_layer_may_end_a_stream_early_and_nothing_follows() -> None:
         assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
 
 
-async def test_what_a_layer_gives_at_an_event_stands_behind_what_was_shown_of_the_events_before() -> None:
+async def test_layer_output_at_an_event_follows_the_events_before() -> None:
     class Adding(Shouting):
         async def event(self, event: Event) -> bytes:
             await self.give(b": before %b\n\n" % event.data)
@@ -357,7 +357,7 @@ async def test_a_layer_sees_what_has_come_and_answers_behind_the_end_with_anothe
     assert passed.passing
 
 
-async def test_a_layer_learns_of_a_reply_s_begin_before_anything_of_it_goes_on_and_not_of_those_that_pass() -> None:
+async def test_layer_sees_the_start_of_its_own_replies_only_and_before_the_client() -> None:
     class Early(Shouting):
         async def begun(self) -> None:
             self.seen.append(b"begun as " + self.kind.value.encode())

@@ -117,7 +117,7 @@ def test_rows_of_a_leg_that_sampled_nothing_do_not_count() -> None:
     assert made.rows_from[ROUTED_EXPERTS] == 1 + 1 - 1
 
 
-def test_rows_that_an_engine_always_tells_whole_are_those_that_tokens_were_sampled_with() -> None:
+def test_rows_that_an_engine_repeats_whole_are_those_of_the_sampling() -> None:
     def rows(*each: bytes) -> str:
         return base64.b64encode(b"".join(each)).decode()
 
@@ -187,7 +187,7 @@ VERSIONED = [{"version": "1", "start": 0, "end": 1}]
     ],
     ids=["no logprobs", "no top logprobs", "no versions"],
 )
-def test_a_leg_that_lacks_what_the_others_have_is_refused_and_what_came_before_is_left(said: dict[str, Any]) -> None:
+def test_attempt_that_lacks_fields_is_refused_and_earlier_ones_stay(said: dict[str, Any]) -> None:
     made = generation(return_logprob=True)
     before = answer("a", [7], 1, finish_reason=ABORT, output_top_logprobs=[[[-1.0, 7, None]]])
     made.add(before)

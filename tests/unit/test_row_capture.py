@@ -353,7 +353,7 @@ def test_what_is_held_already_is_not_held_again_when_the_client_asked_for_it() -
     assert node.nbytes == WIDTH
 
 
-def test_a_prompt_that_is_held_to_its_end_and_goes_no_further_has_a_row_less_than_is_held() -> None:
+def test_prompt_that_is_held_to_its_end_has_one_row_less() -> None:
     delivery = RowDelivery(ROUTED_EXPERTS)
     made = Scene(delivery, start=3)
     delivery.prefixes = [made.hold(1, 2, 3)]
@@ -415,7 +415,7 @@ def test_missing_rows_that_are_required_are_an_error_that_names_the_worker() -> 
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_rows_of_an_earlier_generation_of_the_same_id_are_not_taken_for_a_later_one_s(told: bool) -> None:
+def test_rows_of_an_earlier_generation_are_not_taken_for_a_later_one(told: bool) -> None:
     made = Scene(required=False)
     made.take(0, 1, 2)
     assert made.store.by_rid("0") is not None
@@ -459,7 +459,7 @@ async def test_an_engine_s_rows_are_judged_by_what_this_engine_has_shown_and_no_
     assert sum(made.store.statistics.missing.values()) == 2
 
 
-async def test_an_engine_that_was_started_anew_is_not_judged_by_what_the_one_before_had_shown() -> None:
+async def test_restarted_engine_is_not_judged_by_the_process_before() -> None:
     made = Scene()
     for rid in ("old1", "old2"):
         assert await made.answer(A, rid, 1, 2, 3, 4, width=2)

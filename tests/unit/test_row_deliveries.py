@@ -159,7 +159,7 @@ def test_missing_rows_are_refused_by_name(shape: RowShape | None) -> None:
     assert evicted.value.invariant == "experts_held"
 
 
-def test_what_is_shared_is_held_of_its_owner_so_that_unrelated_rollouts_do_not_hang_on_each_other() -> None:
+def test_shared_rows_belong_to_one_owner_so_rollouts_stay_independent() -> None:
     made = [AlignedRows(np.zeros((4, 2), dtype=np.uint8), ROUTED_EXPERTS)]
     for _ in range(20):  # one prompt of three tokens, again and again
         held = RowPrefix.of(made[-1], 3)

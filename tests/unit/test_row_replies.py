@@ -136,7 +136,7 @@ async def test_the_string_of_ids_is_never_collected(kind: type[RowReply], stream
 
 
 @pytest.mark.parametrize("kind", [StrippedReply, VerbatimReply])
-async def test_a_stream_s_head_goes_on_at_once_and_that_of_an_answer_when_it_is_clear_that_it_has_rows(
+async def test_stream_head_passes_at_once_and_an_answers_head_when_rows_are_certain(
     kind: type[RowReply],
 ) -> None:
     for content_type, at_once in ((EVENTS, True), (JSON, False)):

@@ -156,7 +156,7 @@ def test_each_answer_of_generate_tells_its_own() -> None:
     assert [EXPERT_FIELDS.of(each) for each in (one, cut, meta(rows=7), meta(rows=["A"]))] == ["A", None, None, None]
 
 
-def test_each_choice_of_a_chat_tells_its_own_and_else_the_extension_those_of_the_first() -> None:
+def test_each_choice_of_a_chat_has_its_rows_or_the_extension_those_of_the_first() -> None:
     reader = ChatRows()
     one, cut = meta(rows="A"), meta(finish="abort")
     choices = [{"index": 1, "meta_info": one}, {"index": 0, "meta_info": cut}]

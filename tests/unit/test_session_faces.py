@@ -87,7 +87,7 @@ def test_a_first_turn_goes_as_messages() -> None:
     assert (turn.path, turn.stream, turn.several) == ("/v1/chat/completions", True, True)
 
 
-def test_a_turn_behind_a_held_one_is_given_what_is_held_and_what_the_template_writes_behind_it() -> None:
+def test_turn_behind_a_held_one_gets_held_ids_and_what_the_template_appends() -> None:
     scene = Scene()
     first = scene.turn(START)
     turn = chat_turn(scene, [*history(first), user("more")])

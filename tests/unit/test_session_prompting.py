@@ -56,7 +56,7 @@ def test_what_the_template_is_given_differently_is_another_context(one: str, oth
     assert len(set(contexts)) == len({each.key for each in contexts}) == 2
 
 
-def test_where_tools_were_shown_that_the_choice_does_not_allow_the_request_goes_on_there_too() -> None:
+def test_tools_shown_to_the_model_but_not_allowed_stay_in_the_request() -> None:
     every, one, none = (contexts_of({"tools": tools})[0] for tools in (TOOLS, TOOLS[1:], None))
     assert contexts_of({"tools": TOOLS, "tool_choice": "required"}) == (every,)
     assert contexts_of({"tools": TOOLS, "tool_choice": "none"}) == (none, every)

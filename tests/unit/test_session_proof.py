@@ -143,7 +143,7 @@ def test_a_question_that_cannot_be_appended_is_a_mistake_of_configuration() -> N
         proved(counting)
 
 
-def test_a_result_that_cannot_be_appended_is_a_mistake_where_the_template_takes_tools() -> None:
+def test_result_that_cannot_be_appended_is_an_error_when_the_template_takes_tools() -> None:
     counting = CHATML + "{%- if messages[-1].role == 'tool' -%}{{ messages | length }}{%- endif -%}"
     with pytest.raises(ConfigError, match="cannot be continued exactly by a tool's message"):
         proved(counting)
@@ -286,7 +286,7 @@ def test_a_proof_is_made_once_for_a_shape_and_settings(monkeypatch: pytest.Monke
     assert made == [shape, shape]
 
 
-def test_what_appends_very_many_messages_is_refused_before_anything_is_proved_or_written() -> None:
+def test_request_that_appends_too_many_messages_is_refused_first() -> None:
     made, end = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False)
     turns = [{"role": role, "content": "a"} for role in ("assistant", "user")]
     for appended, what in ((turns * 65, "128 roles"), ([turns[1]] * 4097, "4096 messages")):

@@ -309,7 +309,7 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
 # Beside the event loop
 
 
-async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
+async def test_samples_are_written_one_by_one_and_not_for_a_client_that_left() -> None:
     store = Scene().store
     archive = SessionArchive(
         store,

@@ -249,7 +249,7 @@ def test_a_shared_turn_is_trained_in_the_first_sample_that_has_it() -> None:
     assert other == {first: 3, leaves[1]: 0}
 
 
-def test_a_stop_token_that_the_first_sample_dropped_is_trained_in_the_next_that_has_it() -> None:
+def test_stop_token_dropped_by_one_sample_is_trained_in_the_next() -> None:
     scene = Scene()
     first = scene.turn(START, sampled=3)
     leaves = [scene.follow(first, user(f"{number}"), dropped=drop) for number, drop in enumerate((1, 0, 1, 0))]

@@ -135,7 +135,7 @@ def test_what_a_session_carries_is_bounded_and_accounted() -> None:
     assert store.nbytes == 0
 
 
-def test_a_session_whose_first_turn_was_refused_is_forgotten_and_one_that_somebody_made_is_not() -> None:
+def test_session_with_a_refused_first_turn_is_forgotten_unless_it_was_created() -> None:
     store = store_of()
     implied, made = store.get_or_create("implied"), store.create("made")
     with store.in_use(implied):

@@ -339,7 +339,7 @@ def test_a_spelling_that_comes_back_each_time_is_read_once() -> None:
     assert equal.asked <= 50
 
 
-def test_a_history_that_is_edited_with_every_turn_is_walked_once_and_not_once_for_each_root() -> None:
+def test_edited_history_is_walked_once_and_not_once_per_root() -> None:
     equal = Counted()
     scene = Scene(equal=equal)
     before = [SYSTEM, *(user(f"{number}") for number in range(100))]
@@ -504,7 +504,7 @@ def test_a_turn_is_shown_without_its_tree() -> None:
 # Answers that nobody recorded
 
 
-def test_a_history_with_an_answer_that_nobody_recorded_is_marked_and_so_is_nothing_else() -> None:
+def test_only_a_history_with_an_unrecorded_answer_is_marked() -> None:
     scene = Scene()
     first = scene.turn([SYSTEM, user("Add.")], "5")
     second = scene.follow(first, user("Again."))

@@ -386,7 +386,7 @@ async def shared(directory: Path) -> AsyncIterator[StateStore]:
         await store.close()
 
 
-async def test_machines_that_share_a_directory_take_slots_over_while_the_other_has_them_open(tmp_path: Path) -> None:
+async def test_machines_sharing_a_directory_take_over_open_slots(tmp_path: Path) -> None:
     async with shared(tmp_path) as one, shared(tmp_path) as other:
         await one.claim(SLOT, 1)
         await one.append(OWNER, blobs(1))
@@ -482,7 +482,7 @@ async def test_a_slot_that_a_stopped_machine_has_locked_keeps_no_other_slot_wait
         await store.append(OWNER, blobs(1), slot=3)
 
 
-async def test_a_person_who_looks_into_a_shared_directory_changes_nothing_for_machines_that_go_on(
+async def test_inspecting_a_shared_directory_changes_nothing_for_running_machines(
     tmp_path: Path,
 ) -> None:
     async with shared(tmp_path) as machine:

@@ -66,7 +66,7 @@ def test_scoring_a_sampled_sequence_gives_its_logprobs_again() -> None:
         context = context_hash([token], context)
 
 
-def test_a_stop_string_in_more_tokens_than_its_own_encoding_and_one_is_missed_as_in_sglang() -> None:
+def test_stop_string_longer_in_tokens_than_its_encoding_is_missed_as_in_sglang() -> None:
     assert len(TOY.encode("world")) > 2
     assert len(TOY.encode(" three")) == 1
     done = run(Generation(model(), scripted(list(b" three"), stop=[" three"])))

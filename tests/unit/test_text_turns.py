@@ -16,7 +16,7 @@ class Unlooked(dict[int, TextTurn]):
         raise AssertionError("all turns were looked at")
 
 
-def test_of_many_turns_behind_one_all_but_the_first_branch_and_none_looks_at_the_others() -> None:
+def test_all_but_the_first_of_many_turns_behind_one_are_branches() -> None:
     rollout = TextRollout(0.0)
     rollout.turns = Unlooked()
     root = TextTurn(rollout, NOBODY, None, 0, 1, NOTHING_KNOWN)

@@ -123,7 +123,7 @@ def test_new_traces_are_kept_as_their_sampler_says_and_have_names_of_their_own(
     assert len({part for context in kept for part in (context.trace_id, context.span_id)}) == 200
 
 
-def test_a_sampler_is_asked_once_a_trace_is_wanted_and_one_that_fails_ends_no_more_than_that() -> None:
+def test_failing_sampler_is_asked_once_and_ends_only_its_trace() -> None:
     asked: list[bytes] = []
 
     def begins(trace_id: bytes) -> bool:

@@ -116,7 +116,7 @@ def test_jobs_that_decode_together_share_a_step() -> None:
     assert run(schedule) == {first: pytest.approx(both), second: pytest.approx(both)}
 
 
-def test_who_comes_while_others_decode_is_prefilled_after_the_step_that_is_being_taken() -> None:
+def test_request_that_arrives_during_decode_is_prefilled_after_the_current_step() -> None:
     schedule = Schedule(PLAIN)
     first, second = job([1] * 5, 11), job([2] * 5, 1)
     schedule.enter(first, 0.0)

@@ -102,7 +102,7 @@ def test_an_update_that_reached_nobody_changes_nothing() -> None:
     assert (scene.pool.weight_version, scene.routable(), scene.told) == ("1", "ab", [])
 
 
-def test_an_outdated_worker_that_fails_is_quarantined_and_comes_back_as_ready_only_with_the_right_weights() -> None:
+def test_outdated_worker_that_fails_returns_only_with_the_right_weights() -> None:
     scene = Scene("ab")
     scene.pool.updated([scene["a"]], "2")
     scene.pool.record_failure(scene["b"], "sick")

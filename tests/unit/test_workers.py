@@ -187,7 +187,7 @@ def test_releasing_more_than_was_leased_is_a_defect() -> None:
 # What is published
 
 
-def test_every_change_publishes_a_new_snapshot_with_a_higher_number_and_leaves_the_old_one_as_it_was() -> None:
+def test_every_change_publishes_a_new_snapshot_and_keeps_the_old_one() -> None:
     scene = Scene.of("ab")
     seen = [scene.pool.snapshot]
     changes: list[Callable[[], None]] = [
@@ -473,7 +473,7 @@ def test_workers_whose_weights_change_together_name_their_caches_alike() -> None
     assert scene["b"].caches.choose(cache) == cache, "a session that moves finds there what is of the same weights"
 
 
-def test_a_version_that_is_seen_to_have_changed_begins_a_new_cache_and_one_that_is_seen_first_does_not() -> None:
+def test_version_seen_to_change_begins_a_new_cache_and_a_first_one_does_not() -> None:
     scene = Scene.of("a")
     scene.pool.record_alive(scene["a"], "1")
     assert scene["a"].caches.number == 0
@@ -494,7 +494,7 @@ def test_what_still_runs_at_a_worker_that_comes_back_knows_which_weights_it_had(
 
 
 @pytest.mark.parametrize("known_at_once", [True, False])
-def test_a_worker_that_comes_with_other_weights_than_the_fleets_may_have_a_cache_of_those(known_at_once: bool) -> None:
+def test_worker_that_joins_with_other_weights_may_have_their_cache(known_at_once: bool) -> None:
     scene = Scene.of("a")
     scene.pool.record_alive(scene["a"], "1")
     scene.pool.remove(scene["a"])

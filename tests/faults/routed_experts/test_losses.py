@@ -181,7 +181,7 @@ async def test_an_agent_that_leaves_within_the_rows_leaves_nothing(
     await the_next_turn_works(sessions, worker)
 
 
-async def test_a_worker_lost_before_it_answers_is_replaced_and_the_rows_come_from_the_other(stage: Stage) -> None:
+async def test_worker_lost_before_its_answer_is_replaced_and_rows_come_from_the_next(stage: Stage) -> None:
     lost, other = await stage.worker(), await stage.worker()
     lost.always(script(RESET))
     other.always(native(GOOD, stream=False))

@@ -287,7 +287,7 @@ async def test_a_compressed_reply_is_refused_where_rows_are_required(
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_compressed_reply_passes_where_rows_are_not_required_and_is_counted_and_logged(
+async def test_compressed_reply_passes_where_rows_are_optional_counted_and_logged(
     stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture, stream: bool, asks: bool
 ) -> None:
     trial = await experts_trial(stage, worker, options={"moe_shape": SHAPE, "required": False})
