@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -209,6 +211,19 @@ PACKAGES = [f"{path.parent.name}/" for path in (ROOT / "miles_router").glob("*/_
 @pytest.mark.parametrize("name", sorted(MODULES + PACKAGES))
 def test_every_module_has_its_line_in_the_architecture(name: str) -> None:
     assert re.search(rf"^\| .*`{re.escape(name)}`", read("docs/architecture.md"), re.MULTILINE)
+
+
+def test_the_architecture_names_classes_and_methods_that_exist() -> None:
+    page, methods = read("docs/architecture.md"), dict[str, set[str]]()
+    for module in chain((ROOT / "miles_router").rglob("*.py"), (ROOT / "middleware_hub").rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+                own = {each.name for each in node.body if isinstance(each, functions)}
+                methods[node.name] = methods.get(node.name, set()) | own
+    named = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", page)
+    assert len(named) > 15
+    assert [each for each in named if each[0] not in methods or (each[1] and each[1] not in methods[each[0]])] == []
 
 
 @pytest.mark.parametrize("command", [name for name in (*cli.ACTIONS, *cli.APART) if name != "run"])
