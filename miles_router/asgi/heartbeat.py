@@ -1,7 +1,7 @@
-"""Streams whose client waits: the response head and heartbeats, so that neither a client nor a proxy gives up.
+"""Heartbeats for streams, so that clients and proxies do not time out while nothing is generated.
 
-A paused fleet, a queue, a long prompt or a resumed generation may leave a client without a byte for minutes. Clients
-and proxies take that for a dead connection: nginx after 60 s, Codex after 300 s, which counts events and not comments.
+A paused fleet, a queue, a long prompt or a resumed generation can leave a client without a byte for minutes. nginx
+closes such a connection after 60 s, Codex after 300 s (Codex counts only events, not comments).
 """
 
 from __future__ import annotations
@@ -21,43 +21,42 @@ from miles_router.errors import ClientDisconnected, RouterError, UpstreamInvalid
 from miles_router.tasks import cancelled, spawn
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-#: The clients of OpenAI and Anthropic, LiteLLM, the Vercel AI SDK and all other readers of the standard skip it.
+#: An SSE comment: OpenAI's and Anthropic's clients, LiteLLM, the Vercel AI SDK and all standard parsers skip it.
 COMMENT = b": waiting\n\n"
 EVENT_ENDS = (b"\n\n", b"\n\r\n")
-#: Bytes of a late refusal that are kept.
+#: Bytes of a late refusal that are buffered.
 MAX_REFUSAL = 1 << 20
 
 
 class HeartbeatForm:
-    """How an API says in a stream that the stream goes on, or that it has failed."""
+    """The form of heartbeats and errors in the streams of one API; this class is SGLang's and OpenAI's form."""
 
     def beat(self) -> bytes:
         """Return one heartbeat."""
         return COMMENT
 
     def passing(self, data: bytes) -> bytes:
-        """Return what the client gets for a part of the answer. Whole events come here."""
+        """Return the bytes to send to the client for a part of the answer. `data` consists of whole events."""
         return data
 
     def failed(self, body: Mapping[str, Any]) -> bytes:
-        """Return the events for an error; `body` is what the API answers a request with. Of SGLang that may be the
-        error itself."""
+        """Return the events for an error. `body` is the JSON error answer; SGLang's may lack the outer `error`."""
         return write_event(body if "error" in body else {"error": body})
 
 
 class Heartbeat:
-    """A stream's way to its client, with heartbeats while nothing else is sent:
+    """A wrapper of `send` that adds heartbeats to a stream while nothing else is sent:
 
         async with Heartbeat(send, exchange, form, seconds) as heartbeat:
             await app(scope, receive, heartbeat.send)
 
-    Once a heartbeat has sent the head, a refusal or an error of the router can no longer have a status: the client is
-    told in the stream. After an error of the router the connection is broken off as well.
+    A heartbeat sends the response head with status 200 if needed. A refusal or a router error after that is sent as an
+    event of the stream. After a router error the connection is also broken off.
 
     Args:
-        send: the client's side.
-        form: how the client's API says it.
-        seconds: the silence after which a heartbeat is sent; 0 for a reply that is no stream, which has none.
+        send: sends to the client.
+        form: the form of heartbeats and errors in the client's API.
+        seconds: the silence after which a heartbeat is sent; 0: none, for a reply that is not a stream.
     """
 
     def __init__(self, send: Send, exchange: Exchange, form: HeartbeatForm, seconds: float) -> None:
@@ -71,7 +70,7 @@ class Heartbeat:
         self._beating: asyncio.Task[None] | None = None
         self._sending = False
         self._between_events = True
-        #: Whether the head went out with a heartbeat.
+        #: True if a heartbeat sent the response head.
         self._opened = False
         self._start: Message | None = None
         self._refusal: bytearray | None = None
@@ -113,14 +112,14 @@ class Heartbeat:
         if not _is_stream(start):
             self._stop()
             self._refusal = bytearray() if self._opened else None
-        elif self._seconds:  # a heartbeat is not part of the length that it announces
+        elif self._seconds:  # heartbeats add bytes that Content-Length does not count
             start = {**start, "headers": [pair for pair in start["headers"] if pair[0] != b"content-length"]}
         if not self._opened:
             self._sent_at = self._loop.time()
             await self._send(start)
 
     def _passed(self, message: Message) -> Message | None:
-        """Return a part of the answer as the client gets it; None where it gets nothing."""
+        """Return the message to send to the client for a part of the answer, or None."""
         if not self._seconds:
             return message
         body, more = message.get("body", b""), message.get("more_body", False)
@@ -134,7 +133,7 @@ class Heartbeat:
         return {**message, "body": body}
 
     async def _refuse(self, message: Message) -> None:
-        """Collect an answer that is no stream, and tell the client of it in the stream that has begun."""
+        """Buffer an answer that is not a stream, and send it as an error event in the stream that has begun."""
         assert self._refusal is not None
         assert self._start is not None
         if len(self._refusal) < MAX_REFUSAL:
@@ -188,6 +187,6 @@ class Heartbeat:
 
 
 def _is_stream(start: Message) -> bool:
-    """Return whether a reply is events that others can be put between."""
+    """Return True for an uncompressed stream of events, into which heartbeats can be inserted."""
     encoding = first_header(start["headers"], b"content-encoding")
     return start["status"] == OK and kind_of(start["headers"]) is Kind.EVENTS and encoding in (None, IDENTITY)

@@ -1,8 +1,7 @@
-"""Stops a request's work when its client leaves or its time is up.
+"""A context manager that stops a request when its client disconnects or its timeout expires.
 
-ASGI tells of a client's leaving only through `receive`, so somebody has to wait there while the request's own task
-waits for the worker. A task per request would cost more than all else the router does for a short one; therefore the
-second task starts only for requests that last.
+ASGI reports a disconnect only through `receive`, so a second task has to wait there while the request's task waits for
+the worker. For a short request that task would cost more than everything else, so it starts only after `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,16 @@ from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Receive
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamTimeout
 
-#: Seconds before anybody looks whether the client is still there. Generations last far longer, everything else less.
+#: Seconds before the router begins to watch for a disconnect. Generations take far longer, other requests less.
 PATIENCE = 0.1
 
 
 class Watch:
-    """`with Watch(receive, timeout):` raises, from whatever the block awaits, `ClientDisconnected` when the client is
-    gone and `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before."""
+    """A context manager that breaks off the block of one request.
+
+    `with Watch(receive, timeout):` raises from the block's current `await`: `ClientDisconnected` when the client has
+    disconnected, `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before.
+    """
 
     __slots__ = ("_context", "_deadline", "_patience", "_reason", "_receive", "_task", "_timeout", "_watcher")
 
@@ -56,7 +58,7 @@ class Watch:
             raise self._reason from None
 
     def _patience_is_up(self) -> None:
-        self._context.run(self._begin)  # `receive` may be a layer's, which has its request's context variables
+        self._context.run(self._begin)  # a layer's `receive` may need the request's context variables
 
     def _begin(self) -> None:
         self._watcher = tasks.spawn(self._until_gone(), name="watch client")
@@ -73,7 +75,7 @@ class Watch:
         self.stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
 
     def stop(self, reason: RouterError) -> None:
-        """Raise this from whatever the block awaits, while it runs."""
+        """Raise `reason` from the block's current `await`. Only the first call counts."""
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()
@@ -85,5 +87,6 @@ def _new_patience(loop: asyncio.AbstractEventLoop) -> Deadlines[Watch]:
     return _patience
 
 
-#: Of the event loop in which a watch began last. A process has one; where it has several, each watch knows its own.
+#: The shared timer of the event loop that started a watch last. If a process has several loops (as in tests), each
+#: watch keeps the timer of its own loop.
 _patience: Deadlines[Watch] | None = None
