@@ -87,6 +87,6 @@ def _new_patience(loop: asyncio.AbstractEventLoop) -> Deadlines[Watch]:
     return _patience
 
 
-#: The shared timer of the event loop that started a watch last. If a process has several loops (as in tests), each
+#: The shared timer of the event loop that started a watch last. If a process has several loops, each
 #: watch keeps the timer of its own loop.
 _patience: Deadlines[Watch] | None = None
