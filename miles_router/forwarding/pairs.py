@@ -1,8 +1,9 @@
-"""One request to both halves of a prefill/decode pair, and the one answer that they make.
+"""One request to both workers of a prefill/decode pair, and the single reply made from their two answers.
 
-Nothing is given before the prefill half has handed its prompt over: until then the loss of either half is the loss of a
-worker before its reply, and the request is sent again with another in its place. From then on the decode half answers
-alone. Closing a half's connection is what makes its engine drop what the other half will never come for.
+The client receives nothing before the prefill worker has handed over the KV cache of the prompt. Until then, losing
+either worker is a loss before the reply, and the request is retried with another worker in its place. From then on the
+decode worker answers alone. Closing the connection to one worker makes its engine drop state that the other worker
+will never fetch.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, RewrittenStream
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 
-#: Seconds that one half has to say why the other one has failed.
+#: Seconds to wait after one worker's failure, because the other worker's answer may contain the reason.
 PATIENCE = 10.0
-#: How often one request is asked again since weights changed meanwhile.
+#: How often one request is repeated because weights changed in the meantime.
 MAX_INTERRUPTIONS = 8
 
 
 class PairInterrupted(NotAdmitted):
-    """Nothing of an answer was given, and none will be: it must be asked again. `cut`: a pause or an abort has ended it
-    before its prompt was handed over; if not, weights have changed meanwhile."""
+    """The request must be sent again; the client has received nothing.
+
+    `cut` is True if a pause or an abort ended the attempt before the prompt was handed over, False if weights changed.
+    """
 
     def __init__(self, *, cut: bool) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class PairInterrupted(NotAdmitted):
 
 
 class PrefillLost(UpstreamUnreachable):
-    """The prefill half was lost before it had handed the prompt over."""
+    """The prefill worker was lost before it handed the prompt over."""
 
     def __init__(self, worker: Worker, error: Exception) -> None:
         known = error if isinstance(error, UpstreamUnreachable) else UpstreamUnreachable(str(error))
@@ -68,7 +71,7 @@ class PrefillLost(UpstreamUnreachable):
 
 
 class PairWeights(NamedTuple):
-    """The version that the prefill half has, and for each half a number that is another once its weights change."""
+    """The prefill worker's weight version, and for each worker a number that changes with its weights."""
 
     version: str | None
     prefill: int
@@ -77,28 +80,30 @@ class PairWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Halves:
-    """The two that one request goes to."""
+    """The prefill and the decode worker of one request."""
 
     prefill: Lease
     decode: Worker
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where they meet."""
+        """Host and bootstrap port of the prefill worker, where the decode worker fetches the KV cache."""
         worker = self.prefill.worker
         assert worker.bootstrap_port is not None
         return worker.address.host, worker.bootstrap_port
 
     def weights(self) -> PairWeights:
-        """What is known of theirs now."""
+        """Return the present weights of both workers."""
         worker = self.prefill.worker
         return PairWeights(worker.weight_version, worker.caches.number, self.decode.caches.number)
 
     def check(self) -> None:
-        """Refuse workers that say themselves that they are something else: an answer of one token would look complete.
+        """Check that both workers report the role that they are registered with.
+
+        A prefill worker that is used as an ordinary one returns one token, which would look like a complete answer.
 
         Raises:
-            CannotServe: naming it.
+            CannotServe: a worker reports another role, needs translation, or lacks the bootstrap port.
         """
         for worker in (self.prefill.worker, self.decode):
             said = worker.facts.half if worker.facts is not None else None
@@ -110,21 +115,21 @@ class Halves:
             raise CannotServe(f"{self.prefill.worker.url} has no {BOOTSTRAP_PORT}, at which it is met")
 
 
-#: What one of a pair's requests comes to.
+#: The reply types of a pair.
 PairReply = Reply | HeldReply | RewrittenStream
 
 
 class PairExchange:
-    """One request to two halves.
+    """One attempt to send a request to a pair.
 
     Args:
-        history: of the request.
-        paired: what both are asked.
-        body: the same, with what belongs to this one sending.
-        names: of its generations.
-        admit: whether a byte of it may be written now.
-        cut: whether a pause or an abort has ended what was sent before.
-        limit: the bytes of an answer that are held.
+        history: the request's earlier attempts.
+        paired: the request as both workers get it.
+        body: the body of `paired` with the generation names and the cache key of this attempt.
+        names: the generation names of this attempt.
+        admit: returns True if the request may be written now.
+        cut: returns True if a pause or an abort has happened since the attempt began.
+        limit: maximum bytes of an answer to buffer.
     """
 
     def __init__(
@@ -156,12 +161,13 @@ class PairExchange:
         self._decoding: Reply | None = None
 
     async def open(self, flight: Flight | None) -> PairReply:
-        """Send both, and wait until one answer is certain.
+        """Send the request to both workers, and wait until the reply for the client is certain.
 
         Raises:
-            PrefillLost, UpstreamUnreachable: the one half or the other was lost.
-            UpstreamInvalidResponse: what one of them says cannot be read, or does not fit the other's.
-            NotAdmitted: as `Upstream.open`, or it must be asked again.
+            PrefillLost: the prefill worker was lost.
+            UpstreamUnreachable: the decode worker was lost.
+            UpstreamInvalidResponse: an answer cannot be read, or the two answers contradict each other.
+            NotAdmitted: the request may not be written now, or (`PairInterrupted`) must be sent again.
         """
         loop = asyncio.get_running_loop()
         prefill = loop.create_task(self._prefill(flight), name="prefill half")
@@ -176,7 +182,7 @@ class PairExchange:
                 reply = await self._refusal(held, decode.result() if decode.done() else None)
             if isinstance(reply, HeldReply):
                 return reply
-            self._decoding = None  # whoever gets it closes it
+            self._decoding = None  # the caller closes it
             return reply
         finally:
             for task in (prefill, decode):
@@ -184,16 +190,17 @@ class PairExchange:
             await asyncio.wait({prefill, decode})
             for task in (prefill, decode):
                 if not task.cancelled():
-                    task.exception()  # nobody else looks at what the other half came to
+                    task.exception()  # mark it as retrieved, or asyncio logs it
             if self._decoding is not None:
                 self._decoding.close()
 
     async def _wait(self, prefill: asyncio.Task[PrefillAnswer | HeldReply], decode: asyncio.Task[Reply]) -> None:
-        """Until both have what they need, or one decides it alone: the other might never end. One that has failed may
-        have done so for what the other one says.
+        """Wait until both tasks are done, or one result decides the reply alone (the other task might never end).
+
+        After one worker's failure, wait up to PATIENCE for the other worker, whose answer may contain the reason.
 
         Raises:
-            The errors of either half.
+            The errors of either task.
         """
         while True:
             held = prefill.result() if prefill.done() else None
@@ -213,7 +220,9 @@ class PairExchange:
                 return
 
     async def _prefill(self, flight: Flight | None) -> PrefillAnswer | HeldReply:
-        """What the prefill half says; its reply, where that is the answer: the decode half would wait for ever.
+        """Send to the prefill worker, and return its answer, or a HeldReply if that must be the client's reply.
+
+        It must be if it is a refusal, an abort or a failure: the decode worker would wait forever for the KV cache.
 
         Raises:
             PrefillLost, NotAdmitted, UpstreamInvalidResponse.
@@ -249,17 +258,17 @@ class PairExchange:
         return self._held(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
-        """The decode half's reply, whose head has come."""
+        """Send to the decode worker, and return its reply, whose head has arrived."""
         self._decoding = await send(
             self._upstream, self._halves.decode, self._request, body=self._body, admit=self._admit
         )
         return self._decoding
 
     async def _refusal(self, prefill: HeldReply | None, decode: Reply | None) -> PairReply:
-        """What is said in place of an answer: that it was aborted or refused, or else why a half has failed.
+        """Return the client's reply if there is no answer: an abort, a refusal, or the reason of a failure.
 
         Raises:
-            PairInterrupted: it has failed over a pause or an abort.
+            PairInterrupted: a pause or an abort caused the failure.
         """
         if prefill is not None and not prefill.failed:
             return prefill
@@ -268,7 +277,7 @@ class PairExchange:
             refusal = self._held(decode, [await decode.read_all(self._limit)])
             said += refusal.beginning
         elif decode is not None:
-            with suppress(TimeoutError):  # a stream, or nothing
+            with suppress(TimeoutError):  # a stream whose first bytes contain the reason, or no bytes
                 said += await tasks.within(PATIENCE, decode.begun(), name="decode half's reason")
         if self._cut() or says_aborted(said):
             raise PairInterrupted(cut=True)
@@ -276,12 +285,12 @@ class PairExchange:
         return refusal
 
     async def _answer(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
-        """The decode half's answer, with what the prefill half knows. Raises as `open`."""
+        """Return the decode worker's answer, completed with the prefill worker's data. Raises the errors of `open`."""
         try:
             if _is_stream(reply):
                 return await self._stream(prefill, reply)
             body, rows = await self._read(reply)
-        except UpstreamBroken as error:  # nothing of it was given
+        except UpstreamBroken as error:  # the client has received nothing, so a retry is safe
             raise UpstreamUnreachable(str(error)) from error
         changed = self._halves.weights().decode != self._weights.decode
         try:
@@ -291,11 +300,11 @@ class PairExchange:
         return self._held(reply, whole)
 
     async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
-        """The rest of a reply, without its rows, and these.
+        """Read the rest of a reply. Return it without its row strings (large base64 fields), and the row strings.
 
         Raises:
-            UpstreamBroken: the connection was lost within it.
-            UpstreamInvalidResponse: it is longer than may be held.
+            UpstreamBroken: the connection was lost inside the body.
+            UpstreamInvalidResponse: the body is longer than the limit.
         """
         rows, remains, size = RowStrings(self._paired.rows), [], 0
         while chunk := await reply.read():
@@ -306,12 +315,19 @@ class PairExchange:
         return b"".join((*remains, rows.end())), rows
 
     def _held(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
-        """With its client's names."""
+        """Return a complete reply with the client's generation names."""
         named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
         return HeldReply(reply.status, reply.headers, named, failed=failed)
 
     async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
-        """A stream whose first token has come. Its events cannot say that another engine has sampled that."""
+        """Return the decode worker's stream after its first bytes have arrived.
+
+        Its events cannot express that the first token was sampled with other weights, so the versions must be equal.
+
+        Raises:
+            PairInterrupted: the weight versions differ, or a pause or an abort made the stream fail.
+            UpstreamInvalidResponse: the weights changed in too many attempts.
+        """
         first_bytes = await reply.begun()
         if fails(first_bytes) and (self._cut() or says_aborted(first_bytes)):
             raise PairInterrupted(cut=True)
@@ -331,8 +347,15 @@ class PairExchange:
         return RewrittenStream(reply, rewrite, self._limit, rows)
 
     def _check_first_token(self, prefill: PrefillAnswer) -> None:
-        """A prefill half names the weights that it has once the prompt was handed over: where these have changed,
-        nobody knows which sampled."""
+        """Check that the prefill worker's weights did not change during the attempt.
+
+        It reports the weights that it has after the handover. If they changed, the weights that sampled the first token
+        are unknown.
+
+        Raises:
+            PairInterrupted: they changed.
+            UpstreamInvalidResponse: they changed in too many attempts.
+        """
         worker = self._halves.prefill.worker
         before = self._history.versions.get(worker, self._weights.version)
         if prefill.version is not None:

@@ -1,4 +1,4 @@
-"""One request that a worker is asked in several parts, and their answers as one reply."""
+"""One request sent to a worker as several requests, and their answers joined into one reply."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from miles_router.forwarding.reply import Look, Reply, read_whole
 from miles_router.forwarding.translated import OK, HeldReply, RewrittenStream
 
 PartReply = Reply | HeldReply | RewrittenStream
-#: Asks one part; whether it takes a slot of the bound on connections. Only the first does: parts that wait for slots of
-#: each other would never end.
+#: Sends one part. The second argument is True if it takes a `max_connections` slot. Only the first part takes one:
+#: parts that wait for each other's slots would deadlock.
 AskPart = Callable[[Translation, bool], Awaitable[PartReply]]
 
 
 async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | MergedStream:
-    """Ask all parts at once and make one reply of theirs: the first refusal where there is one.
+    """Send all parts at the same time, and join their replies into one. If a part is refused, return that refusal.
 
     Args:
-        limit: the bytes of a whole answer.
+        limit: maximum bytes of a complete answer.
 
     Raises:
-        What `ask` raises for one of them: the others are broken off then.
+        The first error of `ask`; the other parts are broken off.
+        UpstreamInvalidResponse: the joined answer is longer than `limit`, or only some parts are streams.
     """
     replies: dict[int, PartReply] = {}
 
@@ -61,34 +62,34 @@ async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | Merge
 
 
 class MergedStream:
-    """Streams whose events go on as they come, with one end."""
+    """Several streams merged into one: events in order of arrival, one end event."""
 
-    #: As `Reply.end`: nothing that is of the whole.
+    #: Empty, because no stream's last bytes describe the merged reply (compare `Reply.end`).
     end = b""
 
     def __init__(self, streams: Sequence[RewrittenStream]) -> None:
         self.status = OK
         self.headers: RawHeaders = streams[0].headers
-        #: Every byte was read.
+        #: True when every byte was read.
         self.exhausted = False
         self._streams = streams
-        self._ended = 0  # by their last events
+        self._ended = 0  # streams that sent their last event
         self._reading: dict[asyncio.Task[bytes], RewrittenStream] = {}
         self._unread = [*streams]
 
     def show(self, look: Look) -> None:
-        """As `Reply.show`, of the first."""
+        """Show the first stream's pieces to `look` (see `Reply.show`)."""
         self._streams[0].show(look)
 
     def take(self) -> bytes:
-        """What is there without waiting: nothing."""
+        """Return b"": events are available only from `read`."""
         return b""
 
     async def read(self) -> bytes:
-        """The next events; b"" after the last.
+        """Wait for the next events and return them; b"" after the last.
 
         Raises:
-            What `RewrittenStream.read` raises.
+            The errors of `RewrittenStream.read`.
         """
         while not self.exhausted:
             for stream in self._unread:
@@ -117,15 +118,15 @@ class MergedStream:
         return b"".join(pieces)
 
     async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
+        """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
+            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
     def close(self) -> None:
-        """As `Reply.close`, of all of them."""
+        """Close all streams."""
         for task in self._reading:
             task.cancel()
             task.add_done_callback(_look_at)
@@ -134,6 +135,6 @@ class MergedStream:
 
 
 def _look_at(task: asyncio.Task[bytes]) -> None:
-    """Nobody else looks at the failure of what nobody reads any more."""
+    """Mark the exception of a cancelled read as retrieved, or asyncio logs it."""
     if not task.cancelled():
         task.exception()
