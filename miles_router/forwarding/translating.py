@@ -1,5 +1,7 @@
-"""How a worker is asked whose engine wants it otherwise. One that samples behind ids alone makes those of texts
-first."""
+"""Translation of requests for engines whose API differs from SGLang's.
+
+For an engine that accepts only token ids as a prompt, the worker first tokenizes the text.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
 
 OK = 200
-PATIENCE = 60.0  # seconds that tokenizing a text may take
+PATIENCE = 60.0  # timeout of tokenizing one text, in seconds
 MAX_ANSWER = 1 << 28
 
 
 async def translation_for(
     upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing
 ) -> Translation | Parts | None:
-    """Return how an engine is asked; None where a request goes as it came.
+    """Return the translation of a request for an engine; None if the request is sent unchanged.
 
     Raises:
-        BadRequest: it is none that can be translated.
-        CannotServe: the engine would answer something else than is meant.
-        UpstreamError: the worker was asked for the ids of a text, and does not answer.
+        BadRequest: the request has a form that cannot be translated.
+        CannotServe: the engine cannot answer this request correctly.
+        UpstreamError: the worker did not answer the request to tokenize the text.
     """
     try:
         body = request.body
@@ -41,7 +43,12 @@ async def translation_for(
 
 
 async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing) -> bytes:
-    """Return a request of `/generate` behind ids. Raises as `translation_for`, UnknownShape too."""
+    """Return the body of a `/generate` request with token ids in place of texts.
+
+    Raises:
+        UnknownShape: the request cannot be read.
+        The errors of `translation_for`.
+    """
     read = GenerateRequest.read(read_json(request.body))
     ids = []
     for prompt in read.prompts:
