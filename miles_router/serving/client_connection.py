@@ -1,6 +1,6 @@
-"""One connection of a client: requests are answered one after the other, in the order in which they came.
+"""One client connection over HTTP/1.1: requests are answered one at a time, in order of arrival.
 
-uvicorn is only the process around it: it calls the constructor, and `shutdown` at a graceful stop.
+uvicorn only hosts it: uvicorn calls the constructor, and `shutdown` at a graceful stop.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Requests that wait behind the one that is answered before the client is held back.
+#: Waiting pipelined requests at which reading from the client pauses.
 MAX_PIPELINED = 16
-#: Bytes of a body that must come in `head_timeout` seconds.
+#: Bytes of a body that must arrive in `head_timeout` seconds.
 MIN_PROGRESS = 4096
-#: How many looks at a client that has closed its own side go by between two questions.
+#: For a half-closed client: number of checks between two `100 Continue` probes.
 LOOKS_PER_QUESTION = 10
-#: Retransmissions after which a client that should have answered the question is gone.
+#: TCP retransmissions of a probe after which a half-closed client counts as disconnected.
 MAX_RETRANSMISSIONS = 3
-#: Bytes of a reply that the system may hold unsent for one client, and for one that was seen to read. Measured on 16 MB
-#: replies: half of that costs 1.3 times the CPU.
+#: Unsent reply bytes that the kernel buffers for one client, and for a client that has already read a backlog. Measured
+#: on 16 MB replies: half of that costs 1.3 times the CPU.
 UNSENT, UNSENT_FOR_READERS = 128 * 1024, 1024 * 1024
 TCP_CLOSED = 7  # linux/tcp_states.h
-#: Connections beyond the limit that are told so; more are only closed.
+#: Connections beyond the limit that get an error reply; further ones are only closed.
 MAX_REFUSED = 64
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class ClientConnection(asyncio.Protocol):
-    """Lets the app answer a client's requests, each at the client's pace."""
+    """A client connection: passes requests to the app, and writes replies as fast as the client reads."""
 
     def __init__(self, shared: Shared, server_state: Any, app_state: dict[str, Any]) -> None:
         self._shared = shared
@@ -60,24 +60,23 @@ class ClientConnection(asyncio.Protocol):
         self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
-        self._reads = False  # it was seen to catch up
-        self._backlog = 0  # what of `Backlog` is ours
+        self._reads = False  # the client has caught up at least once
+        self._backlog = 0  # this connection's share of `Backlog`
         self._writable: asyncio.Event | None = None
         self._reading_paused = False
-        self._deadline: Deadlines[ClientConnection] | None = None  # that runs
-        self._received = 0  # bytes, when it was started
-        # What is being answered, what waits for that, and what is said behind all of it
-        self._current: ClientRequest | None = None
+        self._deadline: Deadlines[ClientConnection] | None = None  # the running timeout
+        self._received = 0  # bytes received before the timeout started
+        self._current: ClientRequest | None = None  # the request that is being answered
         self._waiting: deque[tuple[ClientRequest, Scope]] = deque()
-        self._refusal: tuple[RouterError, str] | None = None
-        self._half_closed = False
+        self._refusal: tuple[RouterError, str] | None = None  # the error to answer after all requests
+        self._half_closed = False  # the client has closed its sending side
         self._looks = 0
-        self._deaf = False  # nothing that comes from now on is a request
+        self._deaf = False  # further bytes are ignored
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of it
         self._server_state.connections.add(self)
         template = {
             "type": "http",
@@ -109,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
             request.lost()
         self._caught_up()
         self._reader.close()
-        del self._reader  # which holds on to us
+        del self._reader  # breaks a reference cycle
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -145,9 +144,12 @@ class ClientConnection(asyncio.Protocol):
             self._settle()
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. It has left, or it has closed its own side only and waits for its replies:
-        TCP says the same for both. So it is asked, as long as the first reply has not begun: `100 Continue` means
-        nothing to one that waits (RFC 9110 section 15.2), and the system of one that has left answers with a reset."""
+        """Handle the client's FIN: return True to keep the connection open for the replies, False to close it.
+
+        TCP does not show whether the client has gone or has only closed its sending side and waits for replies. While
+        the reply has not begun, `look` probes with `100 Continue`: a waiting client ignores it (RFC 9110 section 15.2),
+        and the kernel of a client that has gone answers with a reset.
+        """
         current = self._current
         cut = self._reader.partial and self._refusal is None
         if current is None or current.http_1_0 or cut or (current.begun and not self._has_more):
@@ -158,11 +160,11 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _has_more(self) -> bool:
-        """Whether something waits behind the request that is answered."""
+        """True if a further request, or a part of one, waits."""
         return bool(self._waiting or self._reader.unread)
 
     def look(self) -> None:
-        """Break off what a client has left that had closed its own side; ask whether it has."""
+        """Check a half-closed client: close the connection if the client has gone, else probe it from time to time."""
         state, _, retransmissions = self.transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_INFO, 3
         )
@@ -175,7 +177,7 @@ class ClientConnection(asyncio.Protocol):
         self._wait(self._shared.half_closed)
 
     def _refuse_message(self, error: RouterError) -> None:
-        if self._deaf:  # it came behind the last request, which is answered all the same
+        if self._deaf:  # bytes after the last request do not stop its reply
             self._settle()
             return
         if isinstance(error, BadMessage):
@@ -187,10 +189,10 @@ class ClientConnection(asyncio.Protocol):
         self._drop_waiting(reader.request)
         if current is None:
             self.refuse(*self._refusal)
-        elif current is reader.request:  # whoever reads its body learns that no more will come
+        elif current is reader.request:  # its body is invalid: `lost` makes the app's `receive` return a disconnect
             current.lost()
             if current.begun:
-                self.close()  # its reply is owed: its bytes must not be mixed up
+                self.close()  # an error reply inside its reply would corrupt it
             else:
                 self.refuse(*self._refusal)
 
@@ -198,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting and self._waiting[-1][0] is request:
             self._waiting.pop()
 
-    # What the reader calls
+    # Called by the request reader
 
     def _begin(self, scope: Scope, keep_alive: bool, awaits_continue: bool) -> ClientRequest | None:
         http_1_0 = scope["http_version"] == "1.0"
@@ -221,31 +223,31 @@ class ClientConnection(asyncio.Protocol):
 
     def _start(self, request: ClientRequest, scope: Scope) -> None:
         self._current = request
-        # Not `tasks.spawn`: the request holds its task, and two callbacks for each would be a cost of their own.
+        # Not `tasks.spawn`: the request itself references its task, and two callbacks per request would be expensive.
         request.task = asyncio.Task(request.run(self._shared.app, scope), loop=self._loop, name="request")
 
     def _end(self, request: ClientRequest) -> None:
         if not request.keep_alive:
             self._deaf = True
 
-    # What requests call
+    # Called by requests
 
     async def writable(self) -> None:
-        """Wait until the client has caught up, or is gone."""
+        """Wait until the client has caught up, or has disconnected."""
         while self.write_paused:
             if self._writable is None:
                 self._writable = asyncio.Event()
             await self._writable.wait()
 
     def pause_reading(self) -> None:
-        """Hold the client back, and what of it was received and not read yet."""
+        """Stop reading from the socket, and stop parsing the bytes that were received already."""
         self._reader.full = True
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let it go on."""
+        """Parse the received bytes, then continue reading from the socket."""
         if not self._reading_paused and not self._reader.full:
             return
         self._reader.full = False
@@ -262,12 +264,12 @@ class ClientConnection(asyncio.Protocol):
             self._restart()
 
     def write_continue(self) -> None:
-        """Tell the client to send its body."""
+        """Write `100 Continue`."""
         self.transport.write(CONTINUE)
         self._restart()
 
     def reply_ended(self, request: ClientRequest) -> None:
-        """The last byte of its reply was written: the next one's turn."""
+        """Start the next request, or close: the last byte of the reply to `request` was written."""
         self._current = None
         if not request.keep_alive or self.closing:
             if request.whole:
@@ -288,7 +290,10 @@ class ClientConnection(asyncio.Protocol):
             self._settle()
 
     def break_off(self, request: ClientRequest) -> None:
-        """Its reply will never be complete. What came is sent; then the connection ends as no complete reply does."""
+        """End an incomplete reply so that it cannot look complete: send the bytes so far, then close.
+
+        If the end of the connection marks the end of the body, the connection is reset (RST) instead.
+        """
         request.flush()
         if request.ends_with_connection:
             sock = self.transport.get_extra_info("socket")
@@ -296,7 +301,7 @@ class ClientConnection(asyncio.Protocol):
         self.close()
 
     def refuse(self, error: RouterError, name: str) -> None:
-        """Answer the request whose id is `name` with `error`, and close."""
+        """Write `error` as the reply to the request with the id `name`, and close."""
         body = orjson.dumps(error.body(name))
         headers = [
             (b"content-type", b"application/json"),
@@ -310,38 +315,38 @@ class ClientConnection(asyncio.Protocol):
             self._linger()
 
     def _linger(self) -> None:
-        """The last reply was written, and the client may be sending still."""
+        """Close in two steps, because the client may still be sending: send FIN, then read and drop for `LINGER` s."""
         self.closing = self._deaf = True
         self.resume_reading()
         self.transport.write_eof()
         self._wait(self._shared.lingering)
 
     def close(self) -> None:
-        """Close once everything that was written has gone out."""
+        """Close the connection after all written bytes were sent."""
         self.closing = self._deaf = True
         self._wait(None)
         self.transport.close()
 
-    # What uvicorn calls
+    # Called by uvicorn
 
     def shutdown(self) -> None:
-        """A graceful stop: finish what is being answered, or has just begun to come, and nothing else."""
+        """Stop gracefully: finish the present request, or one that is arriving, and take no further ones."""
         if self._current is None and self._deadline is not self._shared.arriving:
             self.close()
             return
         self.closing = True
-        if self._current is None:  # who has connected for a request would not know whether it was begun
+        if self._current is None:  # the request may be on its way: a close now would leave its outcome unknown
             self._wait(self._shared.lingering)
             return
-        if (task := self._current.task) is not None:  # uvicorn waits for these, and cancels them when the time is up
+        if (task := self._current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
 
-    # What is waited for, and for how long
+    # Timeouts
 
     def _settle(self) -> None:
-        """Wait for the rest of a request, for the next one, or, while one is answered, for nothing. A request behind
-        which none may come (HTTP/1.0, `Connection: close`) is as whole as any other."""
+        """Choose the timeout for the present state: of an arriving request, of an idle connection, or none while a
+        request is answered."""
         if self._half_closed:
             return
         if self._reader.partial and not self._deaf:
@@ -359,22 +364,22 @@ class ClientConnection(asyncio.Protocol):
             deadline.start(self)
 
     def _restart(self) -> None:
-        """The client was held back until now."""
+        """Restart the timeout of an arriving request, because the router itself had paused reading."""
         if self._deadline is self._shared.arriving:
             self._wait(self._shared.arriving)
 
     @property
     def idle(self) -> bool:
-        """Nothing is answered on it, and no body arrives."""
+        """True if no request is being answered and no body is arriving."""
         return self._current is None and self._reader.request is None
 
     def idled(self) -> None:
-        """No further request came in time, or others need the room."""
+        """Close an idle connection: no request arrived in time, or the connection limit is reached."""
         self._count("idle")
         self.close()
 
     def is_late(self) -> None:
-        """A request that has begun to arrive is not whole in time, or none has."""
+        """Handle the timeout of an arriving request: refuse it, or wait on if its body makes progress."""
         reader, request = self._reader, self._reader.request
         if self._reading_paused:
             self._wait(self._shared.arriving)
@@ -400,7 +405,7 @@ class ClientConnection(asyncio.Protocol):
         self._shared.statistics.ended[reason] += 1
 
     def count_backlog(self) -> None:
-        """Tell how much waits for a client that reads slowly."""
+        """Update this connection's share of the backlog."""
         size = self.transport.get_write_buffer_size()
         self._shared.statistics.backlog.size += size - self._backlog
         self._backlog = size

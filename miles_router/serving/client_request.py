@@ -1,4 +1,4 @@
-"""One request of a client as an ASGI app sees it: what it may read, and the reply that it writes."""
+"""The ASGI side of one client request: `receive` for its body and `send` for its reply."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ from miles_router.middlewares.contract import ASGIApp
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a body that wait for the app before the client is held back.
+#: Bytes of a body waiting for the app at which reading from the client pauses.
 HIGH_WATER = 256 * 1024
-#: What each part of a body takes beside its bytes: chunks of one byte are no small body.
+#: Bytes counted in addition for each buffered part, because many chunks of one byte take far more memory.
 PART = 64
 
 
 class Line(Protocol):
-    """The connection that a request came on: `client_connection.ClientConnection`."""
+    """The connection of a request: `client_connection.ClientConnection`."""
 
     transport: asyncio.Transport
-    #: The client reads slowly: what is written now would only pile up.
+    #: True while the client reads slowly, so that further writes would only fill buffers.
     write_paused: bool
-    #: No further request is wanted, so that the reply says `Connection: close`.
+    #: True if no further request is accepted, so that the reply has `Connection: close`.
     closing: bool
-    #: What `send` gives where nothing has to be waited for.
+    #: A completed future, the result of `send` when there is nothing to wait for.
     sent: asyncio.Future[None]
 
     def count_backlog(self) -> None:
-        """Tell how much waits for a client that reads slowly."""
+        """Update the connection's share of the backlog of slow clients."""
         ...
 
     async def writable(self) -> None:
-        """Wait until the client has caught up, or is gone."""
+        """Wait until the client has caught up, or has disconnected."""
         ...
 
     def pause_reading(self) -> None:
-        """Hold the client back."""
+        """Stop reading from the client."""
         ...
 
     def resume_reading(self) -> None:
-        """Let it go on."""
+        """Continue reading from the client. This may call the request's `feed` at once."""
         ...
 
     def flush_soon(self, request: ClientRequest) -> None:
-        """Call its `flush` at the end of this step of the event loop."""
+        """Call `request.flush` at the end of this step of the event loop."""
         ...
 
     def write_continue(self) -> None:
-        """Tell the client to send its body."""
+        """Write `100 Continue`."""
         ...
 
     def reply_ended(self, request: ClientRequest) -> None:
-        """The last byte of its reply was written."""
+        """Start the next request or close, because the last byte of the reply was written."""
         ...
 
     def break_off(self, request: ClientRequest) -> None:
-        """Its reply will never be complete, and must not look so."""
+        """End an incomplete reply so that it cannot look complete."""
         ...
 
     def refuse(self, error: RouterError, name: str) -> None:
-        """Answer the request whose id is `name` with `error`, and close."""
+        """Write `error` as the reply to the request with the id `name`, and close."""
         ...
 
 
 class ClientRequest:
-    """`receive` and `send` of one request; also the `Sink` that its reply's body may be written to."""
+    """A request with its ASGI `receive` and `send`. It is also the `Sink` for the body of its reply."""
 
     __slots__ = (
         "_begun",
@@ -113,34 +113,34 @@ class ClientRequest:
         self._line = line
         self._method = method
         self.http_1_0 = http_1_0
-        #: Whether the connection stays open behind the reply; the app may still say no.
+        #: True if the connection stays open after the reply; the app's headers may set it to False.
         self.keep_alive = keep_alive
         self.task: asyncio.Task[None] | None = None
-        # The body
-        #: The client waits for `100 Continue` before it sends it.
+        # The request body
+        #: True while the client waits for `100 Continue` before it sends the body.
         self.awaits_continue = awaits_continue
         self._parts: list[bytes] = []
         self._buffered = 0
-        self.whole = False  # its last byte has come
-        self._given = False  # and the app has it
-        self._gone = False
+        self.whole = False  # the last byte has arrived
+        self._given = False  # the app has received the last byte
+        self._gone = False  # the client has disconnected
         self._news: asyncio.Event | None = None
         # The reply
         self._begun = False
         self.ended = False
-        self._head: bytes | None = None  # not written yet: a body in the same step shares its write
-        self._body = NO_BODY  # how it is framed; of one with a length, what is left
+        self._head: bytes | None = None  # not written yet, so that a body in the same step shares its write
+        self._body = NO_BODY  # CHUNKED, UNTIL_CLOSE, NO_BODY, or the bytes left of a body with a length
         self._source: Source | None = None
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Let `app` answer. Whatever it does, the client is never left waiting, and half a reply never looks whole."""
+        """Run `app` for this request. If it fails or sends no complete reply, answer with an error or break off."""
         try:
             await app(scope, self.receive, self.send)
             if not self._begun and not self._gone:
                 name = Exchange.of(scope).request_id
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
                 self._line.refuse(RouterError("the router gave no answer"), name)
-        except Exception as error:  # the app's own edge answers errors; this is a defect of that
+        except Exception as error:  # `RouterApp` answers all errors itself, so this is a bug in it
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
                 self._line.refuse(
@@ -150,10 +150,10 @@ class ClientRequest:
             if not self.ended and not self._gone:
                 self._line.break_off(self)
 
-    # What the app calls
+    # Called by the app
 
     async def receive(self) -> Message:
-        """ASGI: the next part of the body, or that the client is gone or answered."""
+        """Return the next part of the body (ASGI), or `http.disconnect` after a disconnect or the end of the reply."""
         while not self._gone and not self.ended:
             if self._parts or (self.whole and not self._given):
                 return self._next_part()
@@ -163,7 +163,7 @@ class ClientRequest:
             if self._news is None:
                 self._news = asyncio.Event()
             self._news.clear()
-            self._line.resume_reading()  # which may bring news at once
+            self._line.resume_reading()  # may set `_news` at once
             await self._news.wait()
         return {"type": "http.disconnect"}
 
@@ -175,11 +175,11 @@ class ClientRequest:
         return {"type": "http.request", "body": body, "more_body": not self.whole}
 
     def send(self, message: Message) -> Awaitable[None]:
-        """ASGI: write the reply. Nothing is written once the client is gone.
+        """Write a message of the reply (ASGI). After a disconnect, messages are ignored.
 
         Raises:
-            InvalidFraming: what could not be written without doubt about where the reply ends.
-            RuntimeError: messages in another order than ASGI's.
+            InvalidFraming: the head or the length of the body is invalid, so that the reply's end would be ambiguous.
+            RuntimeError: the order or the type of a message violates ASGI.
         """
         if self._line.write_paused and not self._gone:
             return self._send_later(message)
@@ -202,8 +202,8 @@ class ClientRequest:
         await self.send(message)
 
     def _begin(self, message: Message) -> None:
-        # A client that was not told to go on may send the body or another request; nobody could tell which it is (RFC
-        # 9110 section 10.1.1).
+        # A client that got no `100 Continue` may next send the body or another request, which cannot be told apart (RFC
+        # 9110 section 10.1.1). So the connection is closed.
         keep_alive = self.keep_alive and not self._line.closing and not (self.awaits_continue and not self.whole)
         self._head, self._body, self.keep_alive = reply_head(
             message["status"],
@@ -245,23 +245,23 @@ class ClientRequest:
     # `Sink`
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the reply's body, past `send`."""
+        """Write the next bytes of the reply's body directly, without `send`."""
         if not self._gone:
             self._write(data, False)
 
     def fed_by(self, source: Source | None) -> None:
-        """Who is told when the client reads slowly."""
+        """Set the source to pause while the client reads slowly; None when writing has ended."""
         self._source = source
         if source is not None and self._line.write_paused:
             source.pause()
 
-    # What the connection calls
+    # Called by the connection
 
     def feed(self, data: bytes) -> None:
-        """More of the body has come."""
+        """Buffer more bytes of the body for the app."""
         if self.ended:
             return
-        self.awaits_continue = False  # it did not wait
+        self.awaits_continue = False  # the client did not wait
         self._parts.append(data)
         self._buffered += len(data) + PART
         if self._news is not None:
@@ -270,34 +270,34 @@ class ClientRequest:
             self._line.pause_reading()
 
     def complete(self) -> None:
-        """The last byte of the body has come."""
+        """Mark the body as complete."""
         self.whole = True
         if self._news is not None:
             self._news.set()
 
     def flush(self) -> None:
-        """Write the head that nothing followed yet."""
+        """Write the head if it was held back and no body followed in the same step."""
         head, self._head = self._head, None
         if head is not None and not self._gone:
             self._line.transport.write(head)
 
     @property
     def begun(self) -> bool:
-        """Whether a byte of the reply was, or will be, written."""
+        """True if the reply has begun: its head was, or soon will be, written."""
         return self._begun
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether only the connection's end tells where the reply ends."""
+        """True if the end of the connection marks the end of the reply's body."""
         return self._body == UNTIL_CLOSE
 
     def slowed(self, paused: bool) -> None:
-        """The client reads slowly, or has caught up."""
+        """Pause or resume the source of the reply."""
         if self._source is not None:
             (self._source.pause if paused else self._source.resume)()
 
     def lost(self) -> None:
-        """The client is gone."""
+        """Mark the client as disconnected; `receive` returns `http.disconnect` from now on."""
         self._gone = True
         self._parts.clear()
         if self._news is not None:
