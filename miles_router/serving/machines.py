@@ -1,4 +1,4 @@
-"""A router of several machines, started by a platform part by part: `miles-router --leader` and `--join`."""
+"""The processes of a router on several machines, which a platform starts: `miles-router --leader` and `--join`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
 
-#: Characters of a secret, at least.
+#: Minimum length of the secret, in characters.
 MIN_SECRET = 16
 
 
 def serve_part(config: RouterConfig, options: Namespace) -> None:
-    """Be the leader, or a shard, until SIGTERM or SIGINT.
+    """Run the leader or one shard until SIGTERM or SIGINT.
 
     Args:
-        options: `leader`, or `join` (`HOST:PORT`) with `shard` and `url`; `shards`, `secret_file`, `shared_state`.
+        options: `leader`, or `join` (`HOST:PORT`) with `shard` and `url`; and `shards`, `secret_file`, `shared_state`.
 
     Raises:
-        ConfigError: an option or a setting that cannot be used.
-        SystemExit: with 3, where another leader has begun.
+        ConfigError: an option or a setting is invalid.
+        SystemExit: status 3, if another leader has taken over.
     """
     shards = Shards(_count(options), LEASE, _secret(options), options.shared_state)
     _check(config, options)

@@ -1,8 +1,8 @@
-"""Keeps the processes of one router running: it holds their sockets, starts them, starts again what dies, and ends all.
+"""The supervisor of a router with several processes: it starts them, restarts those that die, and stops all.
 
-It takes no request and decides nothing, so that there is little that could end it. Each process that takes requests has
-a socket of its own on the router's port (SO_REUSEPORT), and the supervisor holds it too: clients of one that died wait
-in it for the next.
+It serves no requests and makes no decisions, so that little can make it fail. Each shard has its own socket on the
+router's port (SO_REUSEPORT). The supervisor keeps these sockets open: when a shard dies, new connections wait in its
+socket for its successor.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from miles_router.shards.senders import Senders
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before what dies at once is started again: the first time, and at most.
+#: The first and the longest delay (seconds) before a process that dies repeatedly is restarted; it doubles each time.
 SOON, LATEST = 0.1, 5.0
-#: Seconds that a process must have done its part to have died by chance; as often it may die sooner before that is an
-#: error.
+#: After LASTING seconds of work, the count of a process's deaths starts again at 1. A count above CHANCES is an error.
 LASTING, CHANCES = 10.0, 3
-#: Looks, one in `BEAT` seconds, without a sign of life of a process that has given one, until it is killed.
+#: Number of checks, one per `BEAT` seconds, without a sign of life after which a process is killed.
 SILENT = 10
-#: Seconds beside `shutdown_timeout` in which all must have ended.
+#: Seconds after `shutdown_timeout` at which the remaining processes are killed.
 SPARE = 10.0
 STATUS_BYTES = 4096
-#: Where processes reach each other on one machine.
+#: The host at which the processes reach each other.
 LOOPBACK = "127.0.0.1"
-#: A directory in memory: nothing of the router touches the disk.
+#: The directory for the router's sockets is in memory, so that it needs no disk.
 MEMORY = Path("/dev/shm")
 
 
 def supervise(config: RouterConfig, args: Namespace | None) -> None:
-    """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
+    """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` s to finish.
 
     Raises:
-        ConfigError: a setting that cannot be used.
-        SystemExit: with 1, where a process could not be started, or not ended in order.
+        ConfigError: a setting is invalid.
+        SystemExit: status 1, if a process could not be started or did not stop in order.
     """
     raise_file_limit()
     with contextlib.ExitStack() as held:
@@ -71,8 +70,9 @@ def supervise(config: RouterConfig, args: Namespace | None) -> None:
 
 
 def _listeners(config: RouterConfig, own_host: str) -> Sockets:
-    """Listen for each process on the router's port, which nobody has beside them, and on a port of its own."""
-    with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
+    """Create two listening sockets for each shard: one on the router's port and one on a port of its own."""
+    # First without SO_REUSEPORT, to find out that the port is free: with it, two routers could share one port.
+    with listen(config.host, config.port) as alone:
         port = alone.getsockname()[1]
     shared = [listen(config.host, port, shared=True) for _ in range(config.processes)]
     return Sockets(shared, [listen(own_host, 0) for _ in range(config.processes)])
@@ -84,29 +84,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Sockets(NamedTuple):
-    """What is connected to: a socket for each process on the router's port, and one on a port of its own."""
+    """The listening sockets, by shard: on the router's port (`shared`) and on a port of the shard's own (`own`)."""
 
     shared: list[socket.socket]
     own: list[socket.socket]
 
     def close(self) -> None:
-        """Take no more connections."""
         for each in (*self.shared, *self.own):
             each.close()
 
     def urls(self) -> tuple[str, ...]:
-        """Return where each process alone is reached from this machine."""
+        """Return the URL of each shard's own port, for use on this machine."""
         return tuple(f"http://{_reached(*each.getsockname()[:2])}" for each in self.own)
 
 
 def _reached(host: str, port: int) -> str:
-    """Return host and port of a URL for a socket that is bound there."""
+    """Return `host:port` for the URL of a socket; loopback for a socket that is bound to all addresses."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Child:
-    """A process, and what is known of it. `index` None: the leader."""
+    """The state of one process. An `index` of None means the leader."""
 
     def __init__(self, index: int | None) -> None:
         self.index = index
@@ -114,21 +113,20 @@ class Child:
         self.running: subprocess.Popen[bytes] | None = None
         self.watched: list[int] = []
         self.told = b""
-        #: When it was ready to do its part.
+        #: The time (`time.monotonic`) when it reported that it works.
         self.ready_at: float | None = None
-        #: Looks since its last sign of life; None: it has given none yet.
+        #: Checks since its last sign of life; None before the first one.
         self.silent: int | None = None
-        #: How often in a row it has died soon.
+        #: Deaths in a row with less than LASTING seconds of work in between.
         self.deaths = 0
 
     @property
     def ready(self) -> bool:
-        """Whether it does its part."""
         return self.ready_at is not None
 
 
 class Supervisor:
-    """Runs the processes of one router."""
+    """A supervisor of the processes of one router."""
 
     def __init__(
         self,
@@ -137,9 +135,9 @@ class Supervisor:
         sockets: Sockets,
         directory: Path,
     ) -> None:
-        #: Why the router cannot start, where that is for the user to change.
+        #: The configuration error that prevents the start.
         self.refusal: str | None = None
-        #: Whether something went otherwise than it should.
+        #: True if a process did not start, or did not stop in order.
         self.failed = False
         self._config = config
         self._args = args
@@ -156,7 +154,7 @@ class Supervisor:
         self._timers: set[asyncio.TimerHandle] = set()
 
     async def run(self) -> None:
-        """Return when all processes have ended."""
+        """Start all processes; return when all have ended."""
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -177,7 +175,11 @@ class Supervisor:
     # Starting
 
     def _start(self, child: Child) -> None:
-        """Start it. Raises OSError where the system has no room for it."""
+        """Start the process.
+
+        Raises:
+            OSError: the system has no memory, descriptor or process left.
+        """
         self._generation += 1
         running, read = spawn(
             Assignment(
@@ -221,7 +223,7 @@ class Supervisor:
             log.show(banner(self._config, address))
 
     async def _watch(self) -> None:
-        """Kill what stands still: nobody else would notice, and what it should do nobody does."""
+        """Kill processes without signs of life, so that they are restarted. No other process would notice."""
         while True:
             await asyncio.sleep(BEAT)
             for child in self._children:
@@ -235,10 +237,10 @@ class Supervisor:
     # Ending
 
     def _ended(self, child: Child) -> None:
-        """A process has ended: by order, because it cannot start, or by accident."""
+        """Handle the end of a process: continue stopping, give up the start, or restart it."""
         assert child.running is not None
         if child.index is not None:
-            self._senders.end(child.index)  # before its id can be another process's
+            self._senders.end(child.index)  # before `wait` frees its process id for reuse
         status = child.running.wait()
         read = child.watched[1]
         with contextlib.suppress(BlockingIOError):
@@ -249,7 +251,7 @@ class Supervisor:
             os.close(each)
         child.running = None
         if self._ending:
-            # Who still starts, or has done all, dies of the order to end.
+            # A process that is still starting, or has finished its work, may die of SIGTERM.
             self.failed |= child.ready and status not in (0, -signal.SIGTERM)
             self._go_on_ending()
         elif not self._shown:
@@ -258,7 +260,7 @@ class Supervisor:
             self._start_again(child, status)
 
     def _give_up(self, child: Child, status: int) -> None:
-        """The router cannot start; the first that says so says why."""
+        """Stop, because a process could not start. The first process that reports a reason determines the error."""
         if self._over.is_set():
             return
         if child.told and not child.ready:
@@ -283,17 +285,17 @@ class Supervisor:
             return
         try:
             self._start(child)
-        except OSError as error:  # no memory, no descriptors: others may give some back
+        except OSError as error:  # no memory or descriptors: try again later, they may become free
             fields = {"process": child.name, "reason": str(error), "again_in": LATEST}
             logger.error("process_not_started", extra={"fields": fields})
             self._timers.add(self._loop.call_later(LATEST, self._start_unless_ending, child))
 
     def _stop(self) -> None:
-        self._sockets.close()  # or clients would still connect
+        self._sockets.close()  # or clients would still connect to them
         self._drain()
 
     def _drain(self) -> None:
-        """End all; a second signal does not wait."""
+        """Stop all processes. A second call sends SIGTERM again, on which the shards stop without waiting."""
         first, self._ending = not self._ending, True
         if first:
             patience = self._config.shutdown_timeout + SPARE
@@ -304,7 +306,7 @@ class Supervisor:
         self._go_on_ending()
 
     def _go_on_ending(self) -> None:
-        """The leader ends behind those that follow it."""
+        """Stop the leader when all shards have ended."""
         if all(child.running is None for child in self._data):
             if self._leader.running is None:
                 self._over.set()
