@@ -56,7 +56,7 @@ def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_ur
     for name, value in wishes:
         foreign = _authority(value.decode("latin-1")) not in ours if name == b"origin" else value in FROM_ELSEWHERE
         if foreign:
-            raise ForeignOrigin("a web page of another origin may not do this where no key is set")
+            raise ForeignOrigin("a web page of another origin may not do this while the router has no API key")
 
 
 def _is_authority(text: str) -> bool:

@@ -38,7 +38,7 @@ def _decoded_with_care(raw: bytes) -> str:
     if not spelled.startswith(b"/") or b"//" in spelled:
         raise BadRequest("the path must begin with one slash and have no empty segment")
     if not spelled.isascii() or BROKEN_ESCAPE.search(spelled):
-        raise BadRequest("the path has a % that begins no escape, or a character that must be escaped")
+        raise BadRequest("the path has a % that does not begin an escape, or a character that must be escaped")
     try:
         path = unquote_to_bytes(spelled).decode()
     except UnicodeDecodeError:

@@ -231,7 +231,7 @@ class Connection(asyncio.BufferedProtocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
             reply.complete |= reply.head_seen and self._to_head
             if not reply.complete:
-                self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
+                self._invalid(reply, f"{self._address.url} sent invalid HTTP: {error.__context__ or error}")
             self._reusable = False
             return
         if not reply.head_seen:
@@ -289,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
             self._headers = []
             return
         if status > MAX_STATUS:
-            raise InvalidFraming(f"{status} is no status of a reply")
+            raise InvalidFraming(f"{status} is not a valid status of a reply")
         self._body = reply_body(status, self._headers, to_head=self._to_head)
         self._remaining = max(0, self._body)
         self._excess = Excess() if self._body == CHUNKED else None

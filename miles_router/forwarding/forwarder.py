@@ -37,7 +37,7 @@ from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-ABORTED = "aborted while it waited for the fleet to go on"
+ABORTED = "the request was aborted while it waited for the fleet to resume"
 
 
 class UnkeyedPaths(set[str]):

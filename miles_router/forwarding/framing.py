@@ -89,14 +89,14 @@ def _announced(headers: RawHeaders) -> int | None:
                 body = _length(value)
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
-                raise InvalidFraming(f"the transfer encoding {value.decode('latin-1')!r} is not understood")
+                raise InvalidFraming(f"the transfer encoding {value.decode('latin-1')!r} is not supported")
             body = CHUNKED
     return body
 
 
 def _length(value: bytes) -> int:
     if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
-        raise InvalidFraming(f"{value[:100].decode('latin-1')!r} is no length")
+        raise InvalidFraming(f"{value[:100].decode('latin-1')!r} is not a valid Content-Length")
     return int(value)
 
 
@@ -170,7 +170,7 @@ def reply_head(
     """
     line = _STATUS_LINES.get(status)
     if line is None:
-        raise InvalidFraming(f"{status} is no status of a reply")
+        raise InvalidFraming(f"{status} is not a valid status of a reply")
     parts = [line]
     lines = 2
     body = None
@@ -180,7 +180,7 @@ def reply_head(
             if status == NO_CONTENT:
                 continue  # RFC 9110 section 8.6
             if body is not None:
-                raise InvalidFraming("a reply has two lengths")
+                raise InvalidFraming("a reply has two Content-Length headers")
             body = _length(value)
         elif start is _CONNECTION:
             keep_alive = keep_alive and b"close" not in value.lower()
@@ -221,7 +221,7 @@ _LINE_STARTS = {start[:-2]: start for start in (_LENGTH, _CONNECTION, _ENCODING)
 
 def _line_start(name: bytes) -> bytes:
     if not _TOKEN.fullmatch(name):
-        raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is no name of a header")
+        raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is not a valid header name")
     lower = name.lower()
     start = _LINE_STARTS.get(lower) or lower + b": "
     if len(_LINE_STARTS) < _NAMES_REMEMBERED:
@@ -236,5 +236,5 @@ def _checked(head: bytes, lines: int) -> bytes:
         lines: the expected number of lines, with the empty line at the end.
     """
     if head.translate(None, _TEXT) != CRLF * lines:
-        raise InvalidFraming("a control character stands in a header")
+        raise InvalidFraming("a header contains a control character")
     return head

@@ -108,11 +108,11 @@ class Halves:
         for worker in (self.prefill.worker, self.decode):
             said = worker.facts.half if worker.facts is not None else None
             if said is not None and said != worker.role.value:
-                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, and says that it is {said}")
+                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, but reports that it is {said}")
             if worker.engine is not None and worker.engine.translates:
-                raise CannotServe(f"{worker.url} is no half of a pair: its engine ({worker.engine.kind}) has none")
+                raise CannotServe(f"{worker.url} cannot be in a pair: its engine is {worker.engine.kind}")
         if self.prefill.worker.bootstrap_port is None:
-            raise CannotServe(f"{self.prefill.worker.url} has no {BOOTSTRAP_PORT}, at which it is met")
+            raise CannotServe(f"prefill worker {self.prefill.worker.url} is registered without {BOOTSTRAP_PORT}")
 
 
 #: The reply types of a pair.
@@ -296,7 +296,7 @@ class PairExchange:
         try:
             whole = one_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
-            raise UpstreamInvalidResponse(f"the answers of a pair do not fit together: {error}") from error
+            raise UpstreamInvalidResponse(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
         return self._held(reply, whole)
 
     async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
@@ -333,7 +333,7 @@ class PairExchange:
             raise PairInterrupted(cut=True)
         said = first_version(first_bytes) or self._halves.decode.weight_version
         if None not in (prefill.version, said) and prefill.version != said:
-            self._ask_again(f"{self._halves.decode.url} has other weights ({said}) than {prefill.version}")
+            self._ask_again(f"{self._halves.decode.url} has weights {said}, its prefill worker {prefill.version}")
         if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
         rows = RowStrings(self._paired.rows)
@@ -363,12 +363,12 @@ class PairExchange:
         changed = self._halves.weights().prefill != self._weights.prefill
         behind = None not in (before, prefill.version) and before != prefill.version
         if changed or behind or prefill.several_versions:
-            self._ask_again(f"the weights of {worker.url} change all the time")
+            self._ask_again(f"the weights of {worker.url} changed while it computed the prompt")
 
     def _ask_again(self, reason: str) -> None:
         self._history.interrupted += 1
         if self._history.interrupted > MAX_INTERRUPTIONS:
-            raise UpstreamInvalidResponse(f"which weights have sampled cannot be told: {reason}")
+            raise UpstreamInvalidResponse(f"it is unknown which weights sampled the first token: {reason}")
         raise PairInterrupted(cut=False)
 
 

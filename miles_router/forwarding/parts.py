@@ -54,7 +54,7 @@ async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | Merge
     if len(streams) == len(replies):
         return MergedStream(streams)
     if streams:
-        raise UpstreamInvalidResponse("the worker streams some parts of an answer, and others not")
+        raise UpstreamInvalidResponse("the worker streamed only some parts of the answer")
     bodies = [await reply.read_all(limit) for reply in replies]
     if sum(map(len, bodies)) > limit:
         raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")

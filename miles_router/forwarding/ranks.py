@@ -59,7 +59,7 @@ class Ranks:
             BadRequest: the body contains a rank and cannot be parsed.
         """
         if self._wish(request) != NO_WISH:
-            raise CannotServe("a prefill/decode pair chooses the ranks of its halves by itself")
+            raise CannotServe("the request asks for a rank, which a prefill/decode pair chooses itself")
 
     def _wish(self, request: Outgoing) -> RankWish:
         if request.rank_wish is None:

@@ -165,7 +165,7 @@ class RewrittenStream:
             logger.warning("answer_not_translated", extra={"fields": {"reason": str(error)}})
             raise UpstreamBroken(f"the worker's stream cannot be read: {error}") from error
         if self._events.pending > self._limit:
-            raise UpstreamBroken(f"an event of the worker's is longer than {self._limit} bytes")
+            raise UpstreamBroken(f"an event of the worker's stream is longer than {self._limit} bytes")
         return b"".join(events)
 
     async def read_all(self, limit: int) -> bytes:

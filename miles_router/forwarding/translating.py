@@ -39,7 +39,7 @@ async def translation_for(
             body = await _with_ids(upstream, worker, engine, request)
         return engine.translate(request.path, body, read_json)
     except UnknownShape as error:
-        raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+        raise BadRequest(f"the request cannot be translated for the worker's engine: {error.reason}") from None
 
 
 async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing) -> bytes:
@@ -61,7 +61,7 @@ async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request:
 async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
     question = engine.ask_prompt_tokens(text)
     if question is None:
-        raise CannotServe("it samples behind ids alone, and makes none of texts")
+        raise CannotServe("it takes only token ids as a prompt, and cannot tokenize texts")
     headers = [(b"content-type", b"application/json")]
     headers += [pair for pair in request.headers if pair[0] == b"authorization"]
     asked = Outgoing("POST", question.path.encode("ascii"), headers, orjson.dumps(question.body))
@@ -80,5 +80,5 @@ async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: O
     said = read_json(answer) if status == OK else None
     ids = question.read(said) if isinstance(said, dict) else None
     if ids is None:
-        raise CannotServe(f"it made no ids of a text: {question.path} answered {status}")
+        raise CannotServe(f"it did not tokenize the prompt: {question.path} answered {status}")
     return ids

@@ -225,12 +225,12 @@ class Upstream:
             raise
         if not made:
             _abandon(task)
-            message = f"{address.url} took no connection in {self.connect_timeout:g} s"
+            message = f"{address.url} accepted no connection within {self.connect_timeout:g} s"
             raise UpstreamUnreachable(message, refused=True, timed_out=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
             exhausted = connection.errno in EXHAUSTED
-            message = f"{address.url} takes no connection: {connection}"
+            message = f"cannot connect to {address.url}: {connection}"
             raise UpstreamUnreachable(message, refused=not exhausted, exhausted=exhausted)
         return connection
 

@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
             self._wait(self._shared.arriving)
         else:
             self._count("too_many")
-            self.refuse(TooManyConnections("all connections of the router are taken"), request_id({}))
+            self.refuse(TooManyConnections("the router has reached its limit of client connections"), request_id({}))
             if self._shared.statistics.open > self._shared.limit + MAX_REFUSED:
                 self.transport.abort()
 

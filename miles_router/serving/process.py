@@ -89,7 +89,7 @@ def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subpro
         try:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
+            raise ConfigError(f"processes: the settings cannot be passed to another process: {error}") from None
         inherited = [each for each in (status, assigned.listener, assigned.own) if each is not None]
         running = subprocess.Popen(
             [sys.executable, "-c", START, str(theirs)],

@@ -125,7 +125,7 @@ class RequestReader:
         except httptools.HttpParserCallbackError as error:
             raise _refusal(error.__context__) from error
         except httptools.HttpParserError:
-            raise BadMessage("this is no valid HTTP request") from None
+            raise BadMessage("the received bytes are not a valid HTTP request") from None
         except InvalidFraming as error:
             raise _refusal(error) from None
 
@@ -248,9 +248,9 @@ def _check_host(version: str, headers: RawHeaders) -> None:
         raise BadMessage(f"the router speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version != "1.0"):
-        raise BadMessage(f"a request has one Host header, not {len(hosts)}")
+        raise BadMessage(f"a request must have exactly one Host header, not {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        raise BadMessage("the Host header names no host")
+        raise BadMessage("the Host header is not a valid host")
 
 
 def _expects_continue(headers: RawHeaders) -> bool:

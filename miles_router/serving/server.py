@@ -198,7 +198,7 @@ def banner(config: RouterConfig, address: tuple[str, int]) -> str:
         ("keys", _keys_line(Keys(data_keys(config), admin_keys(config)))),
     ]
     if config.processes > 1:
-        rows.insert(1, ("processes", f"{config.processes}, and one that decides"))
+        rows.insert(1, ("processes", f"{config.processes}, and a leader"))
     return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
 
 
