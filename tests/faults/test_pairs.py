@@ -407,7 +407,7 @@ async def test_a_stream_of_halves_that_stay_apart_is_refused_by_name(stage: Stag
         pair.decode.engine.weight_version = "new"
         reply = await pair.generate(stream=True)
         assert (reply.status, reply.error_type) == (502, "upstream_invalid_response")
-        assert "other weights (new) than old" in reply.json()["error"]["message"]
+        assert "has weights new, its prefill worker old" in reply.json()["error"]["message"]
         await pair.free()
 
 
