@@ -24,16 +24,16 @@ class Deadlines(Generic[Item]):
         self, seconds: float, expired: Callable[[Item], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.loop = loop or asyncio.get_running_loop()
-        self._between = seconds / LOOKS
+        self._interval = seconds / LOOKS
         self._expired = expired
-        self._looks = 0
+        self._ticks = 0
         self._started: dict[Item, int] = {}  # item -> the tick at which it was started, oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._context = Context()  # empty, so that the timer keeps no context variables of a request
 
     def start(self, item: Item) -> None:
         """Start the timeout of `item`, which must not be running already."""
-        self._started[item] = self._looks
+        self._started[item] = self._ticks
         if self._timer is None:
             self._set_timer()
 
@@ -41,17 +41,17 @@ class Deadlines(Generic[Item]):
         """Cancel the timeout of `item`; do nothing if it is not running."""
         self._started.pop(item, None)
 
-    def first(self) -> Item | None:
+    def oldest(self) -> Item | None:
         """Return the item that was started first, or None."""
         return next(iter(self._started), None)
 
-    def _look(self) -> None:
-        due = self._looks - LOOKS  # the first tick may come right after an item was started, so it does not count
-        self._looks += 1
+    def _tick(self) -> None:
+        limit = self._ticks - LOOKS  # the first tick may come right after an item was started, so it does not count
+        self._ticks += 1
         try:
             while self._started:
                 item, started = next(iter(self._started.items()))
-                if started > due:
+                if started > limit:
                     break
                 del self._started[item]
                 self._expired(item)
@@ -61,4 +61,4 @@ class Deadlines(Generic[Item]):
                 self._set_timer()
 
     def _set_timer(self) -> None:
-        self._timer = self.loop.call_later(self._between, self._look, context=self._context)
+        self._timer = self.loop.call_later(self._interval, self._tick, context=self._context)

@@ -21,7 +21,7 @@ class Door(NamedTuple):
     own: bool
     key: Key
     #: The methods that a page of another origin may use when no key is required; None: all methods.
-    foreign: frozenset[str] | None
+    cross_origin_methods: frozenset[str] | None
 
 
 class Doors:
@@ -60,7 +60,7 @@ class Doors:
             **dict.fromkeys((path for path in paths if "{" not in path), Door(True, keys.data, READING)),
             **dict.fromkeys(administered, Door(True, keys.admin, READING)),
             **dict.fromkeys(control, Door(True, keys.admin, NOTHING)),
-            **dict.fromkeys(opened, Door(True, keys.everybody, None)),
+            **dict.fromkeys(opened, Door(True, keys.no_key, None)),
         }
         self._administered = {
             first_segment(path): Door(True, keys.admin, READING) for path in administered if "{" in path
@@ -74,8 +74,8 @@ class Doors:
             (False, False): Door(False, keys.admin, NOTHING),
         }
 
-    def enter(self, door: Door, path: str, headers: RawHeaders) -> RawHeaders:
-        """Check the key of a request to `path`, and return the headers for layers and workers like `Keys.enter`.
+    def authorize(self, door: Door, path: str, headers: RawHeaders) -> RawHeaders:
+        """Check the key of a request to `path`, and return the headers for layers and workers like `Keys.authorize`.
 
         Raises:
             Unauthorized: the path requires a key, and the request contains no valid one.
@@ -84,9 +84,9 @@ class Doors:
         if self._keys_of_layers and door.key is self.keys.data:
             found = [key for key_of in self._keys_of_layers if (key := key_of(path)) is not None]
             also = Key(*found) if found else None
-        return self.keys.enter(door.key, headers, also)
+        return self.keys.authorize(door.key, headers, also)
 
-    def is_shut(self, path: str, headers: RawHeaders) -> bool:
+    def lacks_key(self, path: str, headers: RawHeaders) -> bool:
         """Return True if the path requires a key and the headers contain no key at all."""
         return self.of(path).key.required and not [name for name, _ in headers if name in (BEARER, X_API_KEY)]
 

@@ -27,10 +27,10 @@ class UsedCache(NamedTuple):
     versions: Callable[[], Sequence[str | None]]
 
 
-class Relief(Protocol):
+class ReplyReceiver(Protocol):
     """A receiver that takes a worker's reply in place of the client, and answers the client when the reply is over."""
 
-    async def take(self, message: Message) -> None:
+    async def receive(self, message: Message) -> None:
         """Receive one ASGI message of the reply."""
         ...
 
@@ -42,7 +42,7 @@ class Relief(Protocol):
 class Move(Protocol):
     """A move of a running request to another worker. Its present worker was asked to return the sampled tokens."""
 
-    def relief(self, scope: Scope, receive: Receive, send: Send) -> Relief | None:
+    def reply_receiver(self, scope: Scope, receive: Receive, send: Send) -> ReplyReceiver | None:
         """Return the receiver of the present worker's reply; None if a layer that relays the reply continues it."""
         ...
 
@@ -53,10 +53,10 @@ class Flight:
     __slots__ = (
         *(
             "aborted",
-            "barred",
+            "excluded_workers",
             "caches",
             "first_byte_at",
-            "goes_on",
+            "continued_cache",
             "group",
             "inward",
             "model",
@@ -81,7 +81,7 @@ class Flight:
         #: The URL of the worker to use next, as long as it is routable.
         self.preferred: str | None = None
         #: Returns the workers that must not get the request; called at each choice of a worker. None: all may.
-        self.barred: Callable[[], Collection[Worker]] | None = None
+        self.excluded_workers: Callable[[], Collection[Worker]] | None = None
         #: True if another worker can continue the generation: `/generate` without a session key or a cache to keep.
         self.movable = False
         #: The move to another worker that is in progress.
@@ -89,7 +89,7 @@ class Flight:
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
         #: The number of the prefix cache to use, because the request continues tokens that were sampled with it.
-        self.goes_on: int | None = None
+        self.continued_cache: int | None = None
         #: The prefix caches that its attempts were sampled with, in order.
         self.caches: list[UsedCache] = []
         #: How many of its generations wait now, at the gate or for admission.

@@ -76,7 +76,7 @@ class Heartbeat:
         self._refusal: bytearray | None = None
 
     async def __aenter__(self) -> Heartbeat:
-        self._wait()
+        self._set_timer()
         return self
 
     async def __aexit__(
@@ -88,9 +88,10 @@ class Heartbeat:
         if not self._opened or self._start is not None or isinstance(error, ClientDisconnected):
             return
         if isinstance(error, RouterError) and error.type != RouterError.type:
-            await self._tell(self._written(error), more=True)
+            await self._send_failure(self._error_body(error), more=True)
         elif isinstance(error, Exception):
-            await self._tell(self._written(RouterError("the router failed; its log has the details")), more=True)
+            defect = RouterError("the router failed; its log has the details")
+            await self._send_failure(self._error_body(defect), more=True)
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message of the reply."""
@@ -99,8 +100,8 @@ class Heartbeat:
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif self._refusal is not None:
-            await self._refuse(message)
-        elif (passed := self._passed(message)) is not None:
+            await self._collect_refusal(message)
+        elif (passed := self._message_for_client(message)) is not None:
             self._sending, self._sent_at = True, self._loop.time()
             try:
                 await self._send(passed)
@@ -118,7 +119,7 @@ class Heartbeat:
             self._sent_at = self._loop.time()
             await self._send(start)
 
-    def _passed(self, message: Message) -> Message | None:
+    def _message_for_client(self, message: Message) -> Message | None:
         """Return the message to send to the client for a part of the answer, or None."""
         if not self._seconds:
             return message
@@ -132,7 +133,7 @@ class Heartbeat:
             return None
         return {**message, "body": body}
 
-    async def _refuse(self, message: Message) -> None:
+    async def _collect_refusal(self, message: Message) -> None:
         """Buffer an answer that is not a stream, and send it as an error event in the stream that has begun."""
         assert self._refusal is not None
         assert self._start is not None
@@ -146,34 +147,34 @@ class Heartbeat:
             body = None
         if not isinstance(body, dict) or not body.keys() & {"error", "message"}:
             status = self._start["status"]
-            body = self._written(
+            body = self._error_body(
                 UpstreamInvalidResponse(f"the worker answered {status} in place of a stream of events")
             )
-        await self._tell(body, more=False)
+        await self._send_failure(body, more=False)
 
-    def _written(self, error: RouterError) -> Mapping[str, Any]:
+    def _error_body(self, error: RouterError) -> Mapping[str, Any]:
         return self._exchange.error_body(error, self._exchange.request_id)
 
-    async def _tell(self, body: Mapping[str, Any], *, more: bool) -> None:
+    async def _send_failure(self, body: Mapping[str, Any], *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": self._form.failed(body), "more_body": more})
 
     # The timer
 
-    def _wait(self) -> None:
+    def _set_timer(self) -> None:
         if self._seconds:
-            self._timer = self._loop.call_at(self._sent_at + self._seconds, self._look)
+            self._timer = self._loop.call_at(self._sent_at + self._seconds, self._on_timer)
 
     def _stop(self) -> None:
         self._seconds = 0.0
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         if self._loop.time() < self._sent_at + self._seconds:
-            self._wait()
+            self._set_timer()
         elif self._sending or not self._between_events:
             self._sent_at = self._loop.time()
-            self._wait()
+            self._set_timer()
         else:
             self._beating = spawn(self._beat(), name="heartbeat")
 
@@ -183,7 +184,7 @@ class Heartbeat:
             await self._send({"type": "http.response.start", "status": OK, "headers": list(EVENT_STREAM)})
         await self._send({"type": "http.response.body", "body": self._form.beat(), "more_body": True})
         self._sent_at, self._beating = self._loop.time(), None
-        self._wait()
+        self._set_timer()
 
 
 def _is_stream(start: Message) -> bool:

@@ -24,7 +24,7 @@ class Key:
         self.name = name
         self._accepted = [each.encode("ascii") for each in accepted]
 
-    def fits(self, credential: bytes) -> bool:
+    def matches(self, credential: bytes) -> bool:
         """Return True if `credential` is an accepted key."""
         # A list, not `any`: every key is compared, so the time does not show which one matched.
         return True in [hmac.compare_digest(credential, each) for each in self._accepted]
@@ -41,9 +41,9 @@ class Keys:
         own = tuple(admin)
         self.data = Key(*data)
         self.admin = Key(*own, name="admin key") if own else self.data
-        self.everybody = Key()
+        self.no_key = Key()
 
-    def enter(self, key: Key, headers: RawHeaders, also: Key | None = None) -> RawHeaders:
+    def authorize(self, key: Key, headers: RawHeaders, also: Key | None = None) -> RawHeaders:
         """Check the request's keys against `key`, and return the headers for layers and workers.
 
         The returned headers contain none of the router's keys. They contain `x-override-*` headers only if the request
@@ -60,8 +60,8 @@ class Keys:
             entered, ours = not key.required, []
             for pair in [pair for pair in headers if pair[0] == BEARER or pair[0] == X_API_KEY]:
                 credential = _credential(*pair)
-                by_data, by_admin = self.data.fits(credential), self.admin.fits(credential)
-                by_own = also is not None and also.fits(credential)
+                by_data, by_admin = self.data.matches(credential), self.admin.matches(credential)
+                by_own = also is not None and also.matches(credential)
                 if by_data or by_admin or by_own:
                     ours.append(pair)
                 administers = administers or by_admin

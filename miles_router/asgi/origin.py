@@ -37,7 +37,7 @@ def base_url(scope: Mapping[str, Any], public_url: str | None) -> str:
     return f"{scope['scheme']}://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_url: str | None) -> None:
+def check_origin(scope: Mapping[str, Any], allowed: Collection[str], public_url: str | None) -> None:
     """Restrict web pages of other origins to the `allowed` methods. Call it where no key is required.
 
     A browser sends the requests of any page, also to a local router, and only marks their origin in headers.
@@ -47,13 +47,13 @@ def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_ur
     """
     if scope["method"] in allowed:
         return
-    wishes = [pair for pair in scope["headers"] if pair[0] == b"origin" or pair[0] == b"sec-fetch-site"]
-    if not wishes:
+    origin_headers = [pair for pair in scope["headers"] if pair[0] == b"origin" or pair[0] == b"sec-fetch-site"]
+    if not origin_headers:
         return
     ours = {_authority(f"http://{value.decode('latin-1')}") for name, value in scope["headers"] if name == b"host"}
     if public_url is not None:
         ours.add(_authority(public_url))
-    for name, value in wishes:
+    for name, value in origin_headers:
         foreign = _authority(value.decode("latin-1")) not in ours if name == b"origin" else value in FROM_ELSEWHERE
         if foreign:
             raise ForeignOrigin("a web page of another origin may not do this while the router has no API key")

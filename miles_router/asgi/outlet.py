@@ -36,7 +36,7 @@ class Sink(Protocol):
         """Write the next bytes of the body. The end of the body is sent as an ASGI message instead."""
         ...
 
-    def fed_by(self, source: Source | None) -> None:
+    def set_source(self, source: Source | None) -> None:
         """Set the source to pause and resume; None when writing has ended."""
         ...
 

@@ -19,7 +19,7 @@ BEFORE_NAMES = re.compile(rb"/workers|(/sessions/[^/]+)?/v1/models")
 BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
-def decoded(raw: bytes) -> str:
+def decode_path(raw: bytes) -> str:
     """Return the decoded path.
 
     Raises:
@@ -27,11 +27,11 @@ def decoded(raw: bytes) -> str:
             segment, or an escape that is malformed or not UTF-8.
     """
     if raw.translate(None, PLAIN) or b"/." in raw or b"//" in raw or raw[:1] != b"/":
-        return _decoded_with_care(raw)
+        return _decode_unusual(raw)
     return raw.decode("ascii")
 
 
-def _decoded_with_care(raw: bytes) -> str:
+def _decode_unusual(raw: bytes) -> str:
     if raw == b"*":  # `OPTIONS *` asks about the whole server
         return "*"
     spelled = raw.partition(b"?")[0]  # an empty query is kept with the path, so a `?` may end it

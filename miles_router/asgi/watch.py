@@ -1,7 +1,7 @@
 """A context manager that stops a request when its client disconnects or its timeout expires.
 
 ASGI reports a disconnect only through `receive`, so a second task has to wait there while the request's task waits for
-the worker. For a short request that task would cost more than everything else, so it starts only after `PATIENCE`.
+the worker. For a short request that task would cost more than everything else, so it starts only after `WATCH_DELAY`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles_router.asgi.exchange import Receive
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamTimeout
 
 #: Seconds before the router begins to watch for a disconnect. Generations take far longer, other requests less.
-PATIENCE = 0.1
+WATCH_DELAY = 0.1
 
 
 class Watch:
@@ -43,7 +43,7 @@ class Watch:
         self._patience = _patience if _patience is not None and _patience.loop is loop else _new_patience(loop)
         self._patience.start(self)
         if self._timeout:
-            self._look(loop, tasks.LOOKS)
+            self._count_down(loop, tasks.LOOKS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -57,20 +57,20 @@ class Watch:
                 self._task.uncancel()
             raise self._reason from None
 
-    def _patience_is_up(self) -> None:
-        self._context.run(self._begin)  # a layer's `receive` may need the request's context variables
+    def _start_watching(self) -> None:
+        self._context.run(self._spawn_watcher)  # a layer's `receive` may need the request's context variables
 
-    def _begin(self) -> None:
-        self._watcher = tasks.spawn(self._until_gone(), name="watch client")
+    def _spawn_watcher(self) -> None:
+        self._watcher = tasks.spawn(self._wait_for_disconnect(), name="watch client")
 
-    async def _until_gone(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.stop(ClientDisconnected("the client left before its answer was complete"))
 
-    def _look(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
+    def _count_down(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
         if left:
-            self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._look, loop, left - 1)
+            self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._count_down, loop, left - 1)
             return
         self.stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
 
@@ -83,7 +83,7 @@ class Watch:
 
 def _new_patience(loop: asyncio.AbstractEventLoop) -> Deadlines[Watch]:
     global _patience
-    _patience = Deadlines(PATIENCE, Watch._patience_is_up, loop)
+    _patience = Deadlines(WATCH_DELAY, Watch._start_watching, loop)
     return _patience
 
 

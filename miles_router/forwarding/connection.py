@@ -23,7 +23,7 @@ from miles_router.forwarding.framing import (
     MAX_STATUS,
     NO_BODY,
     UNTIL_CLOSE,
-    Excess,
+    ChunkOverhead,
     InvalidFraming,
     reply_body,
 )
@@ -32,9 +32,9 @@ from miles_router.forwarding.reply import Reply
 #: Unread bytes of one reply at which reading from the worker pauses; it resumes at half.
 HIGH_WATER = 2 * 1024 * 1024
 #: Bytes to read at once, and the high-water mark, while the backlog of all slow clients is above its limit.
-LITTLE = 16 * 1024
+SMALL_READ = 16 * 1024
 #: From this status on a reply may come from the engine's HTTP process alone and does not show that the engine works.
-ERRORS = 400
+FIRST_ERROR_STATUS = 400
 #: A machine that loses power closes no connection. The kernel probes after 30 s of silence and closes the connection,
 #: which fails the request, a minute later.
 KEEPALIVE = (
@@ -45,7 +45,7 @@ KEEPALIVE = (
 )
 
 
-class Home(Protocol):
+class ConnectionOwner(Protocol):
     """The owner of a connection: `upstream.Upstream`."""
 
     #: The read buffer shared by all connections. The event loop fills and empties it in one step.
@@ -65,7 +65,7 @@ class Home(Protocol):
         """Remove a connection that was lost."""
         ...
 
-    def slot_freed(self) -> None:
+    def release_slot(self) -> None:
         """Release the `max_connections` slot of a request that has ended."""
         ...
 
@@ -73,7 +73,7 @@ class Home(Protocol):
 class Connection(asyncio.BufferedProtocol):
     """A connection to a worker, used by one request at a time."""
 
-    def __init__(self, pool: Home, address: WorkerUrl) -> None:
+    def __init__(self, pool: ConnectionOwner, address: WorkerUrl) -> None:
         self._pool = pool
         self._address = address
         self._transport: asyncio.Transport | None = None
@@ -83,11 +83,11 @@ class Connection(asyncio.BufferedProtocol):
         self._pulse: Pulse | None = None  # counts signs of life of the engine; None if the request needs no engine work
         self._headers: RawHeaders = []
         self._head_bytes = 0
-        self._to_head = False  # the request was HEAD
+        self._is_head_request = False  # the request was HEAD
         self._body = NO_BODY
         self._remaining = 0  # bytes of a Content-Length body still to come
-        self._raw = False  # the rest of a Content-Length body bypasses the parser
-        self._excess: Excess | None = None  # for a chunked body
+        self._past_parser = False  # the rest of a Content-Length body bypasses the parser
+        self._excess: ChunkOverhead | None = None  # for a chunked body
         self._reusable = False
         self._reading_paused = False
         self.idle_since = 0.0
@@ -111,8 +111,8 @@ class Connection(asyncio.BufferedProtocol):
         self._reply = Reply(self, self._loop, self._pool.backlog)
         self._pulse = pulse
         self._headers, self._head_bytes = [], 0
-        self._to_head = head_request
-        self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
+        self._is_head_request = head_request
+        self._body, self._remaining, self._past_parser, self._excess = NO_BODY, 0, False, None
         self._reusable = False
         if len(body) <= INLINE_BODY:
             self._transport.write(head + body)
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.writelines((head, body))
         return self._reply
 
-    def done_with(self, reply: Reply) -> None:
+    def end_reply(self, reply: Reply) -> None:
         """End the reply: keep the connection for reuse if the exchange is complete, else close it."""
         if self._reply is reply:
             self._reply = None
@@ -130,9 +130,9 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self.abort()
         if reply.holds_slot:
-            self._pool.slot_freed()
+            self._pool.release_slot()
 
-    def awaits(self, pulse: Pulse) -> bool:
+    def is_awaiting(self, pulse: Pulse) -> bool:
         """Return True if the engine with this pulse still owes (a part of) the reply."""
         return self._pulse is pulse and self._reply is not None and not self._reply.complete
 
@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
             self._reading_paused = True
             self._transport.pause_reading()
             if self._reply is not None:
-                self._reply.held_up = True
+                self._reply.was_paused = True
 
     def resume(self) -> None:
         """Continue reading from the worker."""
@@ -189,7 +189,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         pool = self._pool
-        return pool.read_buffer if pool.backlog.size <= MAX_BACKLOG else pool.read_buffer[:LITTLE]
+        return pool.read_buffer if pool.backlog.size <= MAX_BACKLOG else pool.read_buffer[:SMALL_READ]
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
@@ -200,8 +200,8 @@ class Connection(asyncio.BufferedProtocol):
             self._reusable = False
             return
         data = self._pool.read_buffer[:nbytes]
-        if self._raw:
-            self._raw_body(reply, bytes(data))
+        if self._past_parser:
+            self._receive_raw(reply, bytes(data))
         else:
             self._parse(reply, data)
         reply._wake()
@@ -227,9 +227,9 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
             if excess is not None:
-                excess.received(len(data))
+                excess.count_received(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
-            reply.complete |= reply.head_seen and self._to_head
+            reply.complete |= reply.head_seen and self._is_head_request
             if not reply.complete:
                 self._invalid(reply, f"{self._address.url} sent invalid HTTP: {error.__context__ or error}")
             self._reusable = False
@@ -238,18 +238,18 @@ class Connection(asyncio.BufferedProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_REPLY_HEAD:
                 self._invalid(reply, f"{self._address.url} sent a reply head of more than {MAX_REPLY_HEAD} bytes")
-        elif self._to_head:
+        elif self._is_head_request:
             if not reply.complete:
                 # The parser waits for a body that HEAD replies announce and never send.
                 reply.complete, self._parser = True, None
         elif self._remaining:
-            self._raw, self._parser = True, None
+            self._past_parser, self._parser = True, None
 
     def _invalid(self, reply: Reply, message: str) -> None:
         reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamInvalidResponse(message))
         self.abort()
 
-    def _raw_body(self, reply: Reply, data: bytes) -> None:
+    def _receive_raw(self, reply: Reply, data: bytes) -> None:
         if len(data) > self._remaining:
             data = data[: self._remaining]
             self._reusable = False
@@ -260,15 +260,15 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
-        if self._pulse is not None and reply.status < ERRORS:
+        if self._pulse is not None and reply.status < FIRST_ERROR_STATUS:
             self._pulse.beats += 1
             self._pulse.heard_at = self._loop.time()
         buffered = reply._add(data)
-        if buffered > LITTLE and reply._sink is None and buffered > self._high_water():
+        if buffered > SMALL_READ and reply._sink is None and buffered > self._high_water():
             self.pause()
 
     def _high_water(self) -> int:
-        return HIGH_WATER if self._pool.backlog.size <= MAX_BACKLOG else LITTLE
+        return HIGH_WATER if self._pool.backlog.size <= MAX_BACKLOG else SMALL_READ
 
     # httptools callbacks
 
@@ -290,11 +290,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         if status > MAX_STATUS:
             raise InvalidFraming(f"{status} is not a valid status of a reply")
-        self._body = reply_body(status, self._headers, to_head=self._to_head)
+        self._body = reply_body(status, self._headers, to_head=self._is_head_request)
         self._remaining = max(0, self._body)
-        self._excess = Excess() if self._body == CHUNKED else None
+        self._excess = ChunkOverhead() if self._body == CHUNKED else None
         # Bytes after a reply to HEAD cannot be told apart from the next reply.
-        self._reusable = self._parser.should_keep_alive() and not self._to_head
+        self._reusable = self._parser.should_keep_alive() and not self._is_head_request
         reply.status, reply.headers, reply.head_seen = status, self._headers, True
 
     def on_body(self, data: bytes) -> None:
@@ -305,7 +305,7 @@ class Connection(asyncio.BufferedProtocol):
             self._reusable = False  # a body where this reply must not have one
             return
         if self._excess is not None:
-            self._excess.piece(len(data))
+            self._excess.count_body(len(data))
         elif self._remaining:
             self._remaining -= len(data)
         self._deliver(reply, data)

@@ -37,6 +37,6 @@ class Forwarded:
         if self._names is not None:
             streams = (first_header(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
             # The engine may have refused because it still has the name. It aborts a stream's name 2 s after the end.
-            self._names.end(forgotten=answered and self.reply.exhausted and not streams)
+            self._names.end(released=answered and self.reply.exhausted and not streams)
         self.reply.close()
         lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)

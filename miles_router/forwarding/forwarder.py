@@ -32,7 +32,7 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
 from miles_router.forwarding.translating import translation_for
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
-from miles_router.forwarding.used_names import LeftRequests, NameUse, UsedNames
+from miles_router.forwarding.used_names import AbandonedRequests, NameUse, UsedNames
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Forwarder:
     ) -> None:
         self._in_flight = in_flight
         self._used_names = UsedNames()
-        self.left = LeftRequests(self._used_names, upstream, fleet.pool)
+        self.abandoned = AbandonedRequests(self._used_names, upstream, fleet.pool)
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
@@ -85,9 +85,9 @@ class Forwarder:
         unable: tuple[Worker, ...] = ()
         tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
-            barred = _barred(flight)
+            barred = _excluded_workers(flight)
             excluded, generates = (*request.tried, *unable, *barred), request.generates
-            rank = self._ranks.wished(request) if self._fleet.pool.snapshot.ranked else None
+            rank = self._ranks.requested_rank(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
             unit = lease.unit
             worker = unit.worker
@@ -98,14 +98,15 @@ class Forwarder:
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)
-                if not self._others(request, (*request.tried, *unable, *barred)):
+                if not self._has_other_workers(request, (*request.tried, *unable, *barred)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
-                self._unreachable(lost, error)
-                if len(request.tried) > self._max_retries or not self._others(request, (*request.tried, *barred)):
+                self._record_unreachable(lost, error)
+                replaceable = self._has_other_workers(request, (*request.tried, *barred))
+                if len(request.tried) > self._max_retries or not replaceable:
                     error.attempts = len(request.tried)
                     raise
                 self._metrics.retries += 1
@@ -117,7 +118,7 @@ class Forwarder:
         """Send to the leased unit. If a kept-alive connection was lost, send once more, with new generation names.
 
         Raises:
-            The errors of `_ask`.
+            The errors of `_send_to_unit`.
         """
         try:
             return await self._open_once(lease, request, flight)
@@ -129,16 +130,16 @@ class Forwarder:
     async def _open_once(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
         request.names = None
         try:
-            reply = await self._ask(lease.unit, request, flight)
+            reply = await self._send_to_unit(lease.unit, request, flight)
         except BaseException as error:
             if request.names is not None:
                 unwritten = isinstance(error, NotAdmitted) and not isinstance(error, PairInterrupted)
-                request.names.end(forgotten=unwritten)
+                request.names.end(released=unwritten)
                 request.names = None if unwritten else request.names
             raise
         return Forwarded(lease, reply, request.names)
 
-    async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+    async def _send_to_unit(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Send the request to one unit in the form that its engine needs.
 
         Raises:
@@ -150,25 +151,25 @@ class Forwarder:
         if request.computes and (engine is None or engine.translates):
             engine = await self._fleet.engine(worker)
         if request.generates and worker.role is Role.DECODE:
-            return await self._ask_pair(unit, request, flight)
+            return await self._send_to_pair(unit, request, flight)
         translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
             translation = await translation_for(self._upstream, worker, engine, request)
         given = self._given_names(request) if translation is None else None
-        if translation is None and self._needs_others(request, flight, [worker], given):
+        if translation is None and self._must_rename(request, flight, [worker], given):
             translation = RenamedRequest(endpoint(request.path), request.body, read_json)
-        self._use(request, [worker], given, None if translation is None else translation.rids.values())
+        self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
         if flight is not None and translation is not None:
             flight.inward |= translation.rids
         if isinstance(translation, Parts):
             return await ask_parts(
                 translation,
-                lambda part, slot: self._ask_as(unit, request, part, flight, slot=slot),
+                lambda part, slot: self._send_translated(unit, request, part, flight, slot=slot),
                 self._max_answer_bytes,
             )
-        return await self._ask_as(unit, request, translation, flight)
+        return await self._send_translated(unit, request, translation, flight)
 
-    async def _ask_as(
+    async def _send_translated(
         self,
         unit: Unit,
         request: Outgoing,
@@ -177,7 +178,7 @@ class Forwarder:
         *,
         slot: bool = True,
     ) -> Reply | HeldReply | RewrittenStream:
-        """Send a (translated) request to one unit and translate its reply back. Raises the errors of `_ask`."""
+        """Send a (translated) request to one unit and translate its reply. Raises the errors of `_send_to_unit`."""
         worker = unit.worker
         version = worker.weight_version
         if request.generates:
@@ -203,7 +204,7 @@ class Forwarder:
         """
         return given_names(endpoint(request.path), request.body, read_json) if request.computes else None
 
-    def _needs_others(
+    def _must_rename(
         self, request: Outgoing, flight: Flight | None, workers: Sequence[Worker], given: Sequence[str] | None
     ) -> bool:
         """Return True if the client's names must be replaced: they are unsafe for the engines, or may still be in use.
@@ -218,7 +219,7 @@ class Forwarder:
         private = self._in_flight.private or (flight is not None and flight.private)
         return needs_others(endpoint(request.path), request.body, read_json, private=private)
 
-    def _use(
+    def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
     ) -> None:
         """Record the generation names that the workers get: the client's (`given`) or their replacements (`others`)."""
@@ -243,12 +244,12 @@ class Forwarder:
         if unit.rank is None:
             reply = await send(self._upstream, worker, request, target=target, body=body, slot=slot, admit=admit)
         else:
-            reply = await self._ask_rank(unit, request, target, body, admit, slot=slot)
+            reply = await self._send_to_rank(unit, request, target, body, admit, slot=slot)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
-    async def _ask_rank(
+    async def _send_to_rank(
         self, unit: Unit, request: Outgoing, target: bytes | None, body: bytes | None, admit: Admit, *, slot: bool
     ) -> Reply:
         """Send a generation so that the unit's rank answers it."""
@@ -263,10 +264,10 @@ class Forwarder:
             slot=slot,
             admit=admit,
         )
-        self._ranks.watch(reply, unit, pin.rank, request.path)
+        self._ranks.check_reply(reply, unit, pin.rank, request.path)
         return reply
 
-    async def _ask_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+    async def _send_to_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Lease a prefill worker, and send the request to it and to the decode worker.
 
         The prefix cache that is recorded is the prefill worker's.
@@ -274,14 +275,14 @@ class Forwarder:
         Raises:
             PrefillLost: the prefill worker is unreachable.
             CannotServe: the pair cannot answer this request correctly; it was not sent.
-            The errors of `_ask`.
+            The errors of `_send_to_unit`.
         """
-        self._ranks.check_unwished(request)
+        self._ranks.check_no_rank(request)
         paired = (decode.worker.engine or USUAL).paired(endpoint(request.path), request.body, read_json)
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
-        excluded = (*request.tried, *_barred(flight))
+        excluded = (*request.tried, *_excluded_workers(flight))
         lease = self._fleet.lease_prefill(request.key, excluded, prompt_tokens(request.body), request.body)
         prefill = lease.unit
         worker = prefill.worker
@@ -294,10 +295,10 @@ class Forwarder:
             halves.check()
             body, names = paired.body, NO_NAMES
             workers, given = [worker, decode.worker], self._given_names(request)
-            if history.sendings or self._needs_others(request, flight, workers, given):
+            if history.attempts or self._must_rename(request, flight, workers, given):
                 body, names = Names.renamed(endpoint(request.path), body, read_json)
-            self._use(request, workers, given, names.inward.values() if names else None)
-            history.sendings += 1
+            self._record_names(request, workers, given, names.inward.values() if names else None)
+            history.attempts += 1
             if flight is not None:
                 flight.inward |= names.inward
             caches, now = worker.caches, worker.caches.number
@@ -338,13 +339,13 @@ class Forwarder:
 
         A body of None means that the request's own body is sent.
         """
-        cache = worker.caches.choose(None if flight is None else flight.goes_on)
-        if cache and await self._keyed(worker, request, translation):
+        cache = worker.caches.choose(None if flight is None else flight.continued_cache)
+        if cache and await self._takes_cache_key(worker, request, translation):
             engine = worker.engine or USUAL
             return engine.with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
         return body, 0
 
-    async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
+    async def _takes_cache_key(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
         """Return True if the engine supports a cache key in this request; if not, count and log it."""
         facts = await self._fleet.facts(worker.url)
         encoded = any(name == b"content-encoding" for name, _ in request.headers)
@@ -363,15 +364,15 @@ class Forwarder:
 
         The gate is closed, or the new session has no room, or an abort is in progress that could match its names.
         """
-        return request.generates and bool(self._in_flight.orders or self._is_barred(request, flight))
+        return request.generates and bool(self._in_flight.orders or self._must_wait_at_gate(request, flight))
 
-    def _is_barred(self, request: Outgoing, flight: Flight) -> bool:
+    def _must_wait_at_gate(self, request: Outgoing, flight: Flight) -> bool:
         """Return True if the gate is closed or the new session has no room.
 
         A request that continues sampled tokens begins no session.
         """
         gate = self._fleet.gate
-        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.goes_on is None
+        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.continued_cache is None
         if gate.closed or not begins:
             return gate.closed
         return gate.queue.must_wait(request.key, prompt_tokens(request.body))
@@ -393,13 +394,13 @@ class Forwarder:
         gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
             await gate.wait(waiting, came_at)
-            if request.key is not None and self._is_barred(request, waiting):
+            if request.key is not None and self._must_wait_at_gate(request, waiting):
                 with gate.waiting(waiting):
                     await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
                 return  # no `await` before it takes its room, so no other request can take it first
             await self._in_flight.past_orders(request.body)
-            if not self._is_barred(request, waiting):
+            if not self._must_wait_at_gate(request, waiting):
                 return
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
@@ -419,7 +420,7 @@ class Forwarder:
             if waiting.aborted:
                 raise FleetPaused(ABORTED)
 
-    def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
+    def _record_unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         if not error.timed_out:
             if error.refused:
@@ -427,11 +428,11 @@ class Forwarder:
         elif not self._fleet.snapshot.excuses(worker, self._upstream.signs(worker), self._upstream.connect_timeout):
             self._fleet.record_silence(worker, str(error))
 
-    def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
+    def _has_other_workers(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
         snapshot = self._fleet.snapshot
         return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))
 
 
-def _barred(flight: Flight | None) -> Collection[Worker]:
+def _excluded_workers(flight: Flight | None) -> Collection[Worker]:
     """Return the workers that must not get the request now."""
-    return () if flight is None or flight.barred is None else flight.barred()
+    return () if flight is None or flight.excluded_workers is None else flight.excluded_workers()

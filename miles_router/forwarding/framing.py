@@ -104,7 +104,7 @@ class TooMuchAround(InvalidFraming):
     """A peer sent too many bytes around a chunked body."""
 
 
-class Excess:
+class ChunkOverhead:
     """A counter of the bytes around one chunked body: size lines, extensions, trailers.
 
     The router drops them, but without a limit a peer could send them forever.
@@ -115,12 +115,12 @@ class Excess:
     def __init__(self) -> None:
         self._bytes = 0
 
-    def piece(self, size: int) -> None:
-        """Count `size` bytes of the body; call it before `received` for the bytes that contain them."""
+    def count_body(self, size: int) -> None:
+        """Count `size` bytes of the body; call it before `count_received` for the bytes that contain them."""
         self._bytes -= size + CHUNK_FRAME
 
-    def received(self, size: int) -> None:
-        """Count `size` bytes that arrived; `piece` was called for the body bytes among them.
+    def count_received(self, size: int) -> None:
+        """Count `size` bytes that arrived; `count_body` was called for the body bytes among them.
 
         Raises:
             TooMuchAround: more than `MAX_EXCESS` bytes were not part of the body.

@@ -22,12 +22,12 @@ DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 class PairHistory:
     """The history of one request's attempts at prefill/decode pairs."""
 
-    __slots__ = ("interrupted", "sendings", "versions")
+    __slots__ = ("attempts", "interruptions", "versions")
 
     def __init__(self) -> None:
-        self.sendings = 0
+        self.attempts = 0
         #: How many attempts ended because weights changed in the meantime.
-        self.interrupted = 0
+        self.interruptions = 0
         #: The weight version that each prefill worker reported last.
         self.versions: dict[Worker, str] = {}
 

@@ -38,7 +38,7 @@ from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, Re
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 
 #: Seconds to wait after one worker's failure, because the other worker's answer may contain the reason.
-PATIENCE = 10.0
+REASON_TIMEOUT = 10.0
 #: How often one request is repeated because weights changed in the meantime.
 MAX_INTERRUPTIONS = 8
 
@@ -86,7 +86,7 @@ class Halves:
     decode: Worker
 
     @property
-    def place(self) -> tuple[str, int]:
+    def bootstrap_address(self) -> tuple[str, int]:
         """Host and bootstrap port of the prefill worker, where the decode worker fetches the KV cache."""
         worker = self.prefill.worker
         assert worker.bootstrap_port is not None
@@ -153,12 +153,12 @@ class PairExchange:
         self._paired = paired
         self._names = names
         engine = halves.decode.engine or USUAL
-        self._body = engine.with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
+        self._body = engine.with_room(body, *halves.bootstrap_address, random.getrandbits(ROOM_BITS))
         self._admit = admit
-        self._cut = cut
+        self._was_cut = cut
         self._limit = limit
         self._weights = halves.weights()
-        self._decoding: Reply | None = None
+        self._decode_reply: Reply | None = None
 
     async def open(self, flight: Flight | None) -> PairReply:
         """Send the request to both workers, and wait until the reply for the client is certain.
@@ -176,13 +176,13 @@ class PairExchange:
             await self._wait(prefill, decode)
             answer = prefill.result() if prefill.done() else None
             if isinstance(answer, PrefillAnswer) and decode.result().status == OK:
-                reply = await self._answer(answer, decode.result())
+                reply = await self._join_answers(answer, decode.result())
             else:
                 held = answer if isinstance(answer, HeldReply) else None
                 reply = await self._refusal(held, decode.result() if decode.done() else None)
             if isinstance(reply, HeldReply):
                 return reply
-            self._decoding = None  # the caller closes it
+            self._decode_reply = None  # the caller closes it
             return reply
         finally:
             for task in (prefill, decode):
@@ -191,13 +191,13 @@ class PairExchange:
             for task in (prefill, decode):
                 if not task.cancelled():
                     task.exception()  # mark it as retrieved, or asyncio logs it
-            if self._decoding is not None:
-                self._decoding.close()
+            if self._decode_reply is not None:
+                self._decode_reply.close()
 
     async def _wait(self, prefill: asyncio.Task[PrefillAnswer | HeldReply], decode: asyncio.Task[Reply]) -> None:
         """Wait until both tasks are done, or one result decides the reply alone (the other task might never end).
 
-        After one worker's failure, wait up to PATIENCE for the other worker, whose answer may contain the reason.
+        After one worker's failure, wait up to REASON_TIMEOUT for the other worker, whose answer may contain the reason.
 
         Raises:
             The errors of either task.
@@ -215,7 +215,7 @@ class PairExchange:
             if status not in (None, OK) and not failed:
                 return
             going = {each for each in (prefill, decode) if not each.done()}
-            done, _ = await asyncio.wait(going, timeout=PATIENCE if failed else None, return_when=FIRST_COMPLETED)
+            done, _ = await asyncio.wait(going, timeout=REASON_TIMEOUT if failed else None, return_when=FIRST_COMPLETED)
             if not done:
                 return
 
@@ -245,7 +245,7 @@ class PairExchange:
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:
-            return self._held(reply, rows.as_it_came(body))
+            return self._buffered_reply(reply, rows.as_it_came(body))
         try:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
@@ -255,14 +255,14 @@ class PairExchange:
         if answer.outcome == "handed_over":
             self._check_first_token(answer)
             return answer
-        return self._held(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
+        return self._buffered_reply(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
         """Send to the decode worker, and return its reply, whose head has arrived."""
-        self._decoding = await send(
+        self._decode_reply = await send(
             self._upstream, self._halves.decode, self._request, body=self._body, admit=self._admit
         )
-        return self._decoding
+        return self._decode_reply
 
     async def _refusal(self, prefill: HeldReply | None, decode: Reply | None) -> PairReply:
         """Return the client's reply if there is no answer: an abort, a refusal, or the reason of a failure.
@@ -274,21 +274,21 @@ class PairExchange:
             return prefill
         refusal, said = prefill, b"" if prefill is None else prefill.beginning
         if decode is not None and decode.status != OK:
-            refusal = self._held(decode, [await decode.read_all(self._limit)])
+            refusal = self._buffered_reply(decode, [await decode.read_all(self._limit)])
             said += refusal.beginning
         elif decode is not None:
             with suppress(TimeoutError):  # a stream whose first bytes contain the reason, or no bytes
-                said += await tasks.within(PATIENCE, decode.begun(), name="decode half's reason")
-        if self._cut() or says_aborted(said):
+                said += await tasks.within(REASON_TIMEOUT, decode.peek(), name="decode half's reason")
+        if self._was_cut() or says_aborted(said):
             raise PairInterrupted(cut=True)
         assert refusal is not None
         return refusal
 
-    async def _answer(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
+    async def _join_answers(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
         """Return the decode worker's answer, completed with the prefill worker's data. Raises the errors of `open`."""
         try:
             if _is_stream(reply):
-                return await self._stream(prefill, reply)
+                return await self._join_stream(prefill, reply)
             body, rows = await self._read(reply)
         except UpstreamBroken as error:  # the client has received nothing, so a retry is safe
             raise UpstreamUnreachable(str(error)) from error
@@ -297,7 +297,7 @@ class PairExchange:
             whole = one_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
-        return self._held(reply, whole)
+        return self._buffered_reply(reply, whole)
 
     async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
         """Read the rest of a reply. Return it without its row strings (large base64 fields), and the row strings.
@@ -314,12 +314,12 @@ class PairExchange:
                 raise UpstreamInvalidResponse(f"the reply is longer than {self._limit} bytes")
         return b"".join((*remains, rows.end())), rows
 
-    def _held(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
+    def _buffered_reply(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
         """Return a complete reply with the client's generation names."""
         named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
         return HeldReply(reply.status, reply.headers, named, failed=failed)
 
-    async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
+    async def _join_stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
         """Return the decode worker's stream after its first bytes have arrived.
 
         Its events cannot express that the first token was sampled with other weights, so the versions must be equal.
@@ -328,19 +328,19 @@ class PairExchange:
             PairInterrupted: the weight versions differ, or a pause or an abort made the stream fail.
             UpstreamInvalidResponse: the weights changed in too many attempts.
         """
-        first_bytes = await reply.begun()
-        if fails(first_bytes) and (self._cut() or says_aborted(first_bytes)):
+        first_bytes = await reply.peek()
+        if fails(first_bytes) and (self._was_cut() or says_aborted(first_bytes)):
             raise PairInterrupted(cut=True)
         said = first_version(first_bytes) or self._halves.decode.weight_version
         if None not in (prefill.version, said) and prefill.version != said:
-            self._ask_again(f"{self._halves.decode.url} has weights {said}, its prefill worker {prefill.version}")
+            self._interrupt(f"{self._halves.decode.url} has weights {said}, its prefill worker {prefill.version}")
         if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
         rows = RowStrings(self._paired.rows)
-        theirs = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
+        prefill_metas = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
 
         def rewrite(event: Event) -> bytes:
-            joined = one_event(event, rows, prefill, theirs, self._paired) if theirs else None
+            joined = one_event(event, rows, prefill, prefill_metas, self._paired) if prefill_metas else None
             written, *others = joined or [event.raw]
             return b"".join((self._names.outward(written), *others))
 
@@ -363,11 +363,11 @@ class PairExchange:
         changed = self._halves.weights().prefill != self._weights.prefill
         behind = None not in (before, prefill.version) and before != prefill.version
         if changed or behind or prefill.several_versions:
-            self._ask_again(f"the weights of {worker.url} changed while it computed the prompt")
+            self._interrupt(f"the weights of {worker.url} changed while it computed the prompt")
 
-    def _ask_again(self, reason: str) -> None:
-        self._history.interrupted += 1
-        if self._history.interrupted > MAX_INTERRUPTIONS:
+    def _interrupt(self, reason: str) -> None:
+        self._history.interruptions += 1
+        if self._history.interruptions > MAX_INTERRUPTIONS:
             raise UpstreamInvalidResponse(f"it is unknown which weights sampled the first token: {reason}")
         raise PairInterrupted(cut=False)
 

@@ -10,7 +10,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.engine import Parts, Translation
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.forwarding.reply import Look, Reply, read_whole
+from miles_router.forwarding.reply import Observer, Reply, read_whole
 from miles_router.forwarding.translated import OK, HeldReply, RewrittenStream
 
 PartReply = Reply | HeldReply | RewrittenStream
@@ -37,7 +37,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
     answered: PartReply | MergedStream | None = None
     try:
         await tasks.together([ask_one(*each) for each in enumerate(parts.parts)], name="ask part")
-        answered = await _joined([replies[place] for place in range(len(parts.parts))], limit)
+        answered = await _join_replies([replies[place] for place in range(len(parts.parts))], limit)
         return answered
     finally:
         if not isinstance(answered, MergedStream):
@@ -46,7 +46,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
                     reply.close()
 
 
-async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | MergedStream:
+async def _join_replies(replies: Sequence[PartReply], limit: int) -> PartReply | MergedStream:
     refused = next((reply for reply in replies if reply.status != OK), None)
     if refused is not None:
         return refused
@@ -73,15 +73,15 @@ class MergedStream:
         #: True when every byte was read.
         self.exhausted = False
         self._streams = streams
-        self._ended = 0  # streams that sent their last event
+        self._ended_streams = 0  # streams that sent their last event
         self._reading: dict[asyncio.Task[bytes], RewrittenStream] = {}
-        self._unread = [*streams]
+        self._idle_streams = [*streams]
 
-    def show(self, look: Look) -> None:
-        """Show the first stream's pieces to `look` (see `Reply.show`)."""
-        self._streams[0].show(look)
+    def observe(self, observer: Observer) -> None:
+        """Show the first stream's pieces to `observer` (see `Reply.observe`)."""
+        self._streams[0].observe(observer)
 
-    def take(self) -> bytes:
+    def read_available(self) -> bytes:
         """Return b"": events are available only from `read`."""
         return b""
 
@@ -92,28 +92,28 @@ class MergedStream:
             The errors of `RewrittenStream.read`.
         """
         while not self.exhausted:
-            for stream in self._unread:
+            for stream in self._idle_streams:
                 task = asyncio.get_running_loop().create_task(stream.read(), name="read part")
                 self._reading[task] = stream
-            self._unread.clear()
+            self._idle_streams.clear()
             await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
-            events = self._read()
-            if not self._reading and not self._unread:
+            events = self._collect_events()
+            if not self._reading and not self._idle_streams:
                 self.exhausted = True
-                events += LAST_EVENT if self._ended == len(self._streams) else b""
+                events += LAST_EVENT if self._ended_streams == len(self._streams) else b""
             if events:
                 return events
         return b""
 
-    def _read(self) -> bytes:
+    def _collect_events(self) -> bytes:
         pieces = []
         for task in [each for each in self._reading if each.done()]:
             stream = self._reading.pop(task)
             piece = task.result()
             if not piece:
                 continue
-            self._unread.append(stream)
-            self._ended += piece.endswith(LAST_EVENT)
+            self._idle_streams.append(stream)
+            self._ended_streams += piece.endswith(LAST_EVENT)
             pieces.append(piece.removesuffix(LAST_EVENT))
         return b"".join(pieces)
 
@@ -129,12 +129,12 @@ class MergedStream:
         """Close all streams."""
         for task in self._reading:
             task.cancel()
-            task.add_done_callback(_look_at)
+            task.add_done_callback(_retrieve_exception)
         for stream in self._streams:
             stream.close()
 
 
-def _look_at(task: asyncio.Task[bytes]) -> None:
+def _retrieve_exception(task: asyncio.Task[bytes]) -> None:
     """Mark the exception of a cancelled read as retrieved, or asyncio logs it."""
     if not task.cancelled():
         task.exception()

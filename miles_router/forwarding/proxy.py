@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Move, Relief
+from miles_router.asgi.flight import Flight, Move, ReplyReceiver
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -68,7 +68,7 @@ class Proxy:
         request = self._outgoing(scope, exchange, body)
         flight = exchange.flight
         request.preferred = flight.preferred
-        flight.movable = request.key is None and request.path == GENERATE and flight.goes_on is None
+        flight.movable = request.key is None and request.path == GENERATE and flight.continued_cache is None
         self._in_flight.enter(exchange, body)
         try:
             while True:
@@ -82,24 +82,24 @@ class Proxy:
                     with Watch(receive, self._request_timeout) as watch:
                         flight.stop = watch.stop
                         if isinstance(send, Outlet):
-                            relief = await self._forward(request, flight, scope, receive, send)
+                            receiver = await self._forward(request, flight, scope, receive, send)
                         else:
-                            relief = await self._forward_to_layer(request, flight, scope, receive, send)
+                            receiver = await self._forward_to_layer(request, flight, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
                     flight.worker_url = None  # no worker has the request now
-                    if isinstance(interrupted, PairInterrupted) and _is_over(interrupted, exchange, scope["path"]):
+                    if isinstance(interrupted, PairInterrupted) and _is_final(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 finally:
                     flight.stop = None
         except ClientDisconnected:
-            self._forwarder.left.abort(request)
+            self._forwarder.abandoned.abort(request)
             raise
         finally:
             self._in_flight.leave(exchange)
-        if relief is not None:
-            await relief.finish()
+        if receiver is not None:
+            await receiver.finish()
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
         return outgoing(scope, exchange.request_id, body, self._affinity)
@@ -123,33 +123,35 @@ class Proxy:
 
     async def _forward(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Relief | None:
+    ) -> ReplyReceiver | None:
         """Send the request to a worker and relay its reply.
 
-        Return None if the client has its answer. If another worker continues the generation, return the Relief that
-        received the reply and answers the client.
+        Return None if the client has its answer. If another worker continues the generation, return the receiver that
+        took the reply and will answer the client.
         """
         forwarded = await self._forwarder.open(request, flight)
         flight.first_byte_at = time.perf_counter()
-        relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
+        receiver = None if flight.move is None else self._reply_receiver(flight.move, flight, scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
-            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, end)
+            await relay(forwarded.reply, send if receiver is None else receiver.receive, self._metrics, end)
         except UpstreamBroken:
-            if relief is None:
+            if receiver is None:
                 raise
         finally:
             forwarded.close()
-        return relief
+        return receiver
 
     def _forward_to_layer(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Relief | None]:
+    ) -> Coroutine[Any, Any, ReplyReceiver | None]:
         """Call `_forward` for a request whose `send` is wrapped by a layer. Tracing overrides it."""
         return self._forward(request, flight, scope, receive, send)
 
-    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
-        return move.relief(scope, receive, send)
+    def _reply_receiver(
+        self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> ReplyReceiver | None:
+        return move.reply_receiver(scope, receive, send)
 
 
 def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
@@ -167,7 +169,7 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     ):
         return None
     end = StreamEnd(path)
-    reply.show(end.look)
+    reply.observe(end.look)
     return end
 
 
@@ -188,10 +190,10 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         }
     )
     if isinstance(reply, Reply) and not reply.complete and isinstance(send, Outlet) and send.sink is not None:
-        await reply.pour(send.sink, metrics)
+        await reply.pipe_to(send.sink, metrics)
     more = True
     while more:
-        chunk = reply.take() or await reply.read()
+        chunk = reply.read_available() or await reply.read()
         more = not reply.exhausted
         metrics.bytes_out += len(chunk)
         missing = None if more or end is None else end.missing()
@@ -201,7 +203,7 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
-def _is_over(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:
+def _is_final(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:
     """Return True if the request must not be sent again.
 
     A client aborted it, or it is a `/generate` request that was cut, which another layer or the client resumes.

@@ -43,7 +43,7 @@ class Ranks:
         self._fleet = fleet
         self._metrics = metrics
 
-    def wished(self, request: Outgoing) -> int | None:
+    def requested_rank(self, request: Outgoing) -> int | None:
         """Return the rank that the client asks for in a generation, or None.
 
         Raises:
@@ -51,7 +51,7 @@ class Ranks:
         """
         return self._wish(request).rank if request.generates else None
 
-    def check_unwished(self, request: Outgoing) -> None:
+    def check_no_rank(self, request: Outgoing) -> None:
         """Check that a request to a prefill/decode pair asks for no rank: it could mean either worker.
 
         Raises:
@@ -91,7 +91,7 @@ class Ranks:
             return Pin(request.headers, body, None)
         return Pin(*pinned, rank)
 
-    def watch(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
+    def check_reply(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
         """Check in the reply that `rank` answers; report a different one to the fleet. Not all replies name a rank."""
         events = (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS)
         reader = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
@@ -105,4 +105,4 @@ class Ranks:
                 self._fleet.rank_ignored(unit, f"a request to {path} for rank {rank} was answered by rank {answered}")
             return answered is not None
 
-        reply.show(look)
+        reply.observe(look)

@@ -17,7 +17,7 @@ JOIN_LIMIT = 64 * 1024
 #: Bytes at the end of each of the last two pieces that are kept after reading.
 END = 4096
 #: An observer: it gets a piece of a body, and returns True when it needs no more.
-Look = Callable[[bytes], bool]
+Observer = Callable[[bytes], bool]
 
 
 class CountsBytes(Protocol):
@@ -33,7 +33,7 @@ class ReplySource(Source, Protocol):
         """Resume reading from the worker if few enough bytes are still `buffered`."""
         ...
 
-    def done_with(self, reply: Reply) -> None:
+    def end_reply(self, reply: Reply) -> None:
         """End the reply: reuse or close the connection."""
         ...
 
@@ -48,17 +48,17 @@ class Reply:
         "_connection",
         "_error",
         "_last",
-        "_looks",
         "_loop",
         "_metrics",
+        "_observers",
         "_sink",
         "_waiter",
         "complete",
         "head_seen",
         "headers",
-        "held_up",
         "holds_slot",
         "status",
+        "was_paused",
     )
 
     def __init__(self, connection: ReplySource, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
@@ -66,7 +66,7 @@ class Reply:
         self.headers: RawHeaders = []
         self.head_seen = False
         self.complete = False  # every byte has arrived, but not necessarily been read
-        self.held_up = False  # reading was paused for a slow client, so the end time is not the worker's
+        self.was_paused = False  # reading was paused for a slow client, so the end time is not the worker's
         self.holds_slot = False  # it takes one of the `max_connections`
         self._last = (b"", b"")  # the ends of the last two pieces that arrived
         self._connection: ReplySource | None = connection
@@ -75,7 +75,7 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._sink: Sink | None = None
-        self._looks: list[Look] = []
+        self._observers: list[Observer] = []
         self._loop = loop
         self._backlog = backlog
 
@@ -91,7 +91,7 @@ class Reply:
         Two, because the end event of a stream may arrive as a piece of its own. Empty if reading was paused for a slow
         client: the time of the end then shows nothing about the worker.
         """
-        return b"" if self.held_up else b"".join(self._last)
+        return b"" if self.was_paused else b"".join(self._last)
 
     async def head(self) -> None:
         """Wait for status and headers.
@@ -101,7 +101,7 @@ class Reply:
             UpstreamInvalidResponse: the worker did not send valid HTTP.
         """
         while not self.head_seen:
-            await self._more()
+            await self._wait_for_more()
 
     async def read(self) -> bytes:
         """Wait for the next bytes of the body and return them; b"" after the last.
@@ -112,20 +112,20 @@ class Reply:
         while not self._chunks:
             if self.complete:
                 return b""
-            await self._more()
-        return self.take()
+            await self._wait_for_more()
+        return self.read_available()
 
-    async def begun(self) -> bytes:
+    async def peek(self) -> bytes:
         """Wait for the first bytes of the body and return them without consuming them; b"" for an empty body.
 
         Raises:
             UpstreamBroken: the connection was lost before the first bytes.
         """
         while not self._chunks and not self.complete:
-            await self._more()
+            await self._wait_for_more()
         return self._chunks[0] if self._chunks else b""
 
-    async def pour(self, sink: Sink, metrics: CountsBytes) -> None:
+    async def pipe_to(self, sink: Sink, metrics: CountsBytes) -> None:
         """Write the body to `sink` as it arrives, without waking a task for each piece. The bytes that arrive together
         with the end of the body are left for `read`.
 
@@ -135,25 +135,25 @@ class Reply:
         assert self._connection is not None
         self._sink, self._metrics = sink, metrics
         try:
-            self._flow()
+            self._write_to_sink()
             self._connection.resume()  # from now on the sink pauses and resumes the connection
-            sink.fed_by(self._connection)
+            sink.set_source(self._connection)
             while not self.complete:
-                await self._more()
+                await self._wait_for_more()
         finally:
             self._sink = None
-            sink.fed_by(None)
+            sink.set_source(None)
 
-    def take(self) -> bytes:
+    def read_available(self) -> bytes:
         """Return bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
         if not self._chunks:
             return b""
-        chunk = self._next()
-        if self.held_up and self._connection is not None:
+        chunk = self._next_chunk()
+        if self.was_paused and self._connection is not None:
             self._connection.reader_caught_up(self._buffered)
         return chunk
 
-    def _next(self) -> bytes:
+    def _next_chunk(self) -> bytes:
         if len(self._chunks) > 1 and self._buffered <= JOIN_LIMIT:
             chunk = b"".join(self._chunks)
             self._chunks.clear()
@@ -163,10 +163,10 @@ class Reply:
         self._backlog.size -= len(chunk)
         return chunk
 
-    def show(self, look: Look) -> None:
-        """Call `look` with each unread and each future piece of the body, until it returns True."""
-        if not any(look(chunk) for chunk in self._chunks):
-            self._looks.append(look)
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` with each unread and each future piece of the body, until it returns True."""
+        if not any(observer(chunk) for chunk in self._chunks):
+            self._observers.append(observer)
 
     async def read_all(self, limit: int) -> bytes:
         """Read and return the rest of the body.
@@ -184,19 +184,19 @@ class Reply:
             self._chunks.clear()
             self._backlog.size -= self._buffered
             self._buffered = 0
-            connection.done_with(self)
+            connection.end_reply(self)
 
-    def _more(self) -> asyncio.Future[None]:
+    def _wait_for_more(self) -> asyncio.Future[None]:
         """Return a future that completes when more arrives, or the reply ends or fails. Only one reader may wait."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
         return self._waiter
 
-    def _flow(self) -> None:
+    def _write_to_sink(self) -> None:
         """Write all waiting chunks to the sink."""
         while self._chunks and self._sink is not None:
-            data = self._next()
+            data = self._next_chunk()
             self._metrics.bytes_out += len(data)
             self._sink.write(data)
 
@@ -204,8 +204,8 @@ class Reply:
 
     def _add(self, data: bytes) -> int:
         self._chunks.append(data)
-        if self._looks:
-            self._looks = [look for look in self._looks if not look(data)]
+        if self._observers:
+            self._observers = [observer for observer in self._observers if not observer(data)]
         self._last = (self._last[1], data[-END:])
         self._buffered += len(data)
         self._backlog.size += len(data)
@@ -213,7 +213,7 @@ class Reply:
 
     def _wake(self) -> None:
         if self._sink is not None and not self.complete:
-            self._flow()
+            self._write_to_sink()
             if self._error is None:
                 return
         if self._waiter is not None and not self._waiter.done():

@@ -16,14 +16,14 @@ from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
-from miles_router.forwarding.reply import END, Look, Reply, read_whole
+from miles_router.forwarding.reply import END, Observer, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
 OK, FAILED = 200, 500
 EVENTS = b"text/event-stream"
 #: Headers about the original bytes, which are wrong for the changed body.
-OF_THE_BYTES = frozenset({b"content-length", b"transfer-encoding"})
+BODY_HEADERS = frozenset({b"content-length", b"transfer-encoding"})
 
 #: Returns a worker's present weight version as far as the router knows it.
 Version = Callable[[], str | None]
@@ -66,7 +66,7 @@ class HeldReply:
     def __init__(self, status: int, headers: RawHeaders, pieces: Sequence[bytes], *, failed: bool = False) -> None:
         length = sum(map(len, pieces))
         self.status = status
-        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
+        self.headers: RawHeaders = [*end_to_end(headers, BODY_HEADERS), (b"content-length", b"%d" % length)]
         self.failed = failed or status >= FAILED
         self._pieces = deque(filter(None, pieces))
         #: The last bytes of the body.
@@ -82,7 +82,7 @@ class HeldReply:
         """The first unread piece; reading it here does not consume it."""
         return self._pieces[0] if self._pieces else b""
 
-    def take(self) -> bytes:
+    def read_available(self) -> bytes:
         """Return b"": bytes are available only from `read`."""
         return b""
 
@@ -121,7 +121,7 @@ class RewrittenStream:
         self, reply: Reply, rewrite: Callable[[Event], bytes], limit: int, rows: RowStrings | None = None
     ) -> None:
         self.status = reply.status
-        self.headers: RawHeaders = end_to_end(reply.headers, OF_THE_BYTES)
+        self.headers: RawHeaders = end_to_end(reply.headers, BODY_HEADERS)
         #: True when every byte was read.
         self.exhausted = False
         self._reply = reply
@@ -135,11 +135,11 @@ class RewrittenStream:
         """The last bytes of the engine's original stream (see `Reply.end`)."""
         return self._reply.end
 
-    def show(self, look: Look) -> None:
-        """Show the pieces of the engine's original stream to `look` (see `Reply.show`)."""
-        self._reply.show(look)
+    def observe(self, observer: Observer) -> None:
+        """Show the pieces of the engine's original stream to `observer` (see `Reply.observe`)."""
+        self._reply.observe(observer)
 
-    def take(self) -> bytes:
+    def read_available(self) -> bytes:
         """Return b"": events are available only from `read`."""
         return b""
 
@@ -150,15 +150,15 @@ class RewrittenStream:
             UpstreamBroken: the connection was lost inside the body, or an event cannot be read or is too large.
         """
         while not self.exhausted:
-            events = self._rewritten(self._rows.feed(await self._reply.read()))
+            events = self._rewrite_events(self._rows.feed(await self._reply.read()))
             if self._reply.exhausted:
-                events += self._rewritten(self._rows.end()) + self._events.rest
+                events += self._rewrite_events(self._rows.end()) + self._events.rest
                 self.exhausted = True
             if events:
                 return events
         return b""
 
-    def _rewritten(self, chunk: bytes) -> bytes:
+    def _rewrite_events(self, chunk: bytes) -> bytes:
         try:
             events = [self._rewrite(Event.read(raw)) for raw in self._events.feed(chunk)]
         except UnreadableAnswer as error:

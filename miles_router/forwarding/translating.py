@@ -19,7 +19,7 @@ from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
 
 OK = 200
-PATIENCE = 60.0  # timeout of tokenizing one text, in seconds
+TOKENIZE_TIMEOUT = 60.0  # timeout of tokenizing one text, in seconds
 MAX_ANSWER = 1 << 28
 
 
@@ -54,11 +54,11 @@ async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request:
     for prompt in read.prompts:
         if prompt.text is None:
             return request.body
-        ids.append(await _tokens(upstream, worker, engine, request, prompt.text))
+        ids.append(await _tokenize(upstream, worker, engine, request, prompt.text))
     return orjson.dumps(read.with_ids(ids))
 
 
-async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
+async def _tokenize(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
     question = engine.ask_prompt_tokens(text)
     if question is None:
         raise CannotServe("it takes only token ids as a prompt, and cannot tokenize texts")
@@ -74,9 +74,9 @@ async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: O
             reply.close()
 
     try:
-        status, answer = await tasks.within(PATIENCE, ask(), name=f"tokenize at {worker.url}")
+        status, answer = await tasks.within(TOKENIZE_TIMEOUT, ask(), name=f"tokenize at {worker.url}")
     except TimeoutError:
-        raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {PATIENCE:g} s") from None
+        raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {TOKENIZE_TIMEOUT:g} s") from None
     said = read_json(answer) if status == OK else None
     ids = question.read(said) if isinstance(said, dict) else None
     if ids is None:

@@ -99,7 +99,7 @@ class Upstream:
         try:
             reply = await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
         except BaseException:
-            self.slot_freed()
+            self.release_slot()
             raise
         reply.holds_slot = True
         return reply
@@ -143,21 +143,21 @@ class Upstream:
         finally:
             reply.close()
 
-    def awaits(self, address: WorkerUrl, pulse: Pulse) -> bool:
+    def is_awaiting(self, address: WorkerUrl, pulse: Pulse) -> bool:
         """Return True if a request waits for (the rest of) its reply from the engine with this pulse."""
-        return any(connection.awaits(pulse) for connection in self._open.get(address.url, ()))
+        return any(connection.is_awaiting(pulse) for connection in self._open.get(address.url, ()))
 
     def signs(self, worker: Worker) -> Signs:
         """Return the worker's signs of life that this process has seen."""
         now = asyncio.get_running_loop().time()
-        return Signs(now - worker.pulse.heard_at, self.awaits(worker.address, worker.pulse))
+        return Signs(now - worker.pulse.heard_at, self.is_awaiting(worker.address, worker.pulse))
 
     def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
         """Break off every request that the engine with this pulse works on, as if the worker were lost.
 
         Return the number of requests.
         """
-        lost = [connection for connection in self._open.get(address.url, ()) if connection.awaits(pulse)]
+        lost = [connection for connection in self._open.get(address.url, ()) if connection.is_awaiting(pulse)]
         for connection in lost:
             connection.give_up(reason)
         return len(lost)
@@ -289,7 +289,7 @@ class Upstream:
         if idle and connection in idle:
             idle.remove(connection)
 
-    def slot_freed(self) -> None:
+    def release_slot(self) -> None:
         """Release one `max_connections` slot."""
         if self._slots is not None:
             self._slots.release()

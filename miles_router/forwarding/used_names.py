@@ -57,7 +57,7 @@ class NameUse:
         self._ended = False
         table.sent.update((worker, name) for worker in workers for name in own)
 
-    def end(self, *, forgotten: bool) -> None:
+    def end(self, *, released: bool) -> None:
         """Record that the request is over. Idempotent.
 
         Args:
@@ -65,7 +65,7 @@ class NameUse:
         """
         if not self._ended:
             self._ended = True
-            self._table.end([(worker, name) for worker in self.workers for name in self.own], forgotten=forgotten)
+            self._table.end([(worker, name) for worker in self.workers for name in self.own], released=released)
 
 
 class UsedNames:
@@ -86,15 +86,17 @@ class UsedNames:
             del self._ended[oldest[0]]
         if any((worker, name) in self.sent or (worker, name) in self._ended for name in names):
             return True
-        return any(each is worker and _begin_alike(name, told) for each, told in self._aborting for name in names)
+        return any(
+            each is worker and _abort_matches(name, aborted) for each, aborted in self._aborting for name in names
+        )
 
-    def end(self, keys: Sequence[tuple[Worker, str]], *, forgotten: bool) -> None:
+    def end(self, keys: Sequence[tuple[Worker, str]], *, released: bool) -> None:
         """Record that a request with these names is over (see `NameUse.end`)."""
         for key in keys:
             self.sent[key] -= 1
             if not self.sent[key]:
                 del self.sent[key]
-            if not forgotten:
+            if not released:
                 self._ended.pop(key, None)
                 self._ended[key] = time.monotonic()
         while len(self._ended) > MAX_NAMES:
@@ -102,7 +104,7 @@ class UsedNames:
 
     def would_end_others(self, worker: Worker, name: str) -> bool:
         """Return True if an abort of this name could also end a generation of another running request."""
-        return any(each is worker and _begin_alike(sent, name) for each, sent in self.sent)
+        return any(each is worker and _abort_matches(sent, name) for each, sent in self.sent)
 
     @contextmanager
     def aborting(self, worker: Worker, name: str) -> Iterator[None]:
@@ -117,15 +119,15 @@ class UsedNames:
                 del self._aborting[key]
 
 
-def _begin_alike(name: str, told: str) -> bool:
-    """Return True if an abort of `told` could end the generation `name`.
+def _abort_matches(name: str, aborted: str) -> bool:
+    """Return True if an abort of `aborted` could end the generation `name`.
 
     SGLang aborts by prefix, and a list of prompts with the name `r` runs as `r_0`, `r_1`.
     """
-    return name.startswith(told) or told.startswith(f"{name}_")
+    return name.startswith(aborted) or aborted.startswith(f"{name}_")
 
 
-class LeftRequests:
+class AbandonedRequests:
     """A sender of aborts for requests whose clients have disconnected. Aborts run in the background."""
 
     def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool) -> None:
@@ -152,9 +154,9 @@ class LeftRequests:
                 # engine ends the generation when it detects the disconnect.
                 if self._pool.find(worker.url) is worker and not self._names.would_end_others(worker, name):
                     with self._names.aborting(worker, name):
-                        await self._tell(worker, name)
+                        await self._send_abort(worker, name)
 
-    async def _tell(self, worker: Worker, name: str) -> None:
+    async def _send_abort(self, worker: Worker, name: str) -> None:
         # If the abort fails, the engine ends the generation when it detects the disconnect.
         with suppress(CannotServe, UpstreamError, TimeoutError):
             order = (worker.engine or USUAL).order(Abort(name))

@@ -33,7 +33,7 @@ MAX_PIPELINED = 16
 #: Bytes of a body that must arrive in `head_timeout` seconds.
 MIN_PROGRESS = 4096
 #: For a half-closed client: number of checks between two `100 Continue` probes.
-LOOKS_PER_QUESTION = 10
+CHECKS_PER_PROBE = 10
 #: TCP retransmissions of a probe after which a half-closed client counts as disconnected.
 MAX_RETRANSMISSIONS = 3
 #: Unsent reply bytes that the kernel buffers for one client, and for a client that has already read a backlog. Measured
@@ -60,7 +60,7 @@ class ClientConnection(asyncio.Protocol):
         self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
-        self._reads = False  # the client has caught up at least once
+        self._caught_up_before = False  # the client has caught up at least once
         self._backlog = 0  # this connection's share of `Backlog`
         self._writable: asyncio.Event | None = None
         self._reading_paused = False
@@ -70,8 +70,8 @@ class ClientConnection(asyncio.Protocol):
         self._waiting: deque[tuple[ClientRequest, Scope]] = deque()
         self._refusal: tuple[RouterError, str] | None = None  # the error to answer after all requests
         self._half_closed = False  # the client has closed its sending side
-        self._looks = 0
-        self._deaf = False  # further bytes are ignored
+        self._checks = 0
+        self._input_ignored = False  # further bytes are ignored
 
     # asyncio.Protocol
 
@@ -90,7 +90,7 @@ class ClientConnection(asyncio.Protocol):
         roomy = self._shared.make_room()
         self._shared.statistics.open += 1
         if roomy:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         else:
             self._count("too_many")
             self.refuse(TooManyConnections("the router has reached its limit of client connections"), request_id({}))
@@ -100,8 +100,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
         self._shared.statistics.open -= 1
-        self._wait(None)
-        self._deaf = True
+        self._start_timeout(None)
+        self._input_ignored = True
         if self._current is not None:
             self._current.lost()
         for request, _ in self._waiting:
@@ -117,8 +117,8 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(True)
 
     def resume_writing(self) -> None:
-        if not self._reads and self._shared.statistics.backlog.size <= MAX_BACKLOG:
-            self._reads = True
+        if not self._caught_up_before and self._shared.statistics.backlog.size <= MAX_BACKLOG:
+            self._caught_up_before = True
             sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_FOR_READERS)
         self._caught_up()
@@ -134,28 +134,28 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(False)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._input_ignored:
             return
         try:
             self._reader.feed(data)
         except RouterError as error:
             self._refuse_message(error)
         else:
-            self._settle()
+            self._choose_timeout()
 
     def eof_received(self) -> bool:
         """Handle the client's FIN: return True to keep the connection open for the replies, False to close it.
 
         TCP does not show whether the client has gone or has only closed its sending side and waits for replies. While
-        the reply has not begun, `look` probes with `100 Continue`: a waiting client ignores it (RFC 9110 section 15.2),
-        and the kernel of a client that has gone answers with a reset.
+        the reply has not begun, `check_client` probes with `100 Continue`: a waiting client ignores it (RFC 9110
+        section 15.2), and the kernel of a client that has gone answers with a reset.
         """
         current = self._current
         cut = self._reader.partial and self._refusal is None
         if current is None or current.http_1_0 or cut or (current.begun and not self._has_more):
             return False  # close
         self._half_closed = True
-        self._wait(self._shared.half_closed)
+        self._start_timeout(self._shared.half_closed)
         return True
 
     @property
@@ -163,7 +163,7 @@ class ClientConnection(asyncio.Protocol):
         """True if a further request, or a part of one, waits."""
         return bool(self._waiting or self._reader.unread)
 
-    def look(self) -> None:
+    def check_client(self) -> None:
         """Check a half-closed client: close the connection if the client has gone, else probe it from time to time."""
         state, _, retransmissions = self.transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_INFO, 3
@@ -171,21 +171,21 @@ class ClientConnection(asyncio.Protocol):
         if state == TCP_CLOSED or retransmissions >= MAX_RETRANSMISSIONS:
             self.transport.abort()
             return
-        if self._looks % LOOKS_PER_QUESTION == 0 and self._current is not None and not self._current.begun:
+        if self._checks % CHECKS_PER_PROBE == 0 and self._current is not None and not self._current.begun:
             self.write_continue()
-        self._looks += 1
-        self._wait(self._shared.half_closed)
+        self._checks += 1
+        self._start_timeout(self._shared.half_closed)
 
     def _refuse_message(self, error: RouterError) -> None:
-        if self._deaf:  # bytes after the last request do not stop its reply
-            self._settle()
+        if self._input_ignored:  # bytes after the last request do not stop its reply
+            self._choose_timeout()
             return
         if isinstance(error, BadMessage):
             self._count(error.reason)
         current, reader = self._current, self._reader
-        self._deaf = True
+        self._input_ignored = True
         self._refusal = error, request_id({"headers": reader.headers})
-        self._wait(None)
+        self._start_timeout(None)
         self._drop_waiting(reader.request)
         if current is None:
             self.refuse(*self._refusal)
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _end(self, request: ClientRequest) -> None:
         if not request.keep_alive:
-            self._deaf = True
+            self._input_ignored = True
 
     # Called by requests
 
@@ -251,22 +251,22 @@ class ClientConnection(asyncio.Protocol):
         if not self._reading_paused and not self._reader.full:
             return
         self._reader.full = False
-        if not self._deaf:
+        if not self._input_ignored:
             try:
                 self._reader.go_on()
             except RouterError as error:
                 self._refuse_message(error)
             else:
-                self._settle()
+                self._choose_timeout()
         if self._reading_paused and not self._reader.full and not self.transport.is_closing():
             self._reading_paused = False
             self.transport.resume_reading()
-            self._restart()
+            self._restart_arrival_timeout()
 
     def write_continue(self) -> None:
         """Write `100 Continue`."""
         self.transport.write(CONTINUE)
-        self._restart()
+        self._restart_arrival_timeout()
 
     def reply_ended(self, request: ClientRequest) -> None:
         """Start the next request, or close: the last byte of the reply to `request` was written."""
@@ -287,7 +287,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._half_closed:
             self.close()
         else:
-            self._settle()
+            self._choose_timeout()
 
     def break_off(self, request: ClientRequest) -> None:
         """End an incomplete reply so that it cannot look complete: send the bytes so far, then close.
@@ -316,15 +316,15 @@ class ClientConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close in two steps, because the client may still be sending: send FIN, then read and drop for `LINGER` s."""
-        self.closing = self._deaf = True
+        self.closing = self._input_ignored = True
         self.resume_reading()
         self.transport.write_eof()
-        self._wait(self._shared.lingering)
+        self._start_timeout(self._shared.lingering)
 
     def close(self) -> None:
         """Close the connection after all written bytes were sent."""
-        self.closing = self._deaf = True
-        self._wait(None)
+        self.closing = self._input_ignored = True
+        self._start_timeout(None)
         self.transport.close()
 
     # Called by uvicorn
@@ -336,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self.closing = True
         if self._current is None:  # the request may be on its way: a close now would leave its outcome unknown
-            self._wait(self._shared.lingering)
+            self._start_timeout(self._shared.lingering)
             return
         if (task := self._current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
             self._server_state.tasks.add(task)
@@ -344,18 +344,18 @@ class ClientConnection(asyncio.Protocol):
 
     # Timeouts
 
-    def _settle(self) -> None:
+    def _choose_timeout(self) -> None:
         """Choose the timeout for the present state: of an arriving request, of an idle connection, or none while a
         request is answered."""
         if self._half_closed:
             return
-        if self._reader.partial and not self._deaf:
+        if self._reader.partial and not self._input_ignored:
             if self._deadline is not self._shared.arriving:
-                self._wait(self._shared.arriving)
+                self._start_timeout(self._shared.arriving)
         else:
-            self._wait(self._shared.idle if self._current is None and not self._deaf else None)
+            self._start_timeout(self._shared.idle if self._current is None and not self._input_ignored else None)
 
-    def _wait(self, deadline: Deadlines[ClientConnection] | None) -> None:
+    def _start_timeout(self, deadline: Deadlines[ClientConnection] | None) -> None:
         if self._deadline is not None:
             self._deadline.stop(self)
         self._deadline = deadline
@@ -363,26 +363,26 @@ class ClientConnection(asyncio.Protocol):
             self._received = self._reader.received
             deadline.start(self)
 
-    def _restart(self) -> None:
+    def _restart_arrival_timeout(self) -> None:
         """Restart the timeout of an arriving request, because the router itself had paused reading."""
         if self._deadline is self._shared.arriving:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
 
     @property
     def idle(self) -> bool:
         """True if no request is being answered and no body is arriving."""
         return self._current is None and self._reader.request is None
 
-    def idled(self) -> None:
+    def close_idle(self) -> None:
         """Close an idle connection: no request arrived in time, or the connection limit is reached."""
         self._count("idle")
         self.close()
 
-    def is_late(self) -> None:
+    def handle_late_request(self) -> None:
         """Handle the timeout of an arriving request: refuse it, or wait on if its body makes progress."""
         reader, request = self._reader, self._reader.request
         if self._reading_paused:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         elif request is None:
             self._count("late_head")
             if reader.partial:
@@ -390,7 +390,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self.close()
         elif request.awaits_continue or reader.received - self._received >= MIN_PROGRESS:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         else:
             self._count("late_body")
             self._time_out("the request's body took too long (--head-timeout)")

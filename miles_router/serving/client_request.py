@@ -30,7 +30,7 @@ HIGH_WATER = 256 * 1024
 PART = 64
 
 
-class Line(Protocol):
+class ClientLink(Protocol):
     """The connection of a request: `client_connection.ClientConnection`."""
 
     transport: asyncio.Transport
@@ -84,13 +84,13 @@ class ClientRequest:
     __slots__ = (
         "_begun",
         "_body",
+        "_body_received",
         "_buffered",
-        "_given",
+        "_changed",
+        "_connection",
         "_gone",
         "_head",
-        "_line",
         "_method",
-        "_news",
         "_parts",
         "_source",
         "awaits_continue",
@@ -103,14 +103,14 @@ class ClientRequest:
 
     def __init__(
         self,
-        line: Line,
+        connection: ClientLink,
         method: str,
         *,
         http_1_0: bool,
         keep_alive: bool,
         awaits_continue: bool,
     ) -> None:
-        self._line = line
+        self._connection = connection
         self._method = method
         self.http_1_0 = http_1_0
         #: True if the connection stays open after the reply; the app's headers may set it to False.
@@ -122,9 +122,9 @@ class ClientRequest:
         self._parts: list[bytes] = []
         self._buffered = 0
         self.whole = False  # the last byte has arrived
-        self._given = False  # the app has received the last byte
+        self._body_received = False  # the app has received the last byte
         self._gone = False  # the client has disconnected
-        self._news: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         # The reply
         self._begun = False
         self.ended = False
@@ -139,39 +139,39 @@ class ClientRequest:
             if not self._begun and not self._gone:
                 name = Exchange.of(scope).request_id
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
-                self._line.refuse(RouterError("the router gave no answer"), name)
+                self._connection.refuse(RouterError("the router gave no answer"), name)
         except Exception as error:  # `RouterApp` answers all errors itself, so this is a bug in it
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
-                self._line.refuse(
+                self._connection.refuse(
                     RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
                 )
         finally:
             if not self.ended and not self._gone:
-                self._line.break_off(self)
+                self._connection.break_off(self)
 
     # Called by the app
 
     async def receive(self) -> Message:
         """Return the next part of the body (ASGI), or `http.disconnect` after a disconnect or the end of the reply."""
         while not self._gone and not self.ended:
-            if self._parts or (self.whole and not self._given):
+            if self._parts or (self.whole and not self._body_received):
                 return self._next_part()
             if self.awaits_continue:
                 self.awaits_continue = False
-                self._line.write_continue()
-            if self._news is None:
-                self._news = asyncio.Event()
-            self._news.clear()
-            self._line.resume_reading()  # may set `_news` at once
-            await self._news.wait()
+                self._connection.write_continue()
+            if self._changed is None:
+                self._changed = asyncio.Event()
+            self._changed.clear()
+            self._connection.resume_reading()  # may set `_changed` at once
+            await self._changed.wait()
         return {"type": "http.disconnect"}
 
     def _next_part(self) -> Message:
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._buffered = 0
-        self._given = self.whole
+        self._body_received = self.whole
         return {"type": "http.request", "body": body, "more_body": not self.whole}
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -181,7 +181,7 @@ class ClientRequest:
             InvalidFraming: the head or the length of the body is invalid, so that the reply's end would be ambiguous.
             RuntimeError: the order or the type of a message violates ASGI.
         """
-        if self._line.write_paused and not self._gone:
+        if self._connection.write_paused and not self._gone:
             return self._send_later(message)
         kind = message["type"]
         if kind == "http.response.body":
@@ -195,16 +195,16 @@ class ClientRequest:
             self._begin(message)
         else:
             raise RuntimeError(f"an HTTP reply has no message {kind!r}")
-        return self._line.sent
+        return self._connection.sent
 
     async def _send_later(self, message: Message) -> None:
-        await self._line.writable()
+        await self._connection.writable()
         await self.send(message)
 
     def _begin(self, message: Message) -> None:
         # A client that got no `100 Continue` may next send the body or another request, which cannot be told apart (RFC
         # 9110 section 10.1.1). So the connection is closed.
-        keep_alive = self.keep_alive and not self._line.closing and not (self.awaits_continue and not self.whole)
+        keep_alive = self.keep_alive and not self._connection.closing and not (self.awaits_continue and not self.whole)
         self._head, self._body, self.keep_alive = reply_head(
             message["status"],
             message.get("headers", ()),
@@ -213,7 +213,7 @@ class ClientRequest:
             keep_alive=keep_alive,
         )
         self._begun, self.awaits_continue = True, False
-        self._line.flush_soon(self)
+        self._connection.flush_soon(self)
 
     def _write(self, data: bytes, last: bool) -> None:
         head, self._head = self._head, None
@@ -231,16 +231,16 @@ class ClientRequest:
                 self._body = left
             pieces.append(data)
         if len(data) <= INLINE_BODY:
-            self._line.transport.write(b"".join(pieces))
+            self._connection.transport.write(b"".join(pieces))
         else:
-            self._line.transport.writelines(pieces)
-        if self._line.write_paused:
-            self._line.count_backlog()
+            self._connection.transport.writelines(pieces)
+        if self._connection.write_paused:
+            self._connection.count_backlog()
         if last:
             self.ended = True
-            if self._news is not None:
-                self._news.set()
-            self._line.reply_ended(self)
+            if self._changed is not None:
+                self._changed.set()
+            self._connection.reply_ended(self)
 
     # `Sink`
 
@@ -249,10 +249,10 @@ class ClientRequest:
         if not self._gone:
             self._write(data, False)
 
-    def fed_by(self, source: Source | None) -> None:
+    def set_source(self, source: Source | None) -> None:
         """Set the source to pause while the client reads slowly; None when writing has ended."""
         self._source = source
-        if source is not None and self._line.write_paused:
+        if source is not None and self._connection.write_paused:
             source.pause()
 
     # Called by the connection
@@ -264,22 +264,22 @@ class ClientRequest:
         self.awaits_continue = False  # the client did not wait
         self._parts.append(data)
         self._buffered += len(data) + PART
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
         if self._buffered > HIGH_WATER:
-            self._line.pause_reading()
+            self._connection.pause_reading()
 
     def complete(self) -> None:
         """Mark the body as complete."""
         self.whole = True
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
 
     def flush(self) -> None:
         """Write the head if it was held back and no body followed in the same step."""
         head, self._head = self._head, None
         if head is not None and not self._gone:
-            self._line.transport.write(head)
+            self._connection.transport.write(head)
 
     @property
     def begun(self) -> bool:
@@ -300,5 +300,5 @@ class ClientRequest:
         """Mark the client as disconnected; `receive` returns `http.disconnect` from now on."""
         self._gone = True
         self._parts.clear()
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()

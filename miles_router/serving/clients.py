@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: bytes sends a reset, which could destroy the reply on its way.
 LINGER = 2.0
 #: Seconds between two checks of a half-closed client.
-LOOK = 0.1
+CHECK_INTERVAL = 0.1
 #: Seconds between two log lines about refused connections.
 REFUSALS_LOGGED_EVERY = 10.0
 
@@ -70,13 +70,13 @@ class Shared:
         self.limit = limit
         self.loop = loop = asyncio.get_running_loop()
         #: Connections between two requests.
-        self.idle: Deadlines[ClientConnection] = Deadlines(idle_seconds, ClientConnection.idled, loop)
+        self.idle: Deadlines[ClientConnection] = Deadlines(idle_seconds, ClientConnection.close_idle, loop)
         #: Connections that wait for their first request, or for the rest of a request.
-        self.arriving: Deadlines[ClientConnection] = Deadlines(head_seconds, ClientConnection.is_late, loop)
+        self.arriving: Deadlines[ClientConnection] = Deadlines(head_seconds, ClientConnection.handle_late_request, loop)
         #: Connections that wait for their client to stop sending.
         self.lingering: Deadlines[ClientConnection] = Deadlines(LINGER, ClientConnection.close, loop)
         #: Connections whose client has closed its sending side.
-        self.half_closed: Deadlines[ClientConnection] = Deadlines(LOOK, ClientConnection.look, loop)
+        self.half_closed: Deadlines[ClientConnection] = Deadlines(CHECK_INTERVAL, ClientConnection.check_client, loop)
         self.sent: asyncio.Future[None] = loop.create_future()
         self.sent.set_result(None)
         self._held: list[ClientRequest] = []
@@ -86,9 +86,9 @@ class Shared:
         """Return True if one more connection is allowed. At the limit, close the oldest idle connection for it."""
         if self.statistics.open < self.limit:
             return True
-        idle = self.idle.first() or self.arriving.first()
+        idle = self.idle.oldest() or self.arriving.oldest()
         if idle is not None and idle.idle:
-            idle.idled()
+            idle.close_idle()
             return True
         if self.loop.time() - self._refused_at > REFUSALS_LOGGED_EVERY:
             self._refused_at = self.loop.time()

@@ -117,22 +117,22 @@ def main(given: IO[bytes]) -> None:
     """Run the assignment that the parent writes to the pipe. Called by `START` in the new process."""
     with given:
         assigned: Assignment = pickle.load(given)
-    end_with(assigned.parent)
+    die_with_parent(assigned.parent)
     config, place = assigned.config, assigned.place
     log.configure(config.log_level, config.log_format)
     raise_file_limit()
     listener, own = (None if each is None else socket.socket(fileno=each) for each in (assigned.listener, assigned.own))
     status = 0
 
-    def show_life() -> asyncio.Task[None]:
-        return tasks.spawn(_show_life(assigned), name="show life")
+    def report_alive() -> asyncio.Task[None]:
+        return tasks.spawn(_report_alive(assigned), name="show life")
 
     def ready() -> None:
-        _tell(assigned, READY)
+        _report(assigned, READY)
 
     def started() -> None:
         ready()
-        show_life()
+        report_alive()
 
     try:
         if isinstance(place, Seat):
@@ -140,16 +140,16 @@ def main(given: IO[bytes]) -> None:
             serve_shard(config, assigned.args, place, assigned.generation, listener, own, started)
         else:
             term = assigned.generation if place.local else None
-            run_leader(config, assigned.args, place, assigned.directory, listener, term, show_life, ready)
+            run_leader(config, assigned.args, place, assigned.directory, listener, term, report_alive, ready)
     except ConfigError as error:
-        _tell(assigned, str(error).encode())
+        _report(assigned, str(error).encode())
         status = 2
     finally:
         log.flush()
     sys.exit(status)
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, for whatever reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -158,15 +158,15 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _tell(assigned: Assignment, text: bytes) -> None:
+def _report(assigned: Assignment, text: bytes) -> None:
     os.write(assigned.status, text)
 
 
-async def _show_life(assigned: Assignment) -> None:
+async def _report_alive(assigned: Assignment) -> None:
     os.set_blocking(assigned.status, False)
     while True:
         with contextlib.suppress(BlockingIOError):  # the pipe is full while the supervisor is stopped
-            _tell(assigned, ALIVE)
+            _report(assigned, ALIVE)
         await asyncio.sleep(BEAT)
 
 

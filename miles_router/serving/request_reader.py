@@ -20,7 +20,7 @@ from miles_router.forwarding.framing import (
     FRAMING_FIELDS,
     MAX_REQUEST_HEAD,
     NO_BODY,
-    Excess,
+    ChunkOverhead,
     InvalidFraming,
     TooMuchAround,
     request_body,
@@ -83,7 +83,7 @@ class RequestReader:
         self._head_bytes = 0
         self._head_is_split = False
         self._body_left = 0  # bytes left of a body with a length
-        self._excess: Excess | None = None  # for a chunked body
+        self._excess: ChunkOverhead | None = None  # for a chunked body
         self._upgrade = False  # the request offers an upgrade, so the parser treats the next bytes as another protocol
         self._resumed = False  # a new parser reads the replacement head after a declined upgrade
         self._message_ended = False  # a message ended in the bytes that are being parsed
@@ -139,7 +139,7 @@ class RequestReader:
         self._parser = None
         self._unread = NOTHING
 
-    def _count(self, received: int, excess: Excess | None) -> None:
+    def _count(self, received: int, excess: ChunkOverhead | None) -> None:
         if self._message_ended:
             self._head_is_split = self.partial
         elif self._in_head:
@@ -148,7 +148,7 @@ class RequestReader:
             if self._head_bytes > MAX_REQUEST_HEAD:
                 raise BadMessage(TOO_LONG, "head_too_long")
         elif excess is not None:
-            excess.received(received)
+            excess.count_received(received)
 
     def _bound_whole_head(self) -> None:
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -190,7 +190,7 @@ class RequestReader:
         _check_host(version, headers)
         body = request_body(headers)
         self._body_left = max(body, 0)
-        self._excess = Excess() if body == CHUNKED else None
+        self._excess = ChunkOverhead() if body == CHUNKED else None
         raw_path, query, authority = _target(self._url)
         if authority:
             headers = self.headers = _with_host(headers, authority)
@@ -209,7 +209,7 @@ class RequestReader:
 
     def on_body(self, data: bytes) -> None:
         if self._excess is not None:
-            self._excess.piece(len(data))
+            self._excess.count_body(len(data))
         else:
             self._body_left -= len(data)
         if self.request is not None:

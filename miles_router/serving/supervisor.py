@@ -33,13 +33,13 @@ from miles_router.shards.senders import Senders
 logger = logging.getLogger(__name__)
 
 #: The first and the longest delay (seconds) before a process that dies repeatedly is restarted; it doubles each time.
-SOON, LATEST = 0.1, 5.0
-#: After LASTING seconds of work, the count of a process's deaths starts again at 1. A count above CHANCES is an error.
-LASTING, CHANCES = 10.0, 3
+FIRST_DELAY, MAX_DELAY = 0.1, 5.0
+#: After STABLE_SECONDS of work, the count of deaths starts again at 1. A count above MAX_QUICK_DEATHS is an error.
+STABLE_SECONDS, MAX_QUICK_DEATHS = 10.0, 3
 #: Number of checks, one per `BEAT` seconds, without a sign of life after which a process is killed.
-SILENT = 10
+MAX_SILENT_CHECKS = 10
 #: Seconds after `shutdown_timeout` at which the remaining processes are killed.
-SPARE = 10.0
+KILL_AFTER = 10.0
 STATUS_BYTES = 4096
 #: The host at which the processes reach each other.
 LOOPBACK = "127.0.0.1"
@@ -95,10 +95,10 @@ class Sockets(NamedTuple):
 
     def urls(self) -> tuple[str, ...]:
         """Return the URL of each shard's own port, for use on this machine."""
-        return tuple(f"http://{_reached(*each.getsockname()[:2])}" for each in self.own)
+        return tuple(f"http://{_host_and_port(*each.getsockname()[:2])}" for each in self.own)
 
 
-def _reached(host: str, port: int) -> str:
+def _host_and_port(host: str, port: int) -> str:
     """Return `host:port` for the URL of a socket; loopback for a socket that is bound to all addresses."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -112,12 +112,12 @@ class Child:
         self.name = "leader" if index is None else f"shard {index}"
         self.running: subprocess.Popen[bytes] | None = None
         self.watched: list[int] = []
-        self.told = b""
+        self.status_text = b""
         #: The time (`time.monotonic`) when it reported that it works.
         self.ready_at: float | None = None
         #: Checks since its last sign of life; None before the first one.
-        self.silent: int | None = None
-        #: Deaths in a row with less than LASTING seconds of work in between.
+        self.silent_checks: int | None = None
+        #: Deaths in a row with less than STABLE_SECONDS of work in between.
         self.deaths = 0
 
     @property
@@ -147,8 +147,8 @@ class Supervisor:
         self._directory = directory
         self._generation = 0
         self._leader = Child(None)
-        self._data = [Child(index) for index in range(config.processes)]
-        self._children = [self._leader, *self._data]
+        self._shard_children = [Child(index) for index in range(config.processes)]
+        self._children = [self._leader, *self._shard_children]
         self._shown = False
         self._ending = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -156,14 +156,14 @@ class Supervisor:
     async def run(self) -> None:
         """Start all processes; return when all have ended."""
         self._loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
+        self._all_ended = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(each, self._stop)
         watching = tasks.spawn(self._watch(), name="signs of life")
         try:
             for child in self._children:
                 self._start(child)
-            await self._over.wait()
+            await self._all_ended.wait()
         finally:
             await tasks.cancelled(watching)
             for timer in self._timers:
@@ -199,23 +199,23 @@ class Supervisor:
             os.close(read)
             _end(running)
             raise
-        child.running, child.ready_at, child.silent, child.told = running, None, None, b""
+        child.running, child.ready_at, child.silent_checks, child.status_text = running, None, None, b""
         child.watched = [ended, read]
-        self._loop.add_reader(read, self._hear, child, read)
-        self._loop.add_reader(ended, self._ended, child)
+        self._loop.add_reader(read, self._read_status, child, read)
+        self._loop.add_reader(ended, self._handle_exit, child)
 
     def _seat(self, index: int) -> Seat:
         urls = self._sockets.urls()
         return Seat(self._shards, index, self._directory, urls[index], shown=not self._config.public_url, urls=urls)
 
-    def _hear(self, child: Child, status: int) -> None:
+    def _read_status(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
         if not text:
             self._loop.remove_reader(status)
         if ALIVE in text:
-            child.silent = 0
-        child.told += text.replace(ALIVE, b"")
-        if child.told == READY and not child.ready:
+            child.silent_checks = 0
+        child.status_text += text.replace(ALIVE, b"")
+        if child.status_text == READY and not child.ready:
             child.ready_at = time.monotonic()
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
@@ -227,16 +227,16 @@ class Supervisor:
         while True:
             await asyncio.sleep(BEAT)
             for child in self._children:
-                if child.running is None or child.silent is None:
+                if child.running is None or child.silent_checks is None:
                     continue
-                child.silent += 1
-                if child.silent == SILENT:
+                child.silent_checks += 1
+                if child.silent_checks == MAX_SILENT_CHECKS:
                     logger.error("process_stands_still", extra={"fields": {"process": child.name}})
                     child.running.kill()
 
     # Ending
 
-    def _ended(self, child: Child) -> None:
+    def _handle_exit(self, child: Child) -> None:
         """Handle the end of a process: continue stopping, give up the start, or restart it."""
         assert child.running is not None
         if child.index is not None:
@@ -245,7 +245,7 @@ class Supervisor:
         read = child.watched[1]
         with contextlib.suppress(BlockingIOError):
             os.set_blocking(read, False)
-            self._hear(child, read)
+            self._read_status(child, read)
         for each in child.watched:
             self._loop.remove_reader(each)
             os.close(each)
@@ -253,7 +253,7 @@ class Supervisor:
         if self._ending:
             # A process that is still starting, or has finished its work, may die of SIGTERM.
             self.failed |= child.ready and status not in (0, -signal.SIGTERM)
-            self._go_on_ending()
+            self._continue_stopping()
         elif not self._shown:
             self._give_up(child, status)
         else:
@@ -261,20 +261,20 @@ class Supervisor:
 
     def _give_up(self, child: Child, status: int) -> None:
         """Stop, because a process could not start. The first process that reports a reason determines the error."""
-        if self._over.is_set():
+        if self._all_ended.is_set():
             return
-        if child.told and not child.ready:
-            self.refusal = self.refusal or child.told.decode(errors="replace")
+        if child.status_text and not child.ready:
+            self.refusal = self.refusal or child.status_text.decode(errors="replace")
         else:
             logger.error("process_did_not_start", extra={"fields": {"process": child.name, "status": status}})
             self.failed = True
-        self._over.set()
+        self._all_ended.set()
 
     def _start_again(self, child: Child, status: int) -> None:
-        lasted = child.ready_at is not None and time.monotonic() - child.ready_at >= LASTING
+        lasted = child.ready_at is not None and time.monotonic() - child.ready_at >= STABLE_SECONDS
         child.deaths = 1 if lasted else child.deaths + 1
-        wait = 0.0 if child.deaths == 1 else min(LATEST, SOON * 2 ** (child.deaths - 2))
-        again = child.deaths > CHANCES
+        wait = 0.0 if child.deaths == 1 else min(MAX_DELAY, FIRST_DELAY * 2 ** (child.deaths - 2))
+        again = child.deaths > MAX_QUICK_DEATHS
         fields = {"process": child.name, "status": status, "again_in": wait, "in_a_row": child.deaths}
         event = "process_dies_again_and_again" if again else "process_died"
         logger.log(logging.ERROR if again else logging.WARNING, event, extra={"fields": fields})
@@ -286,9 +286,9 @@ class Supervisor:
         try:
             self._start(child)
         except OSError as error:  # no memory or descriptors: try again later, they may become free
-            fields = {"process": child.name, "reason": str(error), "again_in": LATEST}
+            fields = {"process": child.name, "reason": str(error), "again_in": MAX_DELAY}
             logger.error("process_not_started", extra={"fields": fields})
-            self._timers.add(self._loop.call_later(LATEST, self._start_unless_ending, child))
+            self._timers.add(self._loop.call_later(MAX_DELAY, self._start_unless_ending, child))
 
     def _stop(self) -> None:
         self._sockets.close()  # or clients would still connect to them
@@ -298,18 +298,18 @@ class Supervisor:
         """Stop all processes. A second call sends SIGTERM again, on which the shards stop without waiting."""
         first, self._ending = not self._ending, True
         if first:
-            patience = self._config.shutdown_timeout + SPARE
+            patience = self._config.shutdown_timeout + KILL_AFTER
             self._timers.add(self._loop.call_later(patience, self._kill_all))
-        for child in self._data:
+        for child in self._shard_children:
             if child.running is not None:
                 child.running.terminate()
-        self._go_on_ending()
+        self._continue_stopping()
 
-    def _go_on_ending(self) -> None:
+    def _continue_stopping(self) -> None:
         """Stop the leader when all shards have ended."""
-        if all(child.running is None for child in self._data):
+        if all(child.running is None for child in self._shard_children):
             if self._leader.running is None:
-                self._over.set()
+                self._all_ended.set()
             else:
                 self._leader.running.terminate()
 
