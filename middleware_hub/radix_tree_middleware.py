@@ -138,7 +138,7 @@ class RadixTreeMiddleware:
         )
         async with AsyncExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
-            exchange.flight.goes_on = _kept_cache(prompts)
+            exchange.flight.continued_cache = _kept_cache(prompts)
             if self.router.traces is not None:
                 before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
                 self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)

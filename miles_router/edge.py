@@ -16,9 +16,9 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first_header
-from miles_router.asgi.origin import refuse_foreign
+from miles_router.asgi.origin import check_origin
 from miles_router.asgi.outlet import Outlet
-from miles_router.asgi.path import decoded
+from miles_router.asgi.path import decode_path
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
@@ -90,7 +90,7 @@ class RouterApp:
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
-            scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
+            scope["path"] = decode_path(scope["raw_path"])  # here, and nowhere else
             if self._owners.several:
                 await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
             else:
@@ -113,7 +113,7 @@ class RouterApp:
 
     async def _restore(self, scope: Scope) -> None:
         """Have layers bring back what the request names. A session's own key is known once it is read."""
-        if self._restoring and not self.doors.is_shut(scope["path"], scope["headers"]):
+        if self._restoring and not self.doors.lacks_key(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
 
@@ -125,10 +125,10 @@ class RouterApp:
     def _check_door(self, scope: Scope) -> None:
         """Refuse what nobody lets in. Which key it is, the process that answers asks. Raises as `_enter`."""
         door = self.doors.of(scope["path"])
-        if self.doors.is_shut(scope["path"], scope["headers"]):
-            self.doors.enter(door, scope["path"], scope["headers"])
-        if door.foreign is not None and not door.key.required:
-            refuse_foreign(scope, door.foreign, self._public_url)
+        if self.doors.lacks_key(scope["path"], scope["headers"]):
+            self.doors.authorize(door, scope["path"], scope["headers"])
+        if door.cross_origin_methods is not None and not door.key.required:
+            check_origin(scope, door.cross_origin_methods, self._public_url)
         scope[SCOPE_KEY].check_announced_size(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
@@ -140,9 +140,9 @@ class RouterApp:
             BodyTooLarge: the request announces more than anybody here takes.
         """
         door = self.doors.of(scope["path"])
-        scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
-        if door.foreign is not None and not door.key.required:
-            refuse_foreign(scope, door.foreign, self._public_url)
+        scope["headers"] = self.doors.authorize(door, scope["path"], scope["headers"])
+        if door.cross_origin_methods is not None and not door.key.required:
+            check_origin(scope, door.cross_origin_methods, self._public_url)
         scope[SCOPE_KEY].flight.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
         return self._routes if door.own else self._stack

@@ -92,7 +92,7 @@ class TokenizerAgreement:
             TokenizerDiffers: all do.
         """
         flight = Exchange.of(scope).flight
-        flight.barred = self._barred
+        flight.excluded_workers = self._barred
         key = first_header(scope["headers"], b"authorization")
         waiting = [
             spawn(self._settle(worker, key), name=f"wait for the tokenizer of {worker.url}")

@@ -1,1 +1,1 @@
-"""What is ASGI alone: a request's exchange, headers, keys, who watches the client, and the one relay of replies."""
+"""The ASGI parts of the router: request context, headers, keys, watching the client, and the relay of replies."""

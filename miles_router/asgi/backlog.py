@@ -1,16 +1,15 @@
-"""Bytes of replies that were read from workers and that no client has taken yet, over all connections."""
+"""The count of reply bytes that were read from workers and not yet sent to clients, over all connections."""
 
 from __future__ import annotations
 
-#: Beyond this many bytes little is read at once from workers, whoever it is for.
+#: Above this many bytes the router reads only small pieces from every worker.
 MAX_BACKLOG = 16 * 1024 * 1024
 
 
 class Backlog:
-    """How much waits for clients that read slowly. One number, which each place that holds bytes moves."""
+    """A counter of the bytes that wait for slow clients. Every buffer that holds reply bytes adjusts `size` itself."""
 
     __slots__ = ("size",)
 
     def __init__(self) -> None:
-        #: Bytes.
         self.size = 0

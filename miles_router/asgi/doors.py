@@ -1,4 +1,4 @@
-"""The door that each path has: who answers there, which key it takes, what a web page of somebody else may do."""
+"""Access rules by path: the handler, the required key, and the methods that web pages of other origins may use."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class Door(NamedTuple):
-    """One of few: many paths share one."""
+    """An access rule, shared by many paths."""
 
-    #: The router and its middlewares answer by a route of their own; else the request goes through the stack.
+    #: True: a route of the router or of a middleware answers. False: the request goes through the middleware stack.
     own: bool
     key: Key
-    #: The methods that a page of another origin may use where no key is required; None: all.
-    foreign: frozenset[str] | None
+    #: The methods that a page of another origin may use when no key is required; None: all methods.
+    cross_origin_methods: frozenset[str] | None
 
 
 class Doors:
-    """Finds the door of a path, by its decoded form alone.
+    """The access rules of all paths, looked up by the decoded path.
 
     Args:
         opened: paths that need no key.
-        administration: paths of the router's own; `{` begins a parameter.
-        control: paths that go to every worker.
-        routes: those of the middlewares.
-        keys_of_layers: each gives the key that opens a path, beside the clients', or None.
-        listed: paths that the clients' key opens; one that ends with `/` stands for all beneath it. Whatever is not
-            listed needs the key of administration, known or not.
+        administration: the router's own paths; `{` begins a parameter.
+        control: paths whose requests go to every worker.
+        routes: the routes of the middlewares.
+        keys_of_layers: functions that return an additional key accepted for a path, or None.
+        listed: paths that need the client key; a path that ends with `/` includes all paths below it. Every path that
+            is not listed needs the admin key, even if no route exists for it.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Doors:
             **dict.fromkeys((path for path in paths if "{" not in path), Door(True, keys.data, READING)),
             **dict.fromkeys(administered, Door(True, keys.admin, READING)),
             **dict.fromkeys(control, Door(True, keys.admin, NOTHING)),
-            **dict.fromkeys(opened, Door(True, keys.everybody, None)),
+            **dict.fromkeys(opened, Door(True, keys.no_key, None)),
         }
         self._administered = {
             first_segment(path): Door(True, keys.admin, READING) for path in administered if "{" in path
         }
         self._answered = {first_segment(path) for path in paths}
-        # By whether a middleware has routes in this segment, and whether the path is listed.
+        # Keys: (a middleware has routes below this first segment, the path is listed).
         self._others = {
             (True, True): Door(True, keys.data, READING),
             (False, True): Door(False, keys.data, None),
@@ -74,27 +74,30 @@ class Doors:
             (False, False): Door(False, keys.admin, NOTHING),
         }
 
-    def enter(self, door: Door, path: str, headers: RawHeaders) -> RawHeaders:
-        """Enter by the door of this path. As `Keys.enter`."""
+    def authorize(self, door: Door, path: str, headers: RawHeaders) -> RawHeaders:
+        """Check the key of a request to `path`, and return the headers for layers and workers like `Keys.authorize`.
+
+        Raises:
+            Unauthorized: the path requires a key, and the request contains no valid one.
+        """
         also = None
         if self._keys_of_layers and door.key is self.keys.data:
             found = [key for key_of in self._keys_of_layers if (key := key_of(path)) is not None]
             also = Key(*found) if found else None
-        return self.keys.enter(door.key, headers, also)
+        return self.keys.authorize(door.key, headers, also)
 
-    def is_shut(self, path: str, headers: RawHeaders) -> bool:
-        """Whether nobody enters by the door of this path with these headers, whatever keys there are."""
+    def lacks_key(self, path: str, headers: RawHeaders) -> bool:
+        """Return True if the path requires a key and the headers contain no key at all."""
         return self.of(path).key.required and not [name for name, _ in headers if name in (BEARER, X_API_KEY)]
 
     def of(self, path: str) -> Door:
-        """The door of this path."""
         return self._exact.get(path) or self._by_part(path)
 
     def _by_part(self, path: str) -> Door:
         segment = first_segment(path)
         if segment in self._administered:
             return self._administered[segment]
-        # With a slash at its end it is another path, which FastAPI redirects to the worker's own address.
+        # With a trailing slash it is a different path: FastAPI would redirect the client to the worker's own address.
         listed = not path.endswith("/") and (
             path.startswith(self._beneath) or bool([each for each in self._patterns if each.match(path)])
         )
@@ -102,5 +105,5 @@ class Doors:
 
 
 def first_segment(path: str) -> str:
-    """`/a/b` -> `/a`."""
+    """Return the first segment with its slash: `/a` for `/a/b`."""
     return "/" + path[1:].partition("/")[0]

@@ -1,8 +1,7 @@
-"""One request's record, kept in the ASGI scope: its id, its body, its parse, notes between layers.
+"""The request context that all layers share, kept in the ASGI scope: id, limits, parsed bodies, notes between layers.
 
-The wire is the only truth: a body changes by passing a replayed `receive` inward, never by an attribute on a request
-object. What is remembered here is keyed by the identity of the bytes, so it can save work and can never disagree
-with what is sent.
+A layer changes a body by passing a replayed `receive` inward, never by setting an attribute. Parsed bodies are cached
+by the identity of the bytes, so the cache can never disagree with the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from miles_router.asgi.headers import first_header
 from miles_router.engines.client_json import read_json
 from miles_router.errors import BodyTooLarge, ClientDisconnected, RouterError
 
-# ASGI's own shapes (asgiref), named as Starlette names them; this module stays free of both.
+# The ASGI types under Starlette's names; defined here so that this module imports neither asgiref nor Starlette.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-#: Writes an error, with the id of its request, as the JSON of an answer.
+#: Returns the JSON body of the answer for an error; the second argument is the request id.
 ErrorBody = Callable[[RouterError, str], Mapping[str, Any]]
 
 SCOPE_KEY = "miles_router.asgi.exchange"
 MAX_REQUEST_ID_LENGTH = 128
-#: Distinct bodies whose parse is remembered during one request: what came, and what a few layers made of it.
+#: Parsed bodies that are cached for one request: the client's body and those that a few layers replaced it with.
 REMEMBERED_PARSES = 8
 UNBOUNDED = 1 << 62
 
@@ -37,7 +36,7 @@ _count = itertools.count(1)
 
 
 class ReadOnlyObject(dict[str, Any]):
-    """A parsed JSON object that layers share. `orjson.dumps` takes it; changing it raises TypeError."""
+    """A parsed JSON object that layers share. `orjson.dumps` accepts it; changing it raises TypeError."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("the parsed body is shared between layers; change a copy: {**parsed, ...}")
@@ -46,7 +45,7 @@ class ReadOnlyObject(dict[str, Any]):
 
 
 class Exchange:
-    """What the layers of one request share. Get it with `Exchange.of(scope)`."""
+    """The context of one request, shared by its layers. Get it with `Exchange.of(scope)`."""
 
     __slots__ = (
         "_parses",
@@ -64,36 +63,36 @@ class Exchange:
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
         self.max_body_bytes = max_body_bytes
-        #: Bytes of the reply that a layer which reads it holds at most.
+        #: Maximum bytes of the reply that a layer buffers in order to read it.
         self.max_answer_bytes = max_answer_bytes
-        #: Free for middlewares to leave each other things; keys are dotted names (`"my_package.thing"`).
+        #: Values that middlewares pass to each other; keys are dotted names (`"my_package.thing"`).
         self.notes: dict[str, Any] = {}
-        #: Where it is on its way to a worker.
+        #: The state of routing and aborting the request.
         self.flight = Flight()
-        #: Another process answers it.
+        #: True when another process of the router answers the request.
         self.forwarded = False
-        #: How an error of the router's own is written: a layer that speaks another API sets it.
+        #: Formats the router's own errors; a layer that implements another API replaces it.
         self.error_body: ErrorBody = _body_of
-        #: The name of the pool that takes it; None for the default one, which the layers are there for.
+        #: The name of the worker pool; None for the default pool, the only one with middlewares.
         self.pool: str | None = None
-        #: The adapter of its model that it names.
+        #: The LoRA adapter that the request's `model` names.
         self.adapter: str | None = None
         self._parses: list[tuple[bytes, Any]] = []
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
-        """The record of the request that `scope` belongs to, made at the first call."""
+        """Return the context of the request that `scope` belongs to; the first call creates it."""
         exchange: Exchange | None = scope.get(SCOPE_KEY)
         if exchange is None:
             exchange = scope[SCOPE_KEY] = cls(request_id(scope))
         return exchange
 
     async def read(self, receive: Receive) -> bytes:
-        """The whole request body.
+        """Read and return the whole request body.
 
         Raises:
-            BodyTooLarge: more than `max_body_bytes`.
-            ClientDisconnected: the client left before it had sent all of it.
+            BodyTooLarge: the body is longer than `max_body_bytes`.
+            ClientDisconnected: the client disconnected before the end of the body.
         """
         message = await receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
@@ -103,7 +102,7 @@ class Exchange:
         return await self._read_parts(message, receive)
 
     async def _read_parts(self, message: Message, receive: Receive) -> bytes:
-        body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
+        body = io.BytesIO()  # not a list: a body that arrives byte by byte would take a hundred times its size
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected("the client left before it had sent its request")
@@ -114,10 +113,10 @@ class Exchange:
             message = await receive()
 
     def check_announced_size(self, scope: Scope) -> None:
-        """Refuse a request by its Content-Length, before a byte of its body is read (or asked for with 100-continue).
+        """Check Content-Length before the router reads the body (or asks for it with `100 Continue`).
 
         Raises:
-            BodyTooLarge: it announces more than `max_body_bytes`.
+            BodyTooLarge: Content-Length is larger than `max_body_bytes`.
         """
         announced = first_header(scope["headers"], b"content-length")
         if announced is not None and announced.isdigit():
@@ -128,10 +127,10 @@ class Exchange:
             raise BodyTooLarge(f"the request body is larger than {self.max_body_bytes} bytes (--max-request-bytes)")
 
     def loads(self, body: bytes) -> Any:
-        """Parse JSON, at most once per distinct body. An object comes read-only: change a copy, `{**parsed, ...}`.
+        """Parse JSON, once per bytes object. Objects are read-only at the top level: change a copy, `{**parsed, ...}`.
 
         Raises:
-            BadRequest: as `read_json`.
+            BadRequest: `read_json` cannot parse the body.
         """
         for known, parsed in self._parses:
             if known is body:
@@ -148,7 +147,7 @@ def _body_of(error: RouterError, request_id: str) -> Mapping[str, Any]:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` as the whole request and then whatever the client still says (its leaving)."""
+    """Return a `receive` that yields `body` as the whole request, then the client's messages (its disconnect)."""
     given = False
 
     async def replayed() -> Message:
@@ -162,14 +161,14 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def with_body(scope: Scope, body: bytes) -> Scope:
-    """A copy of `scope` for a changed body: the old Content-Length would be a lie to the layers inside."""
+    """Return a copy of `scope` whose Content-Length is that of `body`."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode("ascii")))
     return {**scope, "headers": headers}
 
 
 def request_id(scope: Mapping[str, Any]) -> str:
-    """The client's `X-Request-Id` if it can safely be logged and sent on, else a new one."""
+    """Return the client's `X-Request-Id` if it is printable ASCII of at most 128 characters, else a new id."""
     for name, value in scope.get("headers", ()):
         if name == b"x-request-id":
             if 0 < len(value) <= MAX_REQUEST_ID_LENGTH and value.isascii() and value.decode().isprintable():

@@ -1,4 +1,4 @@
-"""Where a request is on its way to a worker: who has it, when its reply began, whether it was aborted. Pure."""
+"""The routing state of one request: its worker, the start of its reply, whether it was aborted. No I/O."""
 
 from __future__ import annotations
 
@@ -17,43 +17,46 @@ _count = itertools.count(1)
 
 
 class UsedCache(NamedTuple):
-    """A prefix cache that an engine sampled with: its number, and what tells the weight versions that may have filled
-    it by now, oldest first (None: nobody has named those weights)."""
+    """A prefix cache that an engine used for sampling.
+
+    `versions` returns the weight versions that may have filled it so far, oldest first; None stands for weights of
+    unknown version.
+    """
 
     number: int
     versions: Callable[[], Sequence[str | None]]
 
 
-class Relief(Protocol):
-    """Who takes a reply in place of the client, and answers the client once the reply is over."""
+class ReplyReceiver(Protocol):
+    """A receiver that takes a worker's reply in place of the client, and answers the client when the reply is over."""
 
-    async def take(self, message: Message) -> None:
-        """One ASGI message of the reply."""
+    async def receive(self, message: Message) -> None:
+        """Receive one ASGI message of the reply."""
         ...
 
     async def finish(self) -> None:
-        """The reply is over, or was broken off, and its worker is free of it."""
+        """Answer the client. Called after the reply has ended or was broken off, and its lease was released."""
         ...
 
 
 class Move(Protocol):
-    """Another worker is to take a request over: the one that has it was told to give back what it has sampled."""
+    """A move of a running request to another worker. Its present worker was asked to return the sampled tokens."""
 
-    def relief(self, scope: Scope, receive: Receive, send: Send) -> Relief | None:
-        """Who takes the reply; None where somebody who sees it knows what to do."""
+    def reply_receiver(self, scope: Scope, receive: Receive, send: Send) -> ReplyReceiver | None:
+        """Return the receiver of the present worker's reply; None if a layer that relays the reply continues it."""
         ...
 
 
 class Flight:
-    """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
+    """The routing and abort state of one request. The proxy writes it; an abort marks it."""
 
     __slots__ = (
         *(
             "aborted",
-            "barred",
+            "excluded_workers",
             "caches",
             "first_byte_at",
-            "goes_on",
+            "continued_cache",
             "group",
             "inward",
             "model",
@@ -65,66 +68,67 @@ class Flight:
     )
 
     def __init__(self) -> None:
-        #: Lower for a request that came before.
+        #: Arrival order: lower for an earlier request.
         self.number = next(_count)
-        #: The model that it names, where that was no adapter's name when it came.
+        #: The requested model, if it was not the name of an adapter when the request arrived.
         self.model: str | None = None
-        #: The worker that answered, or that was tried last.
+        #: The worker that answered, or the last one that was tried.
         self.worker_url: str | None = None
-        #: The worker that computes its prompt for that one, while it does.
+        #: The prefill worker of a prefill/decode pair, while it computes the prompt.
         self.prefill_url: str | None = None
-        #: The rank of that one; None where it is not counted on ranks.
+        #: The rank on `worker_url`; None if the router does not choose ranks there.
         self.rank: int | None = None
-        #: The worker that takes it next, while that one takes requests.
+        #: The URL of the worker to use next, as long as it is routable.
         self.preferred: str | None = None
-        #: Tells the workers that must not take it, at each choice of one; None where all may.
-        self.barred: Callable[[], Collection[Worker]] | None = None
-        #: Whether nothing but its body may tie it to its worker.
+        #: Returns the workers that must not get the request; called at each choice of a worker. None: all may.
+        self.excluded_workers: Callable[[], Collection[Worker]] | None = None
+        #: True if another worker can continue the generation: `/generate` without a session key or a cache to keep.
         self.movable = False
-        #: What is under way to have another worker take it over.
+        #: The move to another worker that is in progress.
         self.move: Move | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
-        #: The number of the prefix cache that it keeps, for it goes on from tokens that were sampled with that one.
-        self.goes_on: int | None = None
-        #: The prefix caches that its parts were sampled with, one after the other.
+        #: The number of the prefix cache to use, because the request continues tokens that were sampled with it.
+        self.continued_cache: int | None = None
+        #: The prefix caches that its attempts were sampled with, in order.
         self.caches: list[UsedCache] = []
-        #: How many generations of it wait now, at the gate or for room,
+        #: How many of its generations wait now, at the gate or for admission.
         self.waits = 0
-        #: and for how many seconds some have waited until now, together.
+        #: Seconds in which at least one of its generations has waited, in total.
         self.waited = 0.0
-        #: A client asked to abort it: it must not be carried on.
+        #: True after a client asked to abort it: the router must not resume the generation.
         self.aborted = False
-        #: What it is aborted with, together with others.
+        #: The value of `X-Group-Id`: requests of one group can be aborted together.
         self.group: bytes | None = None
-        #: Breaks it off with an error, while a worker has it.
+        #: Breaks the request off with an error; set while the request is at a worker.
         self.stop: Callable[[RouterError], None] | None = None
-        #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
+        #: Ids that workers gave its generations (SGLang's `meta_info.id`), as far as a layer has read them.
         self.rids: set[str] = set()
-        #: What generations are called further in, by the name they have further out: the client's, or that of a leg.
+        #: Outer name (`rid`) of a generation -> the name used for it one step closer to the engine. Outer names are the
+        #: client's, or the name of one attempt.
         self.inward: dict[str, str] = {}
-        #: Whether its client shares no names with others: engines call its generations otherwise than it does.
+        #: True if the client's generation names are private to it, so that engines get other names.
         self.private = False
-        #: What is known of its turn, where turns are traced.
+        #: The trace of the turn, when tracing is on.
         self.trace: TurnTrace | None = None
 
     @property
     def urls(self) -> set[str]:
-        """The workers that have it."""
+        """The URLs of the workers that process the request."""
         return {url for url in (self.worker_url, self.prefill_url) if url is not None}
 
     def names_inward(self, name: str) -> Iterator[str]:
-        """The names further in of the generation that has this name with its client; one of them may be old."""
+        """Yield the inner names of the generation that the client calls `name`. Outdated names may be among them."""
         while name in self.inward:
             name = self.inward[name]
             yield name
 
     @property
     def cache(self) -> int | None:
-        """The number of the prefix cache that it was sampled with last, which what goes on from it keeps."""
+        """The number of the prefix cache used last; a request that continues these tokens uses the same one."""
         return self.caches[-1].number if self.caches else None
 
     @property
     def cache_versions(self) -> list[str | None]:
-        """The weight versions that may have filled what engines found for it in prefix caches."""
+        """The weight versions that may have computed the cached prefixes that engines used, without repeats."""
         return list(dict.fromkeys(version for used in self.caches for version in used.versions()))

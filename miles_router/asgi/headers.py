@@ -1,4 +1,4 @@
-"""Which headers a proxy passes on, decided on raw `(name, value)` byte pairs with lower-cased names. Pure.
+"""The header rules of a proxy, on raw `(name, value)` byte pairs with lower-case names. No I/O.
 
 Source: RFC 9110 section 7.6.1 (connection-specific fields) and RFC 9112 section 6 (framing).
 """
@@ -12,26 +12,26 @@ RawHeaders = list[tuple[bytes, bytes]]
 #: Fields about one connection, which never cross a proxy, whether or not `Connection` names them.
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"})
 
-#: Fields that the router makes anew for the worker: whom it asks, how long the buffered body is. `Expect` was
-#: answered by the server in front of us when it read the body.
+#: Fields that the router does not forward to workers. It writes its own Host and Content-Length, and has already
+#: answered `Expect` when it read the body.
 REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
 
-#: Which trace a request is part of (W3C Trace Context).
+#: W3C Trace Context.
 TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
-#: Names the group that a generation is aborted with.
+#: The group of a request; requests of one group can be aborted together.
 GROUP = b"x-group-id"
-#: The usual values of `Connection`, which name no field that is not dropped anyway.
+#: The usual values of `Connection`; they name only fields that are dropped anyway.
 NAMES_NOTHING = frozenset({b"keep-alive", b"close"})
 
 
 def connection_named(values: Iterable[bytes]) -> frozenset[bytes]:
-    """The field names listed by the values of `Connection`, lower-cased."""
+    """Return the lower-case field names that the values of `Connection` list."""
     return frozenset(token.strip().lower() for value in values for token in value.split(b",")) - {b""}
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> RawHeaders:
-    """`headers` without the `dropped` ones and without those that `Connection` names; order and repeats kept."""
+    """Return `headers` without the `dropped` fields and the fields that `Connection` names, in the same order."""
     kept = []
     named: list[bytes] = []
     for pair in headers:
@@ -47,17 +47,17 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 
 
 def header_texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """`headers` as text, as JSON can hold them."""
+    """Decode `headers` as Latin-1 for JSON."""
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
 
 def raw_headers(texts: Iterable[tuple[str, str]]) -> RawHeaders:
-    """Headers that were given as text."""
+    """Encode text headers as raw headers with lower-case names."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in texts]
 
 
 def first_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    """The value of the first header called `wanted` (lower-case), or None."""
+    """Return the value of the first header named `wanted` (lower-case), or None."""
     for name, value in headers:
         if name == wanted:
             return value

@@ -1,7 +1,7 @@
-"""Streams whose client waits: the response head and heartbeats, so that neither a client nor a proxy gives up.
+"""Heartbeats for streams, so that clients and proxies do not time out while nothing is generated.
 
-A paused fleet, a queue, a long prompt or a resumed generation may leave a client without a byte for minutes. Clients
-and proxies take that for a dead connection: nginx after 60 s, Codex after 300 s, which counts events and not comments.
+A paused fleet, a queue, a long prompt or a resumed generation can leave a client without a byte for minutes. nginx
+closes such a connection after 60 s, Codex after 300 s (Codex counts only events, not comments).
 """
 
 from __future__ import annotations
@@ -21,43 +21,42 @@ from miles_router.errors import ClientDisconnected, RouterError, UpstreamInvalid
 from miles_router.tasks import cancelled, spawn
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-#: The clients of OpenAI and Anthropic, LiteLLM, the Vercel AI SDK and all other readers of the standard skip it.
+#: An SSE comment: OpenAI's and Anthropic's clients, LiteLLM, the Vercel AI SDK and all standard parsers skip it.
 COMMENT = b": waiting\n\n"
 EVENT_ENDS = (b"\n\n", b"\n\r\n")
-#: Bytes of a late refusal that are kept.
+#: Bytes of a late refusal that are buffered.
 MAX_REFUSAL = 1 << 20
 
 
 class HeartbeatForm:
-    """How an API says in a stream that the stream goes on, or that it has failed."""
+    """The form of heartbeats and errors in the streams of one API; this class is SGLang's and OpenAI's form."""
 
     def beat(self) -> bytes:
         """Return one heartbeat."""
         return COMMENT
 
     def passing(self, data: bytes) -> bytes:
-        """Return what the client gets for a part of the answer. Whole events come here."""
+        """Return the bytes to send to the client for a part of the answer. `data` consists of whole events."""
         return data
 
     def failed(self, body: Mapping[str, Any]) -> bytes:
-        """Return the events for an error; `body` is what the API answers a request with. Of SGLang that may be the
-        error itself."""
+        """Return the events for an error. `body` is the JSON error answer; SGLang's may lack the outer `error`."""
         return write_event(body if "error" in body else {"error": body})
 
 
 class Heartbeat:
-    """A stream's way to its client, with heartbeats while nothing else is sent:
+    """A wrapper of `send` that adds heartbeats to a stream while nothing else is sent:
 
         async with Heartbeat(send, exchange, form, seconds) as heartbeat:
             await app(scope, receive, heartbeat.send)
 
-    Once a heartbeat has sent the head, a refusal or an error of the router can no longer have a status: the client is
-    told in the stream. After an error of the router the connection is broken off as well.
+    A heartbeat sends the response head with status 200 if needed. A refusal or a router error after that is sent as an
+    event of the stream. After a router error the connection is also broken off.
 
     Args:
-        send: the client's side.
-        form: how the client's API says it.
-        seconds: the silence after which a heartbeat is sent; 0 for a reply that is no stream, which has none.
+        send: sends to the client.
+        form: the form of heartbeats and errors in the client's API.
+        seconds: the silence after which a heartbeat is sent; 0: none, for a reply that is not a stream.
     """
 
     def __init__(self, send: Send, exchange: Exchange, form: HeartbeatForm, seconds: float) -> None:
@@ -71,13 +70,13 @@ class Heartbeat:
         self._beating: asyncio.Task[None] | None = None
         self._sending = False
         self._between_events = True
-        #: Whether the head went out with a heartbeat.
+        #: True if a heartbeat sent the response head.
         self._opened = False
         self._start: Message | None = None
         self._refusal: bytearray | None = None
 
     async def __aenter__(self) -> Heartbeat:
-        self._wait()
+        self._set_timer()
         return self
 
     async def __aexit__(
@@ -89,9 +88,10 @@ class Heartbeat:
         if not self._opened or self._start is not None or isinstance(error, ClientDisconnected):
             return
         if isinstance(error, RouterError) and error.type != RouterError.type:
-            await self._tell(self._written(error), more=True)
+            await self._send_failure(self._error_body(error), more=True)
         elif isinstance(error, Exception):
-            await self._tell(self._written(RouterError("the router failed; its log has the details")), more=True)
+            defect = RouterError("the router failed; its log has the details")
+            await self._send_failure(self._error_body(defect), more=True)
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message of the reply."""
@@ -100,8 +100,8 @@ class Heartbeat:
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif self._refusal is not None:
-            await self._refuse(message)
-        elif (passed := self._passed(message)) is not None:
+            await self._collect_refusal(message)
+        elif (passed := self._message_for_client(message)) is not None:
             self._sending, self._sent_at = True, self._loop.time()
             try:
                 await self._send(passed)
@@ -113,14 +113,14 @@ class Heartbeat:
         if not _is_stream(start):
             self._stop()
             self._refusal = bytearray() if self._opened else None
-        elif self._seconds:  # a heartbeat is not part of the length that it announces
+        elif self._seconds:  # heartbeats add bytes that Content-Length does not count
             start = {**start, "headers": [pair for pair in start["headers"] if pair[0] != b"content-length"]}
         if not self._opened:
             self._sent_at = self._loop.time()
             await self._send(start)
 
-    def _passed(self, message: Message) -> Message | None:
-        """Return a part of the answer as the client gets it; None where it gets nothing."""
+    def _message_for_client(self, message: Message) -> Message | None:
+        """Return the message to send to the client for a part of the answer, or None."""
         if not self._seconds:
             return message
         body, more = message.get("body", b""), message.get("more_body", False)
@@ -133,8 +133,8 @@ class Heartbeat:
             return None
         return {**message, "body": body}
 
-    async def _refuse(self, message: Message) -> None:
-        """Collect an answer that is no stream, and tell the client of it in the stream that has begun."""
+    async def _collect_refusal(self, message: Message) -> None:
+        """Buffer an answer that is not a stream, and send it as an error event in the stream that has begun."""
         assert self._refusal is not None
         assert self._start is not None
         if len(self._refusal) < MAX_REFUSAL:
@@ -147,34 +147,34 @@ class Heartbeat:
             body = None
         if not isinstance(body, dict) or not body.keys() & {"error", "message"}:
             status = self._start["status"]
-            body = self._written(
+            body = self._error_body(
                 UpstreamInvalidResponse(f"the worker answered {status} in place of a stream of events")
             )
-        await self._tell(body, more=False)
+        await self._send_failure(body, more=False)
 
-    def _written(self, error: RouterError) -> Mapping[str, Any]:
+    def _error_body(self, error: RouterError) -> Mapping[str, Any]:
         return self._exchange.error_body(error, self._exchange.request_id)
 
-    async def _tell(self, body: Mapping[str, Any], *, more: bool) -> None:
+    async def _send_failure(self, body: Mapping[str, Any], *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": self._form.failed(body), "more_body": more})
 
     # The timer
 
-    def _wait(self) -> None:
+    def _set_timer(self) -> None:
         if self._seconds:
-            self._timer = self._loop.call_at(self._sent_at + self._seconds, self._look)
+            self._timer = self._loop.call_at(self._sent_at + self._seconds, self._on_timer)
 
     def _stop(self) -> None:
         self._seconds = 0.0
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         if self._loop.time() < self._sent_at + self._seconds:
-            self._wait()
+            self._set_timer()
         elif self._sending or not self._between_events:
             self._sent_at = self._loop.time()
-            self._wait()
+            self._set_timer()
         else:
             self._beating = spawn(self._beat(), name="heartbeat")
 
@@ -184,10 +184,10 @@ class Heartbeat:
             await self._send({"type": "http.response.start", "status": OK, "headers": list(EVENT_STREAM)})
         await self._send({"type": "http.response.body", "body": self._form.beat(), "more_body": True})
         self._sent_at, self._beating = self._loop.time(), None
-        self._wait()
+        self._set_timer()
 
 
 def _is_stream(start: Message) -> bool:
-    """Return whether a reply is events that others can be put between."""
+    """Return True for an uncompressed stream of events, into which heartbeats can be inserted."""
     encoding = first_header(start["headers"], b"content-encoding")
     return start["status"] == OK and kind_of(start["headers"]) is Kind.EVENTS and encoding in (None, IDENTITY)

@@ -1,4 +1,4 @@
-"""The router's keys: who may enter a part of it, compared in constant time."""
+"""API keys and admin keys of the router, compared in constant time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import Unauthorized
 
-#: Where clients put keys: OpenAI's and SGLang's way, and Anthropic's.
+#: The headers that contain a key: OpenAI and SGLang use `Authorization`, Anthropic uses `X-Api-Key`.
 BEARER, X_API_KEY = b"authorization", b"x-api-key"
-#: Begins headers by which SGLang 0.5.23 is told what its own gateway decides: ids, ranks, priority, other hosts.
+#: Prefix of the headers with which SGLang's own gateway overrides ids, ranks, priority and hosts (SGLang 0.5.23).
 OVERRIDE = b"x-override-"
 
 
 class Key:
-    """The keys that open one part of the router, each of them alone; without any, everybody may enter."""
+    """A set of accepted keys for one part of the router. Without any, the part needs no key."""
 
     __slots__ = ("_accepted", "name", "required")
 
@@ -24,35 +24,44 @@ class Key:
         self.name = name
         self._accepted = [each.encode("ascii") for each in accepted]
 
-    def fits(self, credential: bytes) -> bool:
-        """Whether it is one of them."""
-        return True in [hmac.compare_digest(credential, each) for each in self._accepted]  # all, whichever it is
+    def matches(self, credential: bytes) -> bool:
+        """Return True if `credential` is an accepted key."""
+        # A list, not `any`: every key is compared, so the time does not show which one matched.
+        return True in [hmac.compare_digest(credential, each) for each in self._accepted]
 
 
 class Keys:
-    """All keys of one router: those of clients, and those of administration, which are the clients' where it has none
-    of its own. Administration is never more open than the data plane."""
+    """The client keys and admin keys of one router.
+
+    Without admin keys, the client keys are also the admin keys. So administration is never more open than the data
+    plane.
+    """
 
     def __init__(self, data: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
         own = tuple(admin)
         self.data = Key(*data)
         self.admin = Key(*own, name="admin key") if own else self.data
-        self.everybody = Key()
+        self.no_key = Key()
 
-    def enter(self, key: Key, headers: RawHeaders, also: Key | None = None) -> RawHeaders:
-        """Enter where `key` is required; `also` opens this one path as well. Gives what layers and workers see of the
-        headers: none of the router's keys, and nothing that begins with `OVERRIDE` unless a key of administration came.
+    def authorize(self, key: Key, headers: RawHeaders, also: Key | None = None) -> RawHeaders:
+        """Check the request's keys against `key`, and return the headers for layers and workers.
+
+        The returned headers contain none of the router's keys. They contain `x-override-*` headers only if the request
+        has a valid admin key.
+
+        Args:
+            also: further keys that are accepted for this path.
 
         Raises:
-            Unauthorized: a key is required here and none that fits came.
+            Unauthorized: a key is required, and the request contains no valid one.
         """
         administers = False
         if self.admin.required or also is not None:
             entered, ours = not key.required, []
             for pair in [pair for pair in headers if pair[0] == BEARER or pair[0] == X_API_KEY]:
                 credential = _credential(*pair)
-                by_data, by_admin = self.data.fits(credential), self.admin.fits(credential)
-                by_own = also is not None and also.fits(credential)
+                by_data, by_admin = self.data.matches(credential), self.admin.matches(credential)
+                by_own = also is not None and also.matches(credential)
                 if by_data or by_admin or by_own:
                     ours.append(pair)
                 administers = administers or by_admin
@@ -67,7 +76,7 @@ class Keys:
 
 
 def _credential(name: bytes, value: bytes) -> bytes:
-    """What a header shows in place of a key; nothing where it shows none."""
+    """Return the credential in a header's value, or b""."""
     if name == X_API_KEY:
         return value
     scheme, _, credential = value.partition(b" ")

@@ -1,4 +1,4 @@
-"""Under which address clients reach the router, and whether a request comes from a web page of somebody else. Pure."""
+"""The router's address as clients see it, and a check for requests from web pages of other origins. No I/O."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from miles_router.errors import BadRequest, ForeignOrigin
 AUTHORITY = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,253})|\[[0-9A-Fa-f:.]{2,45}\])(:([0-9]{1,5}))?")
 MAX_PORT = 65535
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-#: What browsers say of a request that another site's page makes (W3C Fetch Metadata).
+#: Values of `Sec-Fetch-Site` for requests from pages of other origins (W3C Fetch Metadata).
 FROM_ELSEWHERE = frozenset({b"cross-site", b"same-site"})
 
 
 def base_url(scope: Mapping[str, Any], public_url: str | None) -> str:
-    """The router's address as this client knows it, without a slash at its end: the public one if there is one, else
-    that of the `Host` header, else that of the connection.
+    """Return the router's address for this client, without a trailing slash.
+
+    It is `public_url` if set, else built from the `Host` header, else from the connection.
 
     Raises:
-        BadRequest: `Host` is no clean authority. An agent that is given a wrong address would talk to somebody else.
+        BadRequest: `Host` is not `host[:port]`. A wrong address would send the agent to another server.
     """
     if public_url is not None:
         return public_url.rstrip("/")
@@ -36,25 +37,26 @@ def base_url(scope: Mapping[str, Any], public_url: str | None) -> str:
     return f"{scope['scheme']}://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_url: str | None) -> None:
-    """Keep web pages of other origins to the `allowed` methods where no key keeps them out: a browser sends what any
-    page wants sent, and says only whose wish it was.
+def check_origin(scope: Mapping[str, Any], allowed: Collection[str], public_url: str | None) -> None:
+    """Restrict web pages of other origins to the `allowed` methods. Call it where no key is required.
+
+    A browser sends the requests of any page, also to a local router, and only marks their origin in headers.
 
     Raises:
-        ForeignOrigin: one of them wants something else.
+        ForeignOrigin: a page of another origin uses another method.
     """
     if scope["method"] in allowed:
         return
-    wishes = [pair for pair in scope["headers"] if pair[0] == b"origin" or pair[0] == b"sec-fetch-site"]
-    if not wishes:
+    origin_headers = [pair for pair in scope["headers"] if pair[0] == b"origin" or pair[0] == b"sec-fetch-site"]
+    if not origin_headers:
         return
     ours = {_authority(f"http://{value.decode('latin-1')}") for name, value in scope["headers"] if name == b"host"}
     if public_url is not None:
         ours.add(_authority(public_url))
-    for name, value in wishes:
+    for name, value in origin_headers:
         foreign = _authority(value.decode("latin-1")) not in ours if name == b"origin" else value in FROM_ELSEWHERE
         if foreign:
-            raise ForeignOrigin("a web page of another origin may not do this where no key is set")
+            raise ForeignOrigin("a web page of another origin may not do this while the router has no API key")
 
 
 def _is_authority(text: str) -> bool:
@@ -63,6 +65,6 @@ def _is_authority(text: str) -> bool:
 
 
 def _authority(url: str) -> str:
-    """The host and port of an origin, without the port that its scheme has anyway."""
+    """Return host and port of a URL; the scheme's default port is left out."""
     scheme, _, rest = url.lower().partition("://")
     return rest.partition("/")[0].removesuffix(DEFAULT_PORTS.get(scheme, ":"))

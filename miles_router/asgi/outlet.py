@@ -1,7 +1,7 @@
-"""A reply's way to the client: the `send` that the edge gives inward, and the short cut behind it.
+"""The outermost `send` of a request, and a fast path from a worker's connection to the client's connection.
 
-An ASGI message for each event of a stream wakes a task, makes a dictionary and calls every layer. Where no layer has
-wrapped `send`, nobody looks at those messages, and the worker's bytes can go to the client's connection as they come.
+An ASGI message for each event of a stream wakes a task, creates a dictionary and calls every layer. If no layer has
+wrapped `send`, no code reads these messages, so the worker's bytes are written directly to the client's connection.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from typing import Protocol
 
 from miles_router.asgi.exchange import Message, Scope, Send
 
-#: Under this name among the scope's `extensions` our own server offers the client's connection as a `Sink`.
+#: The key in the scope's `extensions` under which the router's own server offers the client's connection as a `Sink`.
 SINK = "miles_router.sink"
-#: Under this name what another process says that has handed the request over.
+#: Unused.
 HANDED = "miles_router.handed"
 
 
 class Source(Protocol):
-    """Where bytes come from that a sink is given."""
+    """A source of the bytes that are written to a sink."""
 
     def pause(self) -> None:
-        """The client reads slowly: give no more for now."""
+        """Stop writing, because the client reads slowly."""
         ...
 
     def resume(self) -> None:
-        """It has caught up."""
+        """Continue writing, because the client has caught up."""
         ...
 
 
 class Sink(Protocol):
-    """A client's connection that takes the body of a reply whose `http.response.start` was sent."""
+    """A client's connection that accepts body bytes directly, after `http.response.start` was sent."""
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the body, never the last: the end is an ASGI message."""
+        """Write the next bytes of the body. The end of the body is sent as an ASGI message instead."""
         ...
 
-    def fed_by(self, source: Source | None) -> None:
-        """Who is told when the client reads slowly; None once nobody writes here any more."""
+    def set_source(self, source: Source | None) -> None:
+        """Set the source to pause and resume; None when writing has ended."""
         ...
 
 
 class Outlet:
-    """The edge's `send`: each reply goes out with the request's id, and its status is known afterwards.
+    """The outermost `send`: adds `X-Request-Id` to the reply and records its status.
 
-    A layer that wraps it sees every message, and hides `sink` by that.
+    A layer that wraps it sees every message; the wrapper has no `sink`, which turns the fast path off.
     """
 
     __slots__ = ("_request_id", "_send", "sink", "status")
@@ -57,11 +57,11 @@ class Outlet:
         self.sink: Sink | None = scope["extensions"].get(SINK) if "extensions" in scope else None
 
     def __call__(self, message: Message) -> Awaitable[None]:
-        """Send one message. No coroutine of its own: it runs for every chunk."""
+        """Send one ASGI message. Not a coroutine, because it runs for every chunk."""
         if message["type"] != "http.response.start":
             return self._send(message)
         headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
         headers.append((b"x-request-id", self._request_id))
         sent = self._send({**message, "headers": headers})
-        self.status = message["status"]  # not before: a start that the server refuses has begun nothing
+        self.status = message["status"]  # only now: if the server refuses the message, no reply has begun
         return sent

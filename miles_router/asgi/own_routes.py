@@ -1,4 +1,4 @@
-"""The routes that the router and its middlewares answer by themselves, found by how their paths begin."""
+"""A Starlette router for the routes of the router and its middlewares, indexed by the first path segment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from miles_router.asgi.doors import first_segment
 
 
 class OwnRoutes(Router):
-    """Routes whose paths begin with a fixed segment each. A request is held against those that begin as its path does,
-    and not against all of them."""
+    """A router that matches a request only against the routes with the same first path segment.
+
+    The first segment of every route must be fixed (not a parameter).
+    """
 
     def __init__(self, routes: Iterable[BaseRoute], default: ASGIApp) -> None:
         super().__init__([*routes], redirect_slashes=False, default=default)
@@ -24,7 +26,7 @@ class OwnRoutes(Router):
         }
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by the route of a path, or let the default."""
+        """Call the route that matches the path, or the default app."""
         if scope["type"] != "http":
             await super().app(scope, receive, send)
             return

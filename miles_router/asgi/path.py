@@ -1,7 +1,7 @@
-"""A request's path, decoded once. Everybody decides on this form; a worker gets the path as it was spelled. Pure.
+"""Decoding of request paths. The router decides on the decoded path; workers get the original bytes. No I/O.
 
-What two readers could understand in two ways is refused: an engine (Starlette's routes), a proxy that joins `//` or
-walks `..`, and we would otherwise each see another path (RFC 3986 sections 3.3 and 6.2.2).
+Ambiguous paths are refused. The engine (Starlette's routes), a proxy that merges `//` or resolves `..`, and the router
+could otherwise read different paths from the same bytes (RFC 3986 sections 3.3 and 6.2.2).
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from urllib.parse import unquote_to_bytes
 
 from miles_router.errors import BadRequest
 
-#: What stands for itself in a path (RFC 3986 `pchar` and `/`).
+#: Characters that need no escape in a path (RFC 3986 `pchar` and `/`).
 PLAIN = (string.ascii_letters + string.digits + "-._~!$&'()*+,;=:@/").encode()
-#: What follows these is one name, which may have a slash: a worker's URL, a model of some hub.
+#: Parents of a last segment that may contain escaped slashes: a worker's URL, or a model name such as `org/model`.
 BEFORE_NAMES = re.compile(rb"/workers|(/sessions/[^/]+)?/v1/models")
 BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
-def decoded(raw: bytes) -> str:
-    """The path that `raw` spells.
+def decode_path(raw: bytes) -> str:
+    """Return the decoded path.
 
     Raises:
-        BadRequest: a control character, a slash or backslash in disguise, a dot-segment, an empty segment, or an escape
-            that is none or not UTF-8.
+        BadRequest: the path contains a control character, an escaped slash, a backslash, a dot-segment, an empty
+            segment, or an escape that is malformed or not UTF-8.
     """
     if raw.translate(None, PLAIN) or b"/." in raw or b"//" in raw or raw[:1] != b"/":
-        return _decoded_with_care(raw)
+        return _decode_unusual(raw)
     return raw.decode("ascii")
 
 
-def _decoded_with_care(raw: bytes) -> str:
-    if raw == b"*":  # `OPTIONS *`, the server as a whole
+def _decode_unusual(raw: bytes) -> str:
+    if raw == b"*":  # `OPTIONS *` asks about the whole server
         return "*"
-    spelled = raw.partition(b"?")[0]  # a query without a character stands with the path
+    spelled = raw.partition(b"?")[0]  # an empty query is kept with the path, so a `?` may end it
     if not spelled.startswith(b"/") or b"//" in spelled:
         raise BadRequest("the path must begin with one slash and have no empty segment")
     if not spelled.isascii() or BROKEN_ESCAPE.search(spelled):
-        raise BadRequest("the path has a % that begins no escape, or a character that must be escaped")
+        raise BadRequest("the path has a % that does not begin an escape, or a character that must be escaped")
     try:
         path = unquote_to_bytes(spelled).decode()
     except UnicodeDecodeError:

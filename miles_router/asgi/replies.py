@@ -1,14 +1,14 @@
-"""The relay of replies: what stands between the app inside and the client, for every layer that looks at replies.
+"""The relay of replies from the inner app to the client, for layers that read or change replies.
 
-A layer subclasses `Tap` and says what it wants to see; all else passes byte for byte, and nothing is collected that was
-not asked for:
+A layer subclasses `Tap` and overrides the methods for the parts it needs. Everything else passes byte for byte, and the
+relay buffers only what an overridden method needs:
 
-    whole(body)    a JSON answer, collected      -> what the client is given
-    event(event)   one event of a stream         -> what the client is given
-    piece(data)    bytes as they come, in front of the other two
-    ended()        the stream's end, before the client learns of it
+    whole(body)    a complete JSON answer                 -> the answer for the client
+    event(event)   one event of a stream                  -> the bytes for the client
+    piece(data)    bytes as they arrive, before the other two
+    ended()        the end of a stream, before the client receives it
 
-`Collected` keeps a whole reply for a layer that answers by itself.
+`Collected` buffers a whole reply for a layer that answers the client itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOO_LARGE = "too_large"
 
 
 class Kind(Enum):
-    """What a reply's body is."""
+    """The kind of a reply's body."""
 
     JSON = "json"
     EVENTS = "events"
@@ -42,31 +42,30 @@ class Kind(Enum):
 
 
 class UnreadCounter(Protocol):
-    """Who counts replies that a layer should have read and could not: `router.metrics`."""
+    """A counter of replies that a layer should have read but could not: `router.metrics`."""
 
-    def unread_reply(self, layer: str, reason: str) -> None:
-        """One more."""
-        ...
+    def unread_reply(self, layer: str, reason: str) -> None: ...
 
 
 class Tap:
-    """One reply on its way through a layer. Give `send` to the app inside, or use `call`.
+    """A relay for one reply through one layer. Pass its `send` to the inner app, or use `call`.
 
     Args:
-        send: the client's side.
+        send: sends to the client.
         metrics: counts replies that could not be read (`miles_router_unread_replies_total`).
     """
 
     #: The layer's name in logs and metrics.
     layer: str = "middleware"
-    #: Bytes of a JSON answer, or of a stream's events, that are held at most; a larger reply passes unread. `call`
-    #: takes the request's bound (`--max-answer-bytes`).
+    #: Maximum bytes of a JSON answer, or of a stream's events, to buffer; a larger reply passes unread. `call` lowers
+    #: it to the request's limit (`--max-answer-bytes`).
     max_collected: int = UNBOUNDED
-    #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.
+    #: True if `piece` returns as many bytes as it gets, so that Content-Length stays correct.
     same_length = False
-    #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
+    #: True if `piece` parses the bytes, so that it needs an uncompressed JSON or event reply.
     reads_pieces: ClassVar[bool] = False
-    #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
+    #: True if the reply's head is sent together with the first bytes that `piece` returns. A layer that only observes
+    #: sets it to False.
     holds_head = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
@@ -79,121 +78,127 @@ class Tap:
         cls._wants_events = cls.event is not Tap.event
 
     def __init__(self, send: Send, metrics: UnreadCounter | None = None) -> None:
-        #: The reply's first message as it came; empty before.
+        #: The original `http.response.start`; empty before it arrives.
         self.start: Message = {}
         self.kind = Kind.OTHER
-        #: The reader of a stream's events.
         self.events = EventReader()
         self._send = send
         self._metrics = metrics
-        self._started = False  # the client has the reply's head
-        self._passing = False  # all that comes goes on as it is
-        self._finished = False  # the client has the reply's end; what still comes is dropped
+        self._started = False  # the head was sent to the client
+        self._passing = False  # the rest of the reply passes unchanged
+        self._finished = False  # the end was sent to the client; later messages are dropped
         self._collecting = False
-        self._reading_events = False  # and no pieces
+        self._reading_events = False  # only `event` is overridden, `piece` is not
         self._parts: list[bytes] = []
         self._size = 0
-        self._shown: list[bytes] = []  # of the events of this piece, not given yet
-        self._kept: dict[object, int] = {}  # bytes that the layer keeps of a stream, by part
+        self._shown: list[bytes] = []  # bytes for the client from the events of this message, not sent yet
+        self._kept: dict[object, int] = {}  # bytes of a stream that the layer holds, by part (see `keep`)
         self._kept_size = 0
 
-    # What a layer overrides
+    # For layers to override
 
     def passes(self, start: Message) -> bool:
-        """Whether this reply is none of the layer's business. By default refusals and errors are not."""
+        """Return True if the reply should pass unread. By default every status but 200 does."""
         return bool(start["status"] != OK)
 
     async def begun(self) -> None:
-        """A reply has begun that the layer sees (`start`, `kind`); nothing of it has gone on yet."""
+        """Prepare for a reply that the layer reads; `start` and `kind` are set. Nothing was sent to the client yet."""
 
     async def piece(self, data: bytes, *, more: bool) -> bytes:
-        """Bytes as they came; gives what the rest of the layer, or the client, gets of them."""
+        """Return the bytes that replace `data` for `whole`, `event` and the client."""
         return data
 
     async def whole(self, body: bytes) -> bytes | None:
-        """A JSON answer; gives the client's, or None where the layer answers later by itself (`answer`)."""
+        """Return the client's answer for a JSON answer, or None if the layer calls `answer` itself later."""
         return body
 
     async def event(self, event: Event) -> bytes:
-        """An event; gives what the client gets for it, behind what it got for the events before."""
+        """Return the client's bytes for one event of a stream."""
         return event.raw
 
     async def ended(self) -> bytes | None:
-        """The stream has ended; gives what the client gets before its end, or None where the layer goes on by itself
+        """Return the last bytes for the client at the end of a stream, or None if the layer continues the stream itself
         (`give`, `finish`)."""
         return b""
 
     def unread(self, reason: str) -> None:
-        """A reply that the layer should have read passes unread: `content_encoding`, `content_type`, `too_large`.
-        Raise here to refuse it instead."""
+        """Log and count a reply that passes unread although the layer should have read it. Override it and raise to
+        refuse such replies instead.
+
+        Args:
+            reason: `content_encoding`, `content_type` or `too_large`.
+        """
         logger.warning("reply_unread", extra={"fields": {"layer": self.layer, "reason": reason}})
         if self._metrics is not None:
             self._metrics.unread_reply(self.layer, reason)
 
-    # What a layer sees and calls
+    # For layers to use
 
     @property
     def passing(self) -> bool:
-        """Whether all that comes goes on as it is: the reply is none of the layer's business, passes unread, or was let
-        go."""
+        """True if the rest of the reply passes unchanged: `passes` returned True, it is unread, or after `let_go`."""
         return self._passing
 
     @property
     def collected(self) -> bytes:
-        """What has come of a JSON answer that is not complete."""
+        """The bytes of an incomplete JSON answer so far."""
         return b"".join(self._parts)
 
     async def call(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive
     ) -> None:
-        """Call the app inside, asking for a reply that can be read."""
+        """Call the inner app without `Accept-Encoding`, so that the reply is not compressed."""
         self.max_collected = min(self.max_collected, Exchange.of(scope).max_answer_bytes)
         await app(readable(scope), receive, self.send)
 
     def keep(self, part: object, nbytes: int, *, more: bool) -> None:
-        """The layer keeps so many bytes of a part of a stream: beside what it kept of it before (`more`), or in its
-        place. Once all parts have more than `max_collected`, the rest of the stream passes unread."""
+        """Record that the layer holds `nbytes` of one part of a stream. When all parts together exceed `max_collected`,
+        the rest of the stream passes unread.
+
+        Args:
+            more: True to add to the part's earlier bytes, False to replace them.
+        """
         before = self._kept.get(part, 0)
         self._kept[part] = before + nbytes if more else nbytes
         self._kept_size += self._kept[part] - before
 
     async def give(self, data: bytes) -> None:
-        """Give the client some of the body."""
+        """Send body bytes to the client."""
         if data:
             await self._give(data, more=True)
 
     async def give_shown(self) -> None:
-        """Give the client what it gets for the events before this one, which takes its time."""
+        """Send the bytes of the earlier events to the client now. Call it in `event` before slow work."""
         if self._shown:
             await self._give(b"", more=True)
 
     async def finish(self, data: bytes = b"") -> None:
-        """Give the client the last of the body; what still comes from inside is dropped."""
+        """Send the last bytes of the body to the client. Later messages of the inner app are dropped."""
         await self._give(data, more=False)
 
     async def answer(self, body: bytes) -> None:
-        """Give the client a whole answer, with its length, in place of one that was collected."""
+        """Send the client a complete answer with its Content-Length, in place of the collected one."""
         self._started = self._finished = True
         await self._send(with_length(self.start, body))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def let_go(self) -> None:
-        """Look at no more of this reply: what was collected goes on as it came, and the rest as it comes."""
+        """Stop reading this reply: send the collected bytes to the client unchanged, and pass the rest."""
         collected = self.collected if self._collecting else self.events.let_go()
         self._passing, self._parts = True, []
         await self.give(collected)
 
-    # What the app inside calls
+    # For the inner app
 
     async def send(self, message: Message) -> None:
-        """One ASGI message of the reply."""
+        """Process one ASGI message of the reply."""
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif self._finished:
             return
         elif self._passing:
             await self._pass_on(message)
-        elif self._reading_events:  # the way of each event is short
+        elif self._reading_events:  # a shorter path for the most frequent case
             await self._take_events(message.get("body", b""), more=message.get("more_body", False))
         else:
             await self._take(message.get("body", b""), more=message.get("more_body", False))
@@ -217,7 +222,7 @@ class Tap:
 
     def _can_read(self) -> bool:
         if not (self._wants_whole or self._wants_events or self.reads_pieces):
-            return True  # bytes are bytes
+            return True  # the layer handles bytes of any kind
         encoding = first_header(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
             self.unread("content_encoding")
@@ -263,7 +268,7 @@ class Tap:
 
     async def _take_events(self, data: bytes, *, more: bool) -> None:
         for raw in self.events.feed(data):
-            shown = await self.event(Event.read(raw))  # in which what was shown before may be given
+            shown = await self.event(Event.read(raw))  # it may call `give_shown`
             if shown:
                 self._shown.append(shown)
             if self._finished:  # the layer has ended the stream
@@ -286,14 +291,14 @@ class Tap:
         if self._shown:
             if data:
                 self._shown.append(data)
-            data, self._shown = b"".join(self._shown), []  # which copies nothing where it is one
+            data, self._shown = b"".join(self._shown), []  # `join` does not copy a single item
         if not self._started:
             await self._give_start()
         self._finished = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _give_start(self) -> None:
-        """The head of a reply that is not answered whole: its length is the worker's only if nothing is changed."""
+        """Send the head; drop the worker's Content-Length if the layer may change the body."""
         self._started = True
         rewrites_events = self._wants_events and self.kind is Kind.EVENTS and not self._passing
         if rewrites_events or (self._wants_pieces and not self.same_length):
@@ -304,21 +309,20 @@ class Tap:
 
 
 class Collected(Tap):
-    """A whole reply of any kind, kept for a layer that answers by itself. Nothing is given to the client."""
+    """A buffer of a whole reply of any kind. Nothing is sent to the client."""
 
     def __init__(self, metrics: UnreadCounter | None = None) -> None:
         super().__init__(drop, metrics)
-        #: The whole body, once it is there.
+        #: The body; empty until the reply is complete.
         self.body = b""
 
     @property
     def status(self) -> int:
-        """The reply's status."""
         return int(self.start["status"])
 
     @property
     def is_json(self) -> bool:
-        """Whether it is an answer that can be read: 200, JSON, not compressed."""
+        """True for a readable answer: status 200, JSON, not compressed."""
         return (
             self.status == OK
             and self.kind is Kind.JSON
@@ -326,20 +330,19 @@ class Collected(Tap):
         )
 
     def parse(self) -> Any:
-        """Its JSON; None where it is none."""
+        """Return the parsed JSON body; None if it is invalid."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
             return None
 
     async def give_to(self, send: Send, body: bytes | None = None) -> None:
-        """Give it to a client as it came, or with another body."""
+        """Send the reply to a client, unchanged or with another `body`."""
         body = self.body if body is None else body
         await send(self.start if body is self.body else with_length(self.start, body))
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def passes(self, start: Message) -> bool:
-        """None does."""
         return False
 
     def _can_read(self) -> bool:
@@ -349,11 +352,10 @@ class Collected(Tap):
         return True
 
     async def whole(self, body: bytes) -> None:
-        """Keep it."""
         self.body = body
 
     def unread(self, reason: str) -> None:
-        """It is too large.
+        """Refuse a reply that is too large to buffer.
 
         Raises:
             UpstreamInvalidResponse: always.
@@ -363,17 +365,17 @@ class Collected(Tap):
 
 
 async def drop(message: Message) -> None:
-    """The client's side of a reply that is not given to it."""
+    """Ignore the message: a `send` for replies that no client receives."""
 
 
 def with_length(start: Message, body: bytes) -> Message:
-    """A reply's first message, for another body."""
+    """Return `http.response.start` with the Content-Length of `body`."""
     headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
     return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode("ascii"))]}
 
 
 def kind_of(headers: RawHeaders) -> Kind:
-    """What a body is, by its Content-Type."""
+    """Return the kind of a body by its Content-Type."""
     declared = first_header(headers, b"content-type") or b""
     if declared.startswith(JSON):
         return Kind.JSON
@@ -381,6 +383,6 @@ def kind_of(headers: RawHeaders) -> Kind:
 
 
 def readable(scope: Scope) -> Scope:
-    """The request, asking for a reply that can be read here, whatever encodings the client could read."""
+    """Return `scope` without `Accept-Encoding`, so that the worker sends an uncompressed reply."""
     kept = [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]
     return scope if len(kept) == len(scope["headers"]) else {**scope, "headers": kept}

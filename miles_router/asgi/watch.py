@@ -1,8 +1,7 @@
-"""Stops a request's work when its client leaves or its time is up.
+"""A context manager that stops a request when its client disconnects or its timeout expires.
 
-ASGI tells of a client's leaving only through `receive`, so somebody has to wait there while the request's own task
-waits for the worker. A task per request would cost more than all else the router does for a short one; therefore the
-second task starts only for requests that last.
+ASGI reports a disconnect only through `receive`, so a second task has to wait there while the request's task waits for
+the worker. For a short request that task would cost more than everything else, so it starts only after `WATCH_DELAY`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,16 @@ from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Receive
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamTimeout
 
-#: Seconds before anybody looks whether the client is still there. Generations last far longer, everything else less.
-PATIENCE = 0.1
+#: Seconds before the router begins to watch for a disconnect. Generations take far longer, other requests less.
+WATCH_DELAY = 0.1
 
 
 class Watch:
-    """`with Watch(receive, timeout):` raises, from whatever the block awaits, `ClientDisconnected` when the client is
-    gone and `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before."""
+    """A context manager that breaks off the block of one request.
+
+    `with Watch(receive, timeout):` raises from the block's current `await`: `ClientDisconnected` when the client has
+    disconnected, `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before.
+    """
 
     __slots__ = ("_context", "_deadline", "_patience", "_reason", "_receive", "_task", "_timeout", "_watcher")
 
@@ -41,7 +43,7 @@ class Watch:
         self._patience = _patience if _patience is not None and _patience.loop is loop else _new_patience(loop)
         self._patience.start(self)
         if self._timeout:
-            self._look(loop, tasks.LOOKS)
+            self._count_down(loop, tasks.LOOKS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -55,25 +57,25 @@ class Watch:
                 self._task.uncancel()
             raise self._reason from None
 
-    def _patience_is_up(self) -> None:
-        self._context.run(self._begin)  # `receive` may be a layer's, which has its request's context variables
+    def _start_watching(self) -> None:
+        self._context.run(self._spawn_watcher)  # a layer's `receive` may need the request's context variables
 
-    def _begin(self) -> None:
-        self._watcher = tasks.spawn(self._until_gone(), name="watch client")
+    def _spawn_watcher(self) -> None:
+        self._watcher = tasks.spawn(self._wait_for_disconnect(), name="watch client")
 
-    async def _until_gone(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.stop(ClientDisconnected("the client left before its answer was complete"))
 
-    def _look(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
+    def _count_down(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
         if left:
-            self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._look, loop, left - 1)
+            self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._count_down, loop, left - 1)
             return
         self.stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
 
     def stop(self, reason: RouterError) -> None:
-        """Raise this from whatever the block awaits, while it runs."""
+        """Raise `reason` from the block's current `await`. Only the first call counts."""
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()
@@ -81,9 +83,10 @@ class Watch:
 
 def _new_patience(loop: asyncio.AbstractEventLoop) -> Deadlines[Watch]:
     global _patience
-    _patience = Deadlines(PATIENCE, Watch._patience_is_up, loop)
+    _patience = Deadlines(WATCH_DELAY, Watch._start_watching, loop)
     return _patience
 
 
-#: Of the event loop in which a watch began last. A process has one; where it has several, each watch knows its own.
+#: The shared timer of the event loop that started a watch last. If a process has several loops, each
+#: watch keeps the timer of its own loop.
 _patience: Deadlines[Watch] | None = None

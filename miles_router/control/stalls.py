@@ -101,7 +101,7 @@ class StallWatch:
         if heard or proved or self._excused():
             silence.end()
             return
-        if not self._upstream.awaits(worker.address, worker.pulse):
+        if not self._upstream.is_awaiting(worker.address, worker.pulse):
             silence.end()
             return
         silence.looks += 1

@@ -1,1 +1,1 @@
-"""One request to one worker: connections, framing, retries, and the innermost app."""
+"""Sending a request to a worker: connections, HTTP framing, retries, and the innermost ASGI app."""

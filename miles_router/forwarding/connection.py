@@ -1,5 +1,6 @@
-"""One HTTP/1.1 connection to a worker: writes a request, frames the reply, pauses reading when the reader is slow.
-Framing after RFC 9112; bytes stay as they are.
+"""One HTTP/1.1 connection to a worker: writes requests, finds the end of replies, and applies backpressure.
+
+Framing follows RFC 9112. Body bytes are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from miles_router.forwarding.framing import (
     MAX_STATUS,
     NO_BODY,
     UNTIL_CLOSE,
-    Excess,
+    ChunkOverhead,
     InvalidFraming,
     reply_body,
 )
 from miles_router.forwarding.reply import Reply
 
-#: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
+#: Unread bytes of one reply at which reading from the worker pauses; it resumes at half.
 HIGH_WATER = 2 * 1024 * 1024
-#: Bytes that are read at once, and a reader may be behind, while too much waits for slow clients.
-LITTLE = 16 * 1024
-#: An engine's HTTP process answers with these by itself.
-ERRORS = 400
-#: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
-#: connection, and with it the request, a minute later.
+#: Bytes to read at once, and the high-water mark, while the backlog of all slow clients is above its limit.
+SMALL_READ = 16 * 1024
+#: From this status on a reply may come from the engine's HTTP process alone and does not show that the engine works.
+FIRST_ERROR_STATUS = 400
+#: A machine that loses power closes no connection. The kernel probes after 30 s of silence and closes the connection,
+#: which fails the request, a minute later.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -44,62 +45,62 @@ KEEPALIVE = (
 )
 
 
-class Home(Protocol):
-    """Where a connection belongs: `upstream.Upstream`."""
+class ConnectionOwner(Protocol):
+    """The owner of a connection: `upstream.Upstream`."""
 
-    #: Where the bytes of every connection arrive. One is enough: the event loop fills it and empties it in one step.
+    #: The read buffer shared by all connections. The event loop fills and empties it in one step.
     read_buffer: memoryview
-    #: What waits for clients, over all connections.
+    #: The bytes that wait for clients, over all connections.
     backlog: Backlog
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
-        """The connection was made; it will be forgotten once."""
+        """Register a new connection; exactly one `forget` follows."""
         ...
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
-        """The connection is idle."""
+        """Keep the idle connection for reuse."""
         ...
 
     def forget(self, address: WorkerUrl, connection: Connection) -> None:
-        """The connection was lost."""
+        """Remove a connection that was lost."""
         ...
 
-    def slot_freed(self) -> None:
-        """An exchange that counted against the bound has ended."""
+    def release_slot(self) -> None:
+        """Release the `max_connections` slot of a request that has ended."""
         ...
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One socket to a worker, one exchange at a time."""
+    """A connection to a worker, used by one request at a time."""
 
-    def __init__(self, pool: Home, address: WorkerUrl) -> None:
+    def __init__(self, pool: ConnectionOwner, address: WorkerUrl) -> None:
         self._pool = pool
         self._address = address
         self._transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop
         self._parser: Any = None
         self._reply: Reply | None = None
-        self._pulse: Pulse | None = None  # of the engine that works on the request; None where it is no work for one
+        self._pulse: Pulse | None = None  # counts signs of life of the engine; None if the request needs no engine work
         self._headers: RawHeaders = []
         self._head_bytes = 0
-        self._to_head = False  # the request was HEAD
+        self._is_head_request = False  # the request was HEAD
         self._body = NO_BODY
         self._remaining = 0  # bytes of a Content-Length body still to come
-        self._raw = False  # past the parser: the rest of a Content-Length body is passed on untouched
-        self._excess: Excess | None = None  # of a chunked body
+        self._past_parser = False  # the rest of a Content-Length body bypasses the parser
+        self._excess: ChunkOverhead | None = None  # for a chunked body
         self._reusable = False
         self._reading_paused = False
         self.idle_since = 0.0
-        #: Whether it was made in place of one that was lost, and not used since: its own loss is the worker's.
+        #: True for an unused connection that replaced a lost one: if it is lost too, the worker is down.
         self.just_made = False
 
-    # The exchange
+    # Requests and replies
 
     def send(self, head: bytes, body: bytes, *, head_request: bool, pulse: Pulse | None = None) -> Reply:
-        """Write one request and give the reply that will come; what comes of its body is counted on `pulse`.
+        """Write one request and return its reply, which has not begun. `pulse` counts the body pieces that arrive.
 
         Raises:
-            UpstreamUnreachable: the connection was lost since it was made, as when a dying worker's backlog took it.
+            UpstreamUnreachable: the connection was lost before use, for example in the backlog of a dying worker.
         """
         if self._transport is None:
             raise UpstreamUnreachable(f"{self._address.url} closed the connection before it was used", refused=True)
@@ -110,8 +111,8 @@ class Connection(asyncio.BufferedProtocol):
         self._reply = Reply(self, self._loop, self._pool.backlog)
         self._pulse = pulse
         self._headers, self._head_bytes = [], 0
-        self._to_head = head_request
-        self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
+        self._is_head_request = head_request
+        self._body, self._remaining, self._past_parser, self._excess = NO_BODY, 0, False, None
         self._reusable = False
         if len(body) <= INLINE_BODY:
             self._transport.write(head + body)
@@ -119,8 +120,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.writelines((head, body))
         return self._reply
 
-    def done_with(self, reply: Reply) -> None:
-        """The reader is finished with its reply: keep the connection if nothing is left on it, else break it off."""
+    def end_reply(self, reply: Reply) -> None:
+        """End the reply: keep the connection for reuse if the exchange is complete, else close it."""
         if self._reply is reply:
             self._reply = None
             if reply.complete and self._reusable and not self._unsent():
@@ -129,48 +130,48 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self.abort()
         if reply.holds_slot:
-            self._pool.slot_freed()
+            self._pool.release_slot()
 
-    def awaits(self, pulse: Pulse) -> bool:
-        """Whether a reply is still to come from the engine with this pulse."""
+    def is_awaiting(self, pulse: Pulse) -> bool:
+        """Return True if the engine with this pulse still owes (a part of) the reply."""
         return self._pulse is pulse and self._reply is not None and not self._reply.complete
 
     def give_up(self, reason: str) -> None:
-        """Break the exchange off: the engine will not go on with it."""
+        """Fail the current reply with `reason` and close the connection."""
         reply = self._reply
         if reply is not None and not reply.complete:
             reply._fail(UpstreamBroken(reason) if reply.head_seen else UpstreamUnreachable(reason, given_up=True))
         self.abort()
 
     def _unsent(self) -> bool:
-        """A reply came before the worker had read its request: what is left of that would hold up the next one."""
+        """Return True if bytes of the request are not sent yet, because the worker replied before it read them all."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
-        """Drop the connection at once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def usable(self) -> bool:
-        """Open and idle."""
+        """True if the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def reader_caught_up(self, buffered: int) -> None:
-        """The reader took bytes; let the worker go on once half the high-water mark is free."""
+        """Resume reading if at most half the high-water mark is still buffered."""
         if self._reading_paused and buffered <= self._high_water() // 2:
             self.resume()
 
     def pause(self) -> None:
-        """Let the worker wait: nothing is read until `resume`."""
+        """Read nothing from the worker until `resume`."""
         if not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
             if self._reply is not None:
-                self._reply.held_up = True
+                self._reply.was_paused = True
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue reading from the worker."""
         if self._reading_paused and self._transport is not None and not self._transport.is_closing():
             self._reading_paused = False
             self._transport.resume_reading()
@@ -178,29 +179,29 @@ class Connection(asyncio.BufferedProtocol):
     # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of it
         self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
-        if sock is not None:  # it is gone already, and `connection_lost` comes next
+        if sock is not None:  # None: closed already, `connection_lost` follows
             for level, option, value in KEEPALIVE:
                 sock.setsockopt(level, option, value)
         self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         pool = self._pool
-        return pool.read_buffer if pool.backlog.size <= MAX_BACKLOG else pool.read_buffer[:LITTLE]
+        return pool.read_buffer if pool.backlog.size <= MAX_BACKLOG else pool.read_buffer[:SMALL_READ]
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
-        if reply is None:  # nobody asked: whatever this is, the connection can no longer be trusted
+        if reply is None:  # bytes without a request: the next reply could not be told apart from them
             self.abort()
             return
-        if reply.complete:  # nobody asked for more; what follows may be a late answer to nothing
+        if reply.complete:  # bytes after the end of the reply
             self._reusable = False
             return
         data = self._pool.read_buffer[:nbytes]
-        if self._raw:
-            self._raw_body(reply, bytes(data))
+        if self._past_parser:
+            self._receive_raw(reply, bytes(data))
         else:
             self._parse(reply, data)
         reply._wake()
@@ -226,29 +227,29 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parser.feed_data(data)
             if excess is not None:
-                excess.received(len(data))
+                excess.count_received(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
-            reply.complete |= reply.head_seen and self._to_head
+            reply.complete |= reply.head_seen and self._is_head_request
             if not reply.complete:
-                self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
+                self._invalid(reply, f"{self._address.url} sent invalid HTTP: {error.__context__ or error}")
             self._reusable = False
             return
         if not reply.head_seen:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_REPLY_HEAD:
                 self._invalid(reply, f"{self._address.url} sent a reply head of more than {MAX_REPLY_HEAD} bytes")
-        elif self._to_head:
+        elif self._is_head_request:
             if not reply.complete:
                 # The parser waits for a body that HEAD replies announce and never send.
                 reply.complete, self._parser = True, None
         elif self._remaining:
-            self._raw, self._parser = True, None
+            self._past_parser, self._parser = True, None
 
     def _invalid(self, reply: Reply, message: str) -> None:
         reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamInvalidResponse(message))
         self.abort()
 
-    def _raw_body(self, reply: Reply, data: bytes) -> None:
+    def _receive_raw(self, reply: Reply, data: bytes) -> None:
         if len(data) > self._remaining:
             data = data[: self._remaining]
             self._reusable = False
@@ -259,24 +260,24 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
-        if self._pulse is not None and reply.status < ERRORS:
+        if self._pulse is not None and reply.status < FIRST_ERROR_STATUS:
             self._pulse.beats += 1
             self._pulse.heard_at = self._loop.time()
         buffered = reply._add(data)
-        if buffered > LITTLE and reply._sink is None and buffered > self._high_water():
+        if buffered > SMALL_READ and reply._sink is None and buffered > self._high_water():
             self.pause()
 
     def _high_water(self) -> int:
-        return HIGH_WATER if self._pool.backlog.size <= MAX_BACKLOG else LITTLE
+        return HIGH_WATER if self._pool.backlog.size <= MAX_BACKLOG else SMALL_READ
 
     # httptools callbacks
 
     def on_message_begin(self) -> None:
         if self._reply is not None and self._reply.head_seen:
-            self._reusable = False  # bytes that nobody asked for follow the reply
+            self._reusable = False  # a second message follows the reply
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reply is not None and not self._reply.head_seen:  # else a trailer, which is no header
+        if self._reply is not None and not self._reply.head_seen:  # else it is a trailer, which is dropped
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -284,16 +285,16 @@ class Connection(asyncio.BufferedProtocol):
         reply = self._reply
         if reply is None or reply.head_seen:
             return
-        if status < 200:  # 100 Continue, 103 Early Hints: the reply itself is still to come
+        if status < 200:  # 100 Continue, 103 Early Hints: the final reply follows
             self._headers = []
             return
         if status > MAX_STATUS:
-            raise InvalidFraming(f"{status} is no status of a reply")
-        self._body = reply_body(status, self._headers, to_head=self._to_head)
+            raise InvalidFraming(f"{status} is not a valid status of a reply")
+        self._body = reply_body(status, self._headers, to_head=self._is_head_request)
         self._remaining = max(0, self._body)
-        self._excess = Excess() if self._body == CHUNKED else None
-        # What a worker sends behind its reply to HEAD could not be told from the next reply.
-        self._reusable = self._parser.should_keep_alive() and not self._to_head
+        self._excess = ChunkOverhead() if self._body == CHUNKED else None
+        # Bytes after a reply to HEAD cannot be told apart from the next reply.
+        self._reusable = self._parser.should_keep_alive() and not self._is_head_request
         reply.status, reply.headers, reply.head_seen = status, self._headers, True
 
     def on_body(self, data: bytes) -> None:
@@ -301,10 +302,10 @@ class Connection(asyncio.BufferedProtocol):
         if reply is None or reply.complete:
             return
         if self._body == NO_BODY:
-            self._reusable = False  # bytes, or the first of them, that this reply may not have
+            self._reusable = False  # a body where this reply must not have one
             return
         if self._excess is not None:
-            self._excess.piece(len(data))
+            self._excess.count_body(len(data))
         elif self._remaining:
             self._remaining -= len(data)
         self._deliver(reply, data)

@@ -1,4 +1,4 @@
-"""A reply that has begun, and the lease that pays for it."""
+"""A worker's reply together with the lease on that worker."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import EVENTS, HeldReply, RewrittenStream
 from miles_router.forwarding.used_names import NameUse
 
-#: From this status on an engine has refused, and holds nothing of what it was asked.
+#: From this status on the engine refused the request and has nothing of it in its cache.
 REFUSED = 400
-#: What a request comes to, however it was asked.
+#: The reply types of all ways to send a request.
 AnyReply = Reply | HeldReply | RewrittenStream | MergedStream
 
 
 class Forwarded:
-    """A reply together with the lease that pays for it."""
+    """A reply and the lease on its worker; `close` ends both."""
 
     __slots__ = ("_names", "lease", "reply")
 
@@ -29,15 +29,14 @@ class Forwarded:
 
     @property
     def worker(self) -> Worker:
-        """Who answers."""
         return self.lease.worker
 
     def close(self) -> None:
-        """Give up both; harmless when repeated."""
+        """Close the reply, release the lease, and record that its generation names are free. Idempotent."""
         lease, answered = self.lease, self.reply.status < REFUSED
         if self._names is not None:
             streams = (first_header(self.reply.headers, b"content-type") or b"").startswith(EVENTS)
-            # A refusal may say that the engine has the name.
-            self._names.end(forgotten=answered and self.reply.exhausted and not streams)
+            # The engine may have refused because it still has the name. It aborts a stream's name 2 s after the end.
+            self._names.end(released=answered and self.reply.exhausted and not streams)
         self.reply.close()
         lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)

@@ -1,7 +1,7 @@
-"""One request into the fleet: choose, send, and on a failure that is safe to repeat choose another.
+"""Sending of one request into the fleet: lease a worker, send, and retry on another worker while that is safe.
 
-The innermost ASGI app and `Router.forward` both go through here, so that leases, retries and their metrics have one
-home. Repeating is safe exactly as long as no part of a reply exists (`UpstreamUnreachable`).
+The innermost ASGI app and `Router.forward` both use it, so leases, retries and their metrics are handled here only. A
+retry is safe as long as no part of a reply exists (`UpstreamUnreachable`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
 from miles_router.forwarding.translating import translation_for
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
-from miles_router.forwarding.used_names import LeftRequests, NameUse, UsedNames
+from miles_router.forwarding.used_names import AbandonedRequests, NameUse, UsedNames
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-ABORTED = "aborted while it waited for the fleet to go on"
+ABORTED = "the request was aborted while it waited for the fleet to resume"
 
 
 class UnkeyedPaths(set[str]):
-    """The paths of one engine process whose requests take no key of their cache. Kept with its facts, and gone with
-    them."""
+    """The paths of one engine process whose requests cannot contain a prefix cache key. Stored with its facts."""
 
 
 class Forwarder:
-    """Sends requests into the fleet."""
+    """A sender of requests into one fleet."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Forwarder:
     ) -> None:
         self._in_flight = in_flight
         self._used_names = UsedNames()
-        self.left = LeftRequests(self._used_names, upstream, fleet.pool)
+        self.abandoned = AbandonedRequests(self._used_names, upstream, fleet.pool)
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
@@ -69,26 +68,26 @@ class Forwarder:
         self._max_retries = max_retries
 
     async def open(self, request: Outgoing, flight: Flight | None = None) -> Forwarded:
-        """Send `request` to the worker that policy chooses and wait for the head of its reply.
+        """Send `request` to the worker that the policy chooses, and wait for the head of its reply.
 
-        The caller closes what it gets; `flight` is told of every worker before that is asked. A worker that cannot be
-        reached is replaced by another, `max_retries` times.
+        If a worker is unreachable, another one is tried, up to `max_retries` times. `flight` is updated before each
+        worker is asked. The caller closes the result.
 
         Raises:
-            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written, or
-                `PairInterrupted`. Wait at the gate, and call again.
-            NoWorkerAvailable: no routable worker at all.
-            UpstreamUnreachable: those that were tried could not be reached.
-            UpstreamInvalidResponse: a worker answered something that is not HTTP.
-            UnsupportedByEngine: no worker's engine would answer it as it is meant; none was asked.
-            BadRequest: an engine has to be asked otherwise, and the body cannot be read.
+            NotAdmitted: the gate closed or the worker's weights changed before a byte was written, or (as
+                `PairInterrupted`) before a pair's answer began. Wait at the gate and call again.
+            NoWorkerAvailable: no worker is routable.
+            UpstreamUnreachable: all tried workers were unreachable.
+            UpstreamInvalidResponse: a worker's reply is not HTTP.
+            UnsupportedByEngine: no routable worker's engine can serve the request; it was not sent.
+            BadRequest: the request must be translated for the engine, and its body cannot be read.
         """
         unable: tuple[Worker, ...] = ()
         tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
-            barred = _barred(flight)
+            barred = _excluded_workers(flight)
             excluded, generates = (*request.tried, *unable, *barred), request.generates
-            rank = self._ranks.wished(request) if self._fleet.pool.snapshot.ranked else None
+            rank = self._ranks.requested_rank(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
             unit = lease.unit
             worker = unit.worker
@@ -99,14 +98,15 @@ class Forwarder:
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)
-                if not self._others(request, (*request.tried, *unable, *barred)):
+                if not self._has_other_workers(request, (*request.tried, *unable, *barred)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
-                self._unreachable(lost, error)
-                if len(request.tried) > self._max_retries or not self._others(request, (*request.tried, *barred)):
+                self._record_unreachable(lost, error)
+                replaceable = self._has_other_workers(request, (*request.tried, *barred))
+                if len(request.tried) > self._max_retries or not replaceable:
                     error.attempts = len(request.tried)
                     raise
                 self._metrics.retries += 1
@@ -115,10 +115,10 @@ class Forwarder:
                 raise
 
     async def _open_at(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
-        """Ask the unit of a lease; once more, under other names, where a kept connection was lost.
+        """Send to the leased unit. If a kept-alive connection was lost, send once more, with new generation names.
 
         Raises:
-            The errors of `_ask`.
+            The errors of `_send_to_unit`.
         """
         try:
             return await self._open_once(lease, request, flight)
@@ -128,23 +128,22 @@ class Forwarder:
         return await self._open_once(lease, request, flight)
 
     async def _open_once(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
-        """Ask the unit of a lease. Raises as `_ask`."""
         request.names = None
         try:
-            reply = await self._ask(lease.unit, request, flight)
+            reply = await self._send_to_unit(lease.unit, request, flight)
         except BaseException as error:
             if request.names is not None:
                 unwritten = isinstance(error, NotAdmitted) and not isinstance(error, PairInterrupted)
-                request.names.end(forgotten=unwritten)
+                request.names.end(released=unwritten)
                 request.names = None if unwritten else request.names
             raise
         return Forwarded(lease, reply, request.names)
 
-    async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
-        """Ask one unit as its engine has to be asked.
+    async def _send_to_unit(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+        """Send the request to one unit in the form that its engine needs.
 
         Raises:
-            CannotServe: the engine would answer something else than is meant; it was not asked.
+            CannotServe: the engine cannot answer this request correctly; it was not sent.
             The errors of `open`.
         """
         worker = unit.worker
@@ -152,25 +151,25 @@ class Forwarder:
         if request.computes and (engine is None or engine.translates):
             engine = await self._fleet.engine(worker)
         if request.generates and worker.role is Role.DECODE:
-            return await self._ask_pair(unit, request, flight)
+            return await self._send_to_pair(unit, request, flight)
         translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
             translation = await translation_for(self._upstream, worker, engine, request)
         given = self._given_names(request) if translation is None else None
-        if translation is None and self._needs_others(request, flight, [worker], given):
+        if translation is None and self._must_rename(request, flight, [worker], given):
             translation = RenamedRequest(endpoint(request.path), request.body, read_json)
-        self._use(request, [worker], given, None if translation is None else translation.rids.values())
+        self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
         if flight is not None and translation is not None:
             flight.inward |= translation.rids
         if isinstance(translation, Parts):
             return await ask_parts(
                 translation,
-                lambda part, slot: self._ask_as(unit, request, part, flight, slot=slot),
+                lambda part, slot: self._send_translated(unit, request, part, flight, slot=slot),
                 self._max_answer_bytes,
             )
-        return await self._ask_as(unit, request, translation, flight)
+        return await self._send_translated(unit, request, translation, flight)
 
-    async def _ask_as(
+    async def _send_translated(
         self,
         unit: Unit,
         request: Outgoing,
@@ -179,7 +178,7 @@ class Forwarder:
         *,
         slot: bool = True,
     ) -> Reply | HeldReply | RewrittenStream:
-        """Ask one unit by a translation. Raises as `_ask`."""
+        """Send a (translated) request to one unit and translate its reply. Raises the errors of `_send_to_unit`."""
         worker = unit.worker
         version = worker.weight_version
         if request.generates:
@@ -198,20 +197,20 @@ class Forwarder:
             raise
 
     def _given_names(self, request: Outgoing) -> Sequence[str] | None:
-        """Return the names that a request gives its generations, as `given_names` does.
+        """Return the generation names (`rid`) that the client gave, as `engines.names.given_names` does.
 
         Raises:
-            BadRequest: it gives some, and cannot be read.
+            BadRequest: the body contains names and cannot be parsed.
         """
         return given_names(endpoint(request.path), request.body, read_json) if request.computes else None
 
-    def _needs_others(
+    def _must_rename(
         self, request: Outgoing, flight: Flight | None, workers: Sequence[Worker], given: Sequence[str] | None
     ) -> bool:
-        """Return whether the engines must not see the names that a request gives, or may still have them.
+        """Return True if the client's names must be replaced: they are unsafe for the engines, or may still be in use.
 
         Raises:
-            BadRequest: it gives some, and cannot be read.
+            BadRequest: the body contains names and cannot be parsed.
         """
         if given is None:
             return False
@@ -220,10 +219,10 @@ class Forwarder:
         private = self._in_flight.private or (flight is not None and flight.private)
         return needs_others(endpoint(request.path), request.body, read_json, private=private)
 
-    def _use(
+    def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
     ) -> None:
-        """Note the names under which workers are sent a request."""
+        """Record the generation names that the workers get: the client's (`given`) or their replacements (`others`)."""
         if given:
             own = given if others is None else ()
             request.names = NameUse(self._used_names, workers, own, others or ())
@@ -231,7 +230,7 @@ class Forwarder:
     async def _generate(
         self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None, *, slot: bool
     ) -> Reply:
-        """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
+        """Send a generation. After the first weight change, a cache key separates it from prefixes of old weights."""
         worker = unit.worker
         gate, caches, cache = self._fleet.gate, worker.caches, 0
         target, body = (None, None) if translation is None else (translation.target, translation.body)
@@ -245,15 +244,15 @@ class Forwarder:
         if unit.rank is None:
             reply = await send(self._upstream, worker, request, target=target, body=body, slot=slot, admit=admit)
         else:
-            reply = await self._ask_rank(unit, request, target, body, admit, slot=slot)
+            reply = await self._send_to_rank(unit, request, target, body, admit, slot=slot)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
-    async def _ask_rank(
+    async def _send_to_rank(
         self, unit: Unit, request: Outgoing, target: bytes | None, body: bytes | None, admit: Admit, *, slot: bool
     ) -> Reply:
-        """Send it so that this rank answers."""
+        """Send a generation so that the unit's rank answers it."""
         pin = await self._ranks.pin(unit, request, request.body if body is None else body)
         reply = await send(
             self._upstream,
@@ -265,23 +264,25 @@ class Forwarder:
             slot=slot,
             admit=admit,
         )
-        self._ranks.watch(reply, unit, pin.rank, request.path)
+        self._ranks.check_reply(reply, unit, pin.rank, request.path)
         return reply
 
-    async def _ask_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
-        """Ask a decode half, and a prefill half for it. The prefix cache is the prefill half's.
+    async def _send_to_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+        """Lease a prefill worker, and send the request to it and to the decode worker.
+
+        The prefix cache that is recorded is the prefill worker's.
 
         Raises:
-            PrefillLost: that one is not there.
-            CannotServe: the pair would answer something else than is meant; neither was asked.
-            The errors of `_ask`.
+            PrefillLost: the prefill worker is unreachable.
+            CannotServe: the pair cannot answer this request correctly; it was not sent.
+            The errors of `_send_to_unit`.
         """
-        self._ranks.check_unwished(request)
+        self._ranks.check_no_rank(request)
         paired = (decode.worker.engine or USUAL).paired(endpoint(request.path), request.body, read_json)
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
-        excluded = (*request.tried, *_barred(flight))
+        excluded = (*request.tried, *_excluded_workers(flight))
         lease = self._fleet.lease_prefill(request.key, excluded, prompt_tokens(request.body), request.body)
         prefill = lease.unit
         worker = prefill.worker
@@ -294,10 +295,10 @@ class Forwarder:
             halves.check()
             body, names = paired.body, NO_NAMES
             workers, given = [worker, decode.worker], self._given_names(request)
-            if history.sendings or self._needs_others(request, flight, workers, given):
+            if history.attempts or self._must_rename(request, flight, workers, given):
                 body, names = Names.renamed(endpoint(request.path), body, read_json)
-            self._use(request, workers, given, names.inward.values() if names else None)
-            history.sendings += 1
+            self._record_names(request, workers, given, names.inward.values() if names else None)
+            history.attempts += 1
             if flight is not None:
                 flight.inward |= names.inward
             caches, now = worker.caches, worker.caches.number
@@ -321,7 +322,7 @@ class Forwarder:
             )
             reply = await exchange.open(flight)
         finally:
-            lease.release(answered=False)  # unless it was before
+            lease.release(answered=False)  # does nothing if the prefill worker has answered
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
@@ -334,46 +335,54 @@ class Forwarder:
         translation: Translation | None,
         flight: Flight | None,
     ) -> tuple[bytes | None, int]:
-        """The prefix cache of a generation: the body that names it (None: the request's own), and its number."""
-        cache = worker.caches.choose(None if flight is None else flight.goes_on)
-        if cache and await self._keyed(worker, request, translation):
+        """Choose the prefix cache of a generation. Return the body with its key and the cache's number.
+
+        A body of None means that the request's own body is sent.
+        """
+        cache = worker.caches.choose(None if flight is None else flight.continued_cache)
+        if cache and await self._takes_cache_key(worker, request, translation):
             engine = worker.engine or USUAL
             return engine.with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
         return body, 0
 
-    async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
-        """Whether the engine keeps the caches of this request apart by a key. One that does not is counted."""
+    async def _takes_cache_key(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
+        """Return True if the engine supports a cache key in this request; if not, count and log it."""
         facts = await self._fleet.facts(worker.url)
         encoded = any(name == b"content-encoding" for name, _ in request.headers)
         heeded = translation is None or translation.heeds_cache_key
         if heeded and not encoded and (worker.engine or USUAL).takes_cache_key(facts, request.path):
             return True
         self._metrics.unkeyed_generations += 1
-        path = endpoint(request.path)  # one of few: a client chooses the rest
+        path = endpoint(request.path)  # without the session id, so that the set stays small
         if path not in (unkeyed := facts.learned(UnkeyedPaths)):
             unkeyed.add(path)
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
     def must_wait(self, request: Outgoing, flight: Flight) -> bool:
-        """Whether a request cannot go on now: the gate is closed, or a worker is told to abort what may be meant by its
-        name, or there is no room for the session that it begins."""
-        return request.generates and bool(self._in_flight.orders or self._is_barred(request, flight))
+        """Return True if a generation must wait before it is sent.
 
-    def _is_barred(self, request: Outgoing, flight: Flight) -> bool:
-        """Whether it has to wait at the gate. What goes on from tokens that were sampled begins no session."""
+        The gate is closed, or the new session has no room, or an abort is in progress that could match its names.
+        """
+        return request.generates and bool(self._in_flight.orders or self._must_wait_at_gate(request, flight))
+
+    def _must_wait_at_gate(self, request: Outgoing, flight: Flight) -> bool:
+        """Return True if the gate is closed or the new session has no room.
+
+        A request that continues sampled tokens begins no session.
+        """
         gate = self._fleet.gate
-        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.goes_on is None
+        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.continued_cache is None
         if gate.closed or not begins:
             return gate.closed
         return gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
     async def wait(self, request: Outgoing, waiting: Flight) -> None:
-        """Wait until it can, or is aborted.
+        """Wait until the request can be sent, or is aborted.
 
         Raises:
-            FleetPaused: it has waited for too long, or was one too many.
-            NoWorkerAvailable: its model was no adapter's name when it came, and is one now.
+            FleetPaused: it waited too long, or too many requests wait.
+            NoWorkerAvailable: the requested model became the name of an adapter during the wait.
         """
         await self._wait(request, waiting)
         if waiting.model is None or waiting.aborted:
@@ -385,21 +394,21 @@ class Forwarder:
         gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
             await gate.wait(waiting, came_at)
-            if request.key is not None and self._is_barred(request, waiting):
+            if request.key is not None and self._must_wait_at_gate(request, waiting):
                 with gate.waiting(waiting):
                     await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
-                return  # and takes its room, before anybody else looks
+                return  # no `await` before it takes its room, so no other request can take it first
             await self._in_flight.past_orders(request.body)
-            if not self._is_barred(request, waiting):
+            if not self._must_wait_at_gate(request, waiting):
                 return
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
-        """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.
+        """Wait until the request can be sent, then `open` it. An abort of `waiting` ends the wait.
 
         Raises:
-            FleetPaused: it was aborted there, has waited for too long, or was one too many.
-            The errors of `open`.
+            FleetPaused: it was aborted while waiting, waited too long, or too many requests wait.
+            The errors of `open`, but not NotAdmitted.
         """
         while True:
             if self.must_wait(request, waiting):
@@ -411,7 +420,7 @@ class Forwarder:
             if waiting.aborted:
                 raise FleetPaused(ABORTED)
 
-    def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
+    def _record_unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         if not error.timed_out:
             if error.refused:
@@ -419,11 +428,11 @@ class Forwarder:
         elif not self._fleet.snapshot.excuses(worker, self._upstream.signs(worker), self._upstream.connect_timeout):
             self._fleet.record_silence(worker, str(error))
 
-    def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
+    def _has_other_workers(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
         snapshot = self._fleet.snapshot
         return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))
 
 
-def _barred(flight: Flight | None) -> Collection[Worker]:
-    """Return the workers that must not take a request now."""
-    return () if flight is None or flight.barred is None else flight.barred()
+def _excluded_workers(flight: Flight | None) -> Collection[Worker]:
+    """Return the workers that must not get the request now."""
+    return () if flight is None or flight.excluded_workers is None else flight.excluded_workers()

@@ -1,10 +1,9 @@
-"""How HTTP/1.1 messages are framed (RFC 9112), as tables and functions without I/O.
+"""HTTP/1.1 message framing (RFC 9112) for connections to workers and to clients. No I/O.
 
-Both ends of the router use it: the connections to workers, and the server towards clients. `httptools` finds the ends
-of messages that arrive; here stands what a message that goes out looks like, which bodies there can be at all, and how
-many bytes a peer may send that are no body.
+`httptools` parses messages that arrive. This module writes the heads of messages that are sent, determines how a body
+ends, and limits the bytes around a chunked body.
 
-A body is described by one integer: its length in bytes, or `CHUNKED`, `UNTIL_CLOSE` or `NO_BODY`, which are negative.
+One integer describes a body: its length in bytes, or one of the negative values `CHUNKED`, `UNTIL_CLOSE`, `NO_BODY`.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from http import HTTPStatus
 
 from miles_router.asgi.headers import RawHeaders
 
-#: The body ends with a chunk of length zero.
+#: A chunk of length zero ends the body.
 CHUNKED = -1
-#: The body ends with the connection.
+#: The end of the connection ends the body.
 UNTIL_CLOSE = -2
-#: No body follows, whatever the headers say: the reply to a HEAD request announces one that is not sent.
+#: No body follows, even if the headers announce one, as in a reply to HEAD.
 NO_BODY = -3
 
-#: Bytes of a request's line and headers, and of a reply's. A longer head is refused.
+#: Maximum bytes of a request's and of a reply's head (first line and headers).
 MAX_REQUEST_HEAD = 64 * 1024
 MAX_REPLY_HEAD = 256 * 1024
-#: Bytes of chunk sizes, chunk extensions and trailers that may come without a body beside them.
+#: Maximum bytes of chunk extensions, trailers and oversized chunk size lines in one body.
 MAX_EXCESS = 64 * 1024
-#: What is allowed for each piece of a body on top of that: a size line and two line ends.
+#: Bytes allowed in addition for each piece of a body: a size line and two line ends.
 CHUNK_FRAME = 32
-#: Bodies up to this size (bytes) share one write, and one copy, with the head before them.
+#: Bodies up to this size (bytes) are copied into one write with the head.
 INLINE_BODY = 64 * 1024
 
 MAX_STATUS = 599
@@ -37,41 +36,44 @@ MAX_LENGTH_DIGITS = 18
 CRLF = b"\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-#: Methods whose requests have no body unless they say so (RFC 9110 section 9.3).
+#: Methods whose requests have no body unless the headers announce one (RFC 9110 section 9.3).
 BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})
 NO_CONTENT = 204
 BODILESS_STATUSES = frozenset({NO_CONTENT, 304})
-#: Header fields that say where a message ends, and whether the connection outlives it.
+#: Header fields that determine where a message ends and whether the connection stays open.
 FRAMING_FIELDS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 section 5.6.2
-#: Every byte that a field value may have (RFC 9110 section 5.5); what is left of a head without them is its line ends.
+#: The bytes allowed in field values (RFC 9110 section 5.5). Without them, only the line ends of a head remain.
 _TEXT = bytes(byte for byte in range(256) if byte == 9 or (byte >= 32 and byte != 127))
 _NAMES_REMEMBERED = 1024
 
 
 class InvalidFraming(ValueError):
-    """A message that cannot be sent, or understood, without doubt about where it ends."""
+    """A message whose end is ambiguous, or that cannot be written safely."""
 
 
 # Messages that arrive
 
 
 def request_body(headers: RawHeaders) -> int:
-    """The body of a request with `headers` (RFC 9112 section 6.3).
+    """Return the length of a request's body, or CHUNKED or NO_BODY (RFC 9112 section 6.3).
 
     Raises:
-        InvalidFraming: it is encoded for its transfer in another way than chunked.
+        InvalidFraming: the Transfer-Encoding is not chunked, or Content-Length is not a number.
     """
     announced = _announced(headers)
     return NO_BODY if announced is None else announced
 
 
 def reply_body(status: int, headers: RawHeaders, *, to_head: bool) -> int:
-    """The body of a reply; `to_head`: it answers a HEAD request (RFC 9112 section 6.3).
+    """Return the length of a reply's body, or CHUNKED, UNTIL_CLOSE or NO_BODY (RFC 9112 section 6.3).
+
+    Args:
+        to_head: the request was HEAD.
 
     Raises:
-        InvalidFraming: it is encoded for its transfer in another way than chunked.
+        InvalidFraming: the Transfer-Encoding is not chunked, or Content-Length is not a number.
     """
     if to_head or status in BODILESS_STATUSES:
         return NO_BODY
@@ -87,39 +89,41 @@ def _announced(headers: RawHeaders) -> int | None:
                 body = _length(value)
         elif name == b"transfer-encoding":
             if value.lower() != b"chunked":
-                raise InvalidFraming(f"the transfer encoding {value.decode('latin-1')!r} is not understood")
+                raise InvalidFraming(f"the transfer encoding {value.decode('latin-1')!r} is not supported")
             body = CHUNKED
     return body
 
 
 def _length(value: bytes) -> int:
     if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
-        raise InvalidFraming(f"{value[:100].decode('latin-1')!r} is no length")
+        raise InvalidFraming(f"{value[:100].decode('latin-1')!r} is not a valid Content-Length")
     return int(value)
 
 
 class TooMuchAround(InvalidFraming):
-    """A peer sent more around a body than anybody needs."""
+    """A peer sent too many bytes around a chunked body."""
 
 
-class Excess:
-    """Counts what a peer sends around a chunked body: sizes, extensions, trailers. None of it is kept or passed on, and
-    without a bound one could send it for ever."""
+class ChunkOverhead:
+    """A counter of the bytes around one chunked body: size lines, extensions, trailers.
+
+    The router drops them, but without a limit a peer could send them forever.
+    """
 
     __slots__ = ("_bytes",)
 
     def __init__(self) -> None:
         self._bytes = 0
 
-    def piece(self, size: int) -> None:
-        """Of what comes next, `size` bytes are a piece of the body."""
+    def count_body(self, size: int) -> None:
+        """Count `size` bytes of the body; call it before `count_received` for the bytes that contain them."""
         self._bytes -= size + CHUNK_FRAME
 
-    def received(self, size: int) -> None:
-        """`size` bytes came, and all pieces in them were told.
+    def count_received(self, size: int) -> None:
+        """Count `size` bytes that arrived; `count_body` was called for the body bytes among them.
 
         Raises:
-            TooMuchAround: more than `MAX_EXCESS` of what came so far was no body.
+            TooMuchAround: more than `MAX_EXCESS` bytes were not part of the body.
         """
         self._bytes += size
         if self._bytes > MAX_EXCESS:
@@ -128,14 +132,14 @@ class Excess:
             self._bytes = 0
 
 
-# Messages that go out
+# Messages that are sent
 
 
 def request_head(method: str, target: bytes, authority: bytes, headers: RawHeaders, body_length: int) -> bytes:
-    """Request line and headers. `headers` are without Host and Content-Length, which are made here.
+    """Return request line and headers. `headers` must not contain Host and Content-Length, which are added here.
 
     Raises:
-        InvalidFraming: a header that would end the line it stands in.
+        InvalidFraming: a header name is invalid, or a header contains a control character.
     """
     parts = [method.encode("ascii"), b" ", target, b" HTTP/1.1\r\nhost: ", authority, CRLF]
     lines = len(headers) + 3
@@ -151,18 +155,22 @@ def request_head(method: str, target: bytes, authority: bytes, headers: RawHeade
 def reply_head(
     status: int, headers: Iterable[tuple[bytes, bytes]], *, method: str, http_1_0: bool, keep_alive: bool
 ) -> tuple[bytes, int, bool]:
-    """The reply to a request with `method`: its head as it is written, with names in lower case, its body, and whether
-    the connection stays open behind it.
+    """Return the head of a reply, the framing of its body, and whether the connection stays open after it.
 
-    Without a length the body is chunked, or ends with the connection where the client speaks HTTP/1.0. `keep_alive`:
-    client and server want the connection to stay open; `Connection: close` in `headers` says that the app does not.
+    A body without Content-Length is chunked; for an HTTP/1.0 client it ends with the connection.
+
+    Args:
+        method: of the request.
+        keep_alive: whether the client and the server want to keep the connection. `Connection: close` in `headers`
+            overrides it.
 
     Raises:
-        InvalidFraming: a status or a length that is none, or a header that would end the line it stands in.
+        InvalidFraming: the status or length is invalid, there are two lengths, a header name is invalid, or a header
+            contains a control character.
     """
     line = _STATUS_LINES.get(status)
     if line is None:
-        raise InvalidFraming(f"{status} is no status of a reply")
+        raise InvalidFraming(f"{status} is not a valid status of a reply")
     parts = [line]
     lines = 2
     body = None
@@ -172,13 +180,13 @@ def reply_head(
             if status == NO_CONTENT:
                 continue  # RFC 9110 section 8.6
             if body is not None:
-                raise InvalidFraming("a reply has two lengths")
+                raise InvalidFraming("a reply has two Content-Length headers")
             body = _length(value)
         elif start is _CONNECTION:
             keep_alive = keep_alive and b"close" not in value.lower()
             continue
         elif start is _ENCODING:
-            continue  # how the bytes travel from here is not for the app to say
+            continue  # the server chooses the transfer encoding, not the app
         parts += (start, value, CRLF)
         lines += 1
     if method == "HEAD" or status in BODILESS_STATUSES:
@@ -207,13 +215,13 @@ _STATUS_LINES = {
     status: f"HTTP/1.1 {status} {_reason(status)}\r\n".encode("ascii") for status in range(200, MAX_STATUS + 1)
 }
 _LENGTH, _CONNECTION, _ENCODING = b"content-length: ", b"connection: ", b"transfer-encoding: "
-#: Names of headers, as they were given -> the beginning of their line. Names repeat, and checking them costs.
+#: Header name as given -> the beginning of its line. A cache, because names repeat and checking them is slow.
 _LINE_STARTS = {start[:-2]: start for start in (_LENGTH, _CONNECTION, _ENCODING)}
 
 
 def _line_start(name: bytes) -> bytes:
     if not _TOKEN.fullmatch(name):
-        raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is no name of a header")
+        raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is not a valid header name")
     lower = name.lower()
     start = _LINE_STARTS.get(lower) or lower + b": "
     if len(_LINE_STARTS) < _NAMES_REMEMBERED:
@@ -222,10 +230,11 @@ def _line_start(name: bytes) -> bytes:
 
 
 def _checked(head: bytes, lines: int) -> bytes:
-    """`head`, if its only control characters are the ends of its `lines`, so that nobody has smuggled another one in.
+    """Return `head` if its only control characters are its line ends: protects against injected header lines.
 
-    The empty line at its end counts.
+    Args:
+        lines: the expected number of lines, with the empty line at the end.
     """
     if head.translate(None, _TEXT) != CRLF * lines:
-        raise InvalidFraming("a control character stands in a header")
+        raise InvalidFraming("a header contains a control character")
     return head

@@ -1,4 +1,4 @@
-"""A request on its way to a worker: what is sent, what ties it to earlier ones, and sending it to one given worker."""
+"""The outgoing form of a request, its session key, and sending it to one given worker."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 
 class PairHistory:
-    """One request's way to prefill/decode pairs."""
+    """The history of one request's attempts at prefill/decode pairs."""
 
-    __slots__ = ("interrupted", "sendings", "versions")
+    __slots__ = ("attempts", "interruptions", "versions")
 
     def __init__(self) -> None:
-        self.sendings = 0
-        #: How often it was asked again since weights changed,
-        self.interrupted = 0
-        #: and the versions that prefill halves named then.
+        self.attempts = 0
+        #: How many attempts ended because weights changed in the meantime.
+        self.interruptions = 0
+        #: The weight version that each prefill worker reported last.
         self.versions: dict[Worker, str] = {}
 
 
 class Outgoing:
-    """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
-    written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
+    """A request to send to a worker, without framing headers and with the original spelling of its path.
+
+    Args:
+        generates: the request is a generation: it is written only while the gate is open.
+        computes: the engine works on the request: it fails when the worker's engine stalls.
+    """
 
     __slots__ = (
         "body",
@@ -74,24 +78,24 @@ class Outgoing:
         self.key = key
         self.generates = generates
         self.computes = computes
-        #: Whether its headers or its path may link it to others; if not, no key does, nor a trace.
+        #: False if the request certainly has no session key and no trace headers.
         self.linked = linked
-        #: The target's path, decoded; empty where no engine has to be asked otherwise.
+        #: The decoded path; empty for the router's own requests, which need no translation.
         self.path = path
-        #: The URL of the worker that takes it, while that one takes requests.
+        #: The URL of the worker to use, as long as it is routable.
         self.preferred = preferred
-        #: What it says of ranks, once somebody has looked.
+        #: The data-parallel rank that the client asks for; None until it was looked up.
         self.rank_wish: RankWish | None = None
-        #: Its names at the worker that has it, where its client gives some.
+        #: The use of its generation names at the present worker; None if the client gave no names.
         self.names: NameUse | None = None
-        #: Workers that lost it before a reply began.
+        #: Workers that were lost before a reply began.
         self.tried: tuple[Worker, ...] = ()
-        #: Once a pair was asked.
+        #: The attempts at prefill/decode pairs; None before the first.
         self.pair: PairHistory | None = None
 
 
 def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: Affinity) -> Outgoing:
-    """The request that `scope` and `body` describe, with the request id every worker is told."""
+    """Return the request of `scope` and `body` in the form for workers, with `request_id` as `X-Request-Id`."""
     headers = end_to_end(scope["headers"], DROPPED)
     headers.append((b"x-request-id", request_id.encode("ascii")))
     target = scope["raw_path"]
@@ -124,11 +128,16 @@ async def send(
     admit: Admit | None = None,
     fresh: bool = False,
 ) -> Reply:
-    """Send `request` to one worker with that worker's key, without a lease. `slot`, `admit` and `fresh` are those of
-    `Upstream.open`; `target`, `body` and `headers` are sent in place of the request's. The caller closes the reply.
+    """Send `request` to one worker with that worker's API key, and wait for the head of the reply. Takes no lease.
+
+    The caller closes the reply.
+
+    Args:
+        target, body, headers: sent in place of those of the request.
+        slot, admit, fresh: see `Upstream.open`.
 
     Raises:
-        UpstreamError, NotAdmitted: as `Upstream.open`.
+        UpstreamError, NotAdmitted: raised by `Upstream.open`.
     """
     headers = request.headers if headers is None else headers
     if worker.engine is not None and (unwanted := worker.engine.unwanted_headers):

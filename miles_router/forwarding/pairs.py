@@ -1,8 +1,9 @@
-"""One request to both halves of a prefill/decode pair, and the one answer that they make.
+"""One request to both workers of a prefill/decode pair, and the single reply made from their two answers.
 
-Nothing is given before the prefill half has handed its prompt over: until then the loss of either half is the loss of a
-worker before its reply, and the request is sent again with another in its place. From then on the decode half answers
-alone. Closing a half's connection is what makes its engine drop what the other half will never come for.
+The client receives nothing before the prefill worker has handed over the KV cache of the prompt. Until then, losing
+either worker is a loss before the reply, and the request is retried with another worker in its place. From then on the
+decode worker answers alone. Closing the connection to one worker makes its engine drop state that the other worker
+will never fetch.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, RewrittenStream
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 
-#: Seconds that one half has to say why the other one has failed.
-PATIENCE = 10.0
-#: How often one request is asked again since weights changed meanwhile.
+#: Seconds to wait after one worker's failure, because the other worker's answer may contain the reason.
+REASON_TIMEOUT = 10.0
+#: How often one request is repeated because weights changed in the meantime.
 MAX_INTERRUPTIONS = 8
 
 
 class PairInterrupted(NotAdmitted):
-    """Nothing of an answer was given, and none will be: it must be asked again. `cut`: a pause or an abort has ended it
-    before its prompt was handed over; if not, weights have changed meanwhile."""
+    """The request must be sent again; the client has received nothing.
+
+    `cut` is True if a pause or an abort ended the attempt before the prompt was handed over, False if weights changed.
+    """
 
     def __init__(self, *, cut: bool) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class PairInterrupted(NotAdmitted):
 
 
 class PrefillLost(UpstreamUnreachable):
-    """The prefill half was lost before it had handed the prompt over."""
+    """The prefill worker was lost before it handed the prompt over."""
 
     def __init__(self, worker: Worker, error: Exception) -> None:
         known = error if isinstance(error, UpstreamUnreachable) else UpstreamUnreachable(str(error))
@@ -68,7 +71,7 @@ class PrefillLost(UpstreamUnreachable):
 
 
 class PairWeights(NamedTuple):
-    """The version that the prefill half has, and for each half a number that is another once its weights change."""
+    """The prefill worker's weight version, and for each worker a number that changes with its weights."""
 
     version: str | None
     prefill: int
@@ -77,54 +80,56 @@ class PairWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Halves:
-    """The two that one request goes to."""
+    """The prefill and the decode worker of one request."""
 
     prefill: Lease
     decode: Worker
 
     @property
-    def place(self) -> tuple[str, int]:
-        """Where they meet."""
+    def bootstrap_address(self) -> tuple[str, int]:
+        """Host and bootstrap port of the prefill worker, where the decode worker fetches the KV cache."""
         worker = self.prefill.worker
         assert worker.bootstrap_port is not None
         return worker.address.host, worker.bootstrap_port
 
     def weights(self) -> PairWeights:
-        """What is known of theirs now."""
+        """Return the present weights of both workers."""
         worker = self.prefill.worker
         return PairWeights(worker.weight_version, worker.caches.number, self.decode.caches.number)
 
     def check(self) -> None:
-        """Refuse workers that say themselves that they are something else: an answer of one token would look complete.
+        """Check that both workers report the role that they are registered with.
+
+        A prefill worker that is used as an ordinary one returns one token, which would look like a complete answer.
 
         Raises:
-            CannotServe: naming it.
+            CannotServe: a worker reports another role, needs translation, or lacks the bootstrap port.
         """
         for worker in (self.prefill.worker, self.decode):
             said = worker.facts.half if worker.facts is not None else None
             if said is not None and said != worker.role.value:
-                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, and says that it is {said}")
+                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, but reports that it is {said}")
             if worker.engine is not None and worker.engine.translates:
-                raise CannotServe(f"{worker.url} is no half of a pair: its engine ({worker.engine.kind}) has none")
+                raise CannotServe(f"{worker.url} cannot be in a pair: its engine is {worker.engine.kind}")
         if self.prefill.worker.bootstrap_port is None:
-            raise CannotServe(f"{self.prefill.worker.url} has no {BOOTSTRAP_PORT}, at which it is met")
+            raise CannotServe(f"prefill worker {self.prefill.worker.url} is registered without {BOOTSTRAP_PORT}")
 
 
-#: What one of a pair's requests comes to.
+#: The reply types of a pair.
 PairReply = Reply | HeldReply | RewrittenStream
 
 
 class PairExchange:
-    """One request to two halves.
+    """One attempt to send a request to a pair.
 
     Args:
-        history: of the request.
-        paired: what both are asked.
-        body: the same, with what belongs to this one sending.
-        names: of its generations.
-        admit: whether a byte of it may be written now.
-        cut: whether a pause or an abort has ended what was sent before.
-        limit: the bytes of an answer that are held.
+        history: the request's earlier attempts.
+        paired: the request as both workers get it.
+        body: the body of `paired` with the generation names and the cache key of this attempt.
+        names: the generation names of this attempt.
+        admit: returns True if the request may be written now.
+        cut: returns True if a pause or an abort has happened since the attempt began.
+        limit: maximum bytes of an answer to buffer.
     """
 
     def __init__(
@@ -148,20 +153,21 @@ class PairExchange:
         self._paired = paired
         self._names = names
         engine = halves.decode.engine or USUAL
-        self._body = engine.with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
+        self._body = engine.with_room(body, *halves.bootstrap_address, random.getrandbits(ROOM_BITS))
         self._admit = admit
-        self._cut = cut
+        self._was_cut = cut
         self._limit = limit
         self._weights = halves.weights()
-        self._decoding: Reply | None = None
+        self._decode_reply: Reply | None = None
 
     async def open(self, flight: Flight | None) -> PairReply:
-        """Send both, and wait until one answer is certain.
+        """Send the request to both workers, and wait until the reply for the client is certain.
 
         Raises:
-            PrefillLost, UpstreamUnreachable: the one half or the other was lost.
-            UpstreamInvalidResponse: what one of them says cannot be read, or does not fit the other's.
-            NotAdmitted: as `Upstream.open`, or it must be asked again.
+            PrefillLost: the prefill worker was lost.
+            UpstreamUnreachable: the decode worker was lost.
+            UpstreamInvalidResponse: an answer cannot be read, or the two answers contradict each other.
+            NotAdmitted: the request may not be written now, or (`PairInterrupted`) must be sent again.
         """
         loop = asyncio.get_running_loop()
         prefill = loop.create_task(self._prefill(flight), name="prefill half")
@@ -170,13 +176,13 @@ class PairExchange:
             await self._wait(prefill, decode)
             answer = prefill.result() if prefill.done() else None
             if isinstance(answer, PrefillAnswer) and decode.result().status == OK:
-                reply = await self._answer(answer, decode.result())
+                reply = await self._join_answers(answer, decode.result())
             else:
                 held = answer if isinstance(answer, HeldReply) else None
                 reply = await self._refusal(held, decode.result() if decode.done() else None)
             if isinstance(reply, HeldReply):
                 return reply
-            self._decoding = None  # whoever gets it closes it
+            self._decode_reply = None  # the caller closes it
             return reply
         finally:
             for task in (prefill, decode):
@@ -184,16 +190,17 @@ class PairExchange:
             await asyncio.wait({prefill, decode})
             for task in (prefill, decode):
                 if not task.cancelled():
-                    task.exception()  # nobody else looks at what the other half came to
-            if self._decoding is not None:
-                self._decoding.close()
+                    task.exception()  # mark it as retrieved, or asyncio logs it
+            if self._decode_reply is not None:
+                self._decode_reply.close()
 
     async def _wait(self, prefill: asyncio.Task[PrefillAnswer | HeldReply], decode: asyncio.Task[Reply]) -> None:
-        """Until both have what they need, or one decides it alone: the other might never end. One that has failed may
-        have done so for what the other one says.
+        """Wait until both tasks are done, or one result decides the reply alone (the other task might never end).
+
+        After one worker's failure, wait up to REASON_TIMEOUT for the other worker, whose answer may contain the reason.
 
         Raises:
-            The errors of either half.
+            The errors of either task.
         """
         while True:
             held = prefill.result() if prefill.done() else None
@@ -208,12 +215,14 @@ class PairExchange:
             if status not in (None, OK) and not failed:
                 return
             going = {each for each in (prefill, decode) if not each.done()}
-            done, _ = await asyncio.wait(going, timeout=PATIENCE if failed else None, return_when=FIRST_COMPLETED)
+            done, _ = await asyncio.wait(going, timeout=REASON_TIMEOUT if failed else None, return_when=FIRST_COMPLETED)
             if not done:
                 return
 
     async def _prefill(self, flight: Flight | None) -> PrefillAnswer | HeldReply:
-        """What the prefill half says; its reply, where that is the answer: the decode half would wait for ever.
+        """Send to the prefill worker, and return its answer, or a HeldReply if that must be the client's reply.
+
+        It must be if it is a refusal, an abort or a failure: the decode worker would wait forever for the KV cache.
 
         Raises:
             PrefillLost, NotAdmitted, UpstreamInvalidResponse.
@@ -236,7 +245,7 @@ class PairExchange:
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:
-            return self._held(reply, rows.as_it_came(body))
+            return self._buffered_reply(reply, rows.as_it_came(body))
         try:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
@@ -246,56 +255,56 @@ class PairExchange:
         if answer.outcome == "handed_over":
             self._check_first_token(answer)
             return answer
-        return self._held(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
+        return self._buffered_reply(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
-        """The decode half's reply, whose head has come."""
-        self._decoding = await send(
+        """Send to the decode worker, and return its reply, whose head has arrived."""
+        self._decode_reply = await send(
             self._upstream, self._halves.decode, self._request, body=self._body, admit=self._admit
         )
-        return self._decoding
+        return self._decode_reply
 
     async def _refusal(self, prefill: HeldReply | None, decode: Reply | None) -> PairReply:
-        """What is said in place of an answer: that it was aborted or refused, or else why a half has failed.
+        """Return the client's reply if there is no answer: an abort, a refusal, or the reason of a failure.
 
         Raises:
-            PairInterrupted: it has failed over a pause or an abort.
+            PairInterrupted: a pause or an abort caused the failure.
         """
         if prefill is not None and not prefill.failed:
             return prefill
         refusal, said = prefill, b"" if prefill is None else prefill.beginning
         if decode is not None and decode.status != OK:
-            refusal = self._held(decode, [await decode.read_all(self._limit)])
+            refusal = self._buffered_reply(decode, [await decode.read_all(self._limit)])
             said += refusal.beginning
         elif decode is not None:
-            with suppress(TimeoutError):  # a stream, or nothing
-                said += await tasks.within(PATIENCE, decode.begun(), name="decode half's reason")
-        if self._cut() or says_aborted(said):
+            with suppress(TimeoutError):  # a stream whose first bytes contain the reason, or no bytes
+                said += await tasks.within(REASON_TIMEOUT, decode.peek(), name="decode half's reason")
+        if self._was_cut() or says_aborted(said):
             raise PairInterrupted(cut=True)
         assert refusal is not None
         return refusal
 
-    async def _answer(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
-        """The decode half's answer, with what the prefill half knows. Raises as `open`."""
+    async def _join_answers(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
+        """Return the decode worker's answer, completed with the prefill worker's data. Raises the errors of `open`."""
         try:
             if _is_stream(reply):
-                return await self._stream(prefill, reply)
+                return await self._join_stream(prefill, reply)
             body, rows = await self._read(reply)
-        except UpstreamBroken as error:  # nothing of it was given
+        except UpstreamBroken as error:  # the client has received nothing, so a retry is safe
             raise UpstreamUnreachable(str(error)) from error
         changed = self._halves.weights().decode != self._weights.decode
         try:
             whole = one_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
-            raise UpstreamInvalidResponse(f"the answers of a pair do not fit together: {error}") from error
-        return self._held(reply, whole)
+            raise UpstreamInvalidResponse(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
+        return self._buffered_reply(reply, whole)
 
     async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
-        """The rest of a reply, without its rows, and these.
+        """Read the rest of a reply. Return it without its row strings (large base64 fields), and the row strings.
 
         Raises:
-            UpstreamBroken: the connection was lost within it.
-            UpstreamInvalidResponse: it is longer than may be held.
+            UpstreamBroken: the connection was lost inside the body.
+            UpstreamInvalidResponse: the body is longer than the limit.
         """
         rows, remains, size = RowStrings(self._paired.rows), [], 0
         while chunk := await reply.read():
@@ -305,34 +314,48 @@ class PairExchange:
                 raise UpstreamInvalidResponse(f"the reply is longer than {self._limit} bytes")
         return b"".join((*remains, rows.end())), rows
 
-    def _held(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
-        """With its client's names."""
+    def _buffered_reply(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
+        """Return a complete reply with the client's generation names."""
         named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
         return HeldReply(reply.status, reply.headers, named, failed=failed)
 
-    async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
-        """A stream whose first token has come. Its events cannot say that another engine has sampled that."""
-        first_bytes = await reply.begun()
-        if fails(first_bytes) and (self._cut() or says_aborted(first_bytes)):
+    async def _join_stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
+        """Return the decode worker's stream after its first bytes have arrived.
+
+        Its events cannot express that the first token was sampled with other weights, so the versions must be equal.
+
+        Raises:
+            PairInterrupted: the weight versions differ, or a pause or an abort made the stream fail.
+            UpstreamInvalidResponse: the weights changed in too many attempts.
+        """
+        first_bytes = await reply.peek()
+        if fails(first_bytes) and (self._was_cut() or says_aborted(first_bytes)):
             raise PairInterrupted(cut=True)
         said = first_version(first_bytes) or self._halves.decode.weight_version
         if None not in (prefill.version, said) and prefill.version != said:
-            self._ask_again(f"{self._halves.decode.url} has other weights ({said}) than {prefill.version}")
+            self._interrupt(f"{self._halves.decode.url} has weights {said}, its prefill worker {prefill.version}")
         if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
         rows = RowStrings(self._paired.rows)
-        theirs = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
+        prefill_metas = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
 
         def rewrite(event: Event) -> bytes:
-            joined = one_event(event, rows, prefill, theirs, self._paired) if theirs else None
+            joined = one_event(event, rows, prefill, prefill_metas, self._paired) if prefill_metas else None
             written, *others = joined or [event.raw]
             return b"".join((self._names.outward(written), *others))
 
         return RewrittenStream(reply, rewrite, self._limit, rows)
 
     def _check_first_token(self, prefill: PrefillAnswer) -> None:
-        """A prefill half names the weights that it has once the prompt was handed over: where these have changed,
-        nobody knows which sampled."""
+        """Check that the prefill worker's weights did not change during the attempt.
+
+        It reports the weights that it has after the handover. If they changed, the weights that sampled the first token
+        are unknown.
+
+        Raises:
+            PairInterrupted: they changed.
+            UpstreamInvalidResponse: they changed in too many attempts.
+        """
         worker = self._halves.prefill.worker
         before = self._history.versions.get(worker, self._weights.version)
         if prefill.version is not None:
@@ -340,12 +363,12 @@ class PairExchange:
         changed = self._halves.weights().prefill != self._weights.prefill
         behind = None not in (before, prefill.version) and before != prefill.version
         if changed or behind or prefill.several_versions:
-            self._ask_again(f"the weights of {worker.url} change all the time")
+            self._interrupt(f"the weights of {worker.url} changed while it computed the prompt")
 
-    def _ask_again(self, reason: str) -> None:
-        self._history.interrupted += 1
-        if self._history.interrupted > MAX_INTERRUPTIONS:
-            raise UpstreamInvalidResponse(f"which weights have sampled cannot be told: {reason}")
+    def _interrupt(self, reason: str) -> None:
+        self._history.interruptions += 1
+        if self._history.interruptions > MAX_INTERRUPTIONS:
+            raise UpstreamInvalidResponse(f"it is unknown which weights sampled the first token: {reason}")
         raise PairInterrupted(cut=False)
 
 

@@ -1,4 +1,4 @@
-"""One request that a worker is asked in several parts, and their answers as one reply."""
+"""One request sent to a worker as several requests, and their answers joined into one reply."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.engine import Parts, Translation
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.forwarding.reply import Look, Reply, read_whole
+from miles_router.forwarding.reply import Observer, Reply, read_whole
 from miles_router.forwarding.translated import OK, HeldReply, RewrittenStream
 
 PartReply = Reply | HeldReply | RewrittenStream
-#: Asks one part; whether it takes a slot of the bound on connections. Only the first does: parts that wait for slots of
-#: each other would never end.
+#: Sends one part. The second argument is True if it takes a `max_connections` slot. Only the first part takes one:
+#: parts that wait for each other's slots would deadlock.
 AskPart = Callable[[Translation, bool], Awaitable[PartReply]]
 
 
 async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | MergedStream:
-    """Ask all parts at once and make one reply of theirs: the first refusal where there is one.
+    """Send all parts at the same time, and join their replies into one. If a part is refused, return that refusal.
 
     Args:
-        limit: the bytes of a whole answer.
+        limit: maximum bytes of a complete answer.
 
     Raises:
-        What `ask` raises for one of them: the others are broken off then.
+        The first error of `ask`; the other parts are broken off.
+        UpstreamInvalidResponse: the joined answer is longer than `limit`, or only some parts are streams.
     """
     replies: dict[int, PartReply] = {}
 
@@ -36,7 +37,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
     answered: PartReply | MergedStream | None = None
     try:
         await tasks.together([ask_one(*each) for each in enumerate(parts.parts)], name="ask part")
-        answered = await _joined([replies[place] for place in range(len(parts.parts))], limit)
+        answered = await _join_replies([replies[place] for place in range(len(parts.parts))], limit)
         return answered
     finally:
         if not isinstance(answered, MergedStream):
@@ -45,7 +46,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
                     reply.close()
 
 
-async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | MergedStream:
+async def _join_replies(replies: Sequence[PartReply], limit: int) -> PartReply | MergedStream:
     refused = next((reply for reply in replies if reply.status != OK), None)
     if refused is not None:
         return refused
@@ -53,7 +54,7 @@ async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | Merge
     if len(streams) == len(replies):
         return MergedStream(streams)
     if streams:
-        raise UpstreamInvalidResponse("the worker streams some parts of an answer, and others not")
+        raise UpstreamInvalidResponse("the worker streamed only some parts of the answer")
     bodies = [await reply.read_all(limit) for reply in replies]
     if sum(map(len, bodies)) > limit:
         raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
@@ -61,79 +62,79 @@ async def _joined(replies: Sequence[PartReply], limit: int) -> PartReply | Merge
 
 
 class MergedStream:
-    """Streams whose events go on as they come, with one end."""
+    """Several streams merged into one: events in order of arrival, one end event."""
 
-    #: As `Reply.end`: nothing that is of the whole.
+    #: Empty, because no stream's last bytes describe the merged reply (compare `Reply.end`).
     end = b""
 
     def __init__(self, streams: Sequence[RewrittenStream]) -> None:
         self.status = OK
         self.headers: RawHeaders = streams[0].headers
-        #: Every byte was read.
+        #: True when every byte was read.
         self.exhausted = False
         self._streams = streams
-        self._ended = 0  # by their last events
+        self._ended_streams = 0  # streams that sent their last event
         self._reading: dict[asyncio.Task[bytes], RewrittenStream] = {}
-        self._unread = [*streams]
+        self._idle_streams = [*streams]
 
-    def show(self, look: Look) -> None:
-        """As `Reply.show`, of the first."""
-        self._streams[0].show(look)
+    def observe(self, observer: Observer) -> None:
+        """Show the first stream's pieces to `observer` (see `Reply.observe`)."""
+        self._streams[0].observe(observer)
 
-    def take(self) -> bytes:
-        """What is there without waiting: nothing."""
+    def read_available(self) -> bytes:
+        """Return b"": events are available only from `read`."""
         return b""
 
     async def read(self) -> bytes:
-        """The next events; b"" after the last.
+        """Wait for the next events and return them; b"" after the last.
 
         Raises:
-            What `RewrittenStream.read` raises.
+            The errors of `RewrittenStream.read`.
         """
         while not self.exhausted:
-            for stream in self._unread:
+            for stream in self._idle_streams:
                 task = asyncio.get_running_loop().create_task(stream.read(), name="read part")
                 self._reading[task] = stream
-            self._unread.clear()
+            self._idle_streams.clear()
             await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
-            events = self._read()
-            if not self._reading and not self._unread:
+            events = self._collect_events()
+            if not self._reading and not self._idle_streams:
                 self.exhausted = True
-                events += LAST_EVENT if self._ended == len(self._streams) else b""
+                events += LAST_EVENT if self._ended_streams == len(self._streams) else b""
             if events:
                 return events
         return b""
 
-    def _read(self) -> bytes:
+    def _collect_events(self) -> bytes:
         pieces = []
         for task in [each for each in self._reading if each.done()]:
             stream = self._reading.pop(task)
             piece = task.result()
             if not piece:
                 continue
-            self._unread.append(stream)
-            self._ended += piece.endswith(LAST_EVENT)
+            self._idle_streams.append(stream)
+            self._ended_streams += piece.endswith(LAST_EVENT)
             pieces.append(piece.removesuffix(LAST_EVENT))
         return b"".join(pieces)
 
     async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
+        """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
+            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
     def close(self) -> None:
-        """As `Reply.close`, of all of them."""
+        """Close all streams."""
         for task in self._reading:
             task.cancel()
-            task.add_done_callback(_look_at)
+            task.add_done_callback(_retrieve_exception)
         for stream in self._streams:
             stream.close()
 
 
-def _look_at(task: asyncio.Task[bytes]) -> None:
-    """Nobody else looks at the failure of what nobody reads any more."""
+def _retrieve_exception(task: asyncio.Task[bytes]) -> None:
+    """Mark the exception of a cancelled read as retrieved, or asyncio logs it."""
     if not task.cancelled():
         task.exception()

@@ -1,8 +1,7 @@
-"""Which process answers at an address, told by its connections. Pure.
+"""Detection of process restarts at a worker's address, by the connections to it. No I/O.
 
-A process that ends loses all of its connections (the kernel closes them), and whoever listens at its address next has
-none of them. So for as long as at least one connection to an address has been open without a break, the same process
-has been there, and it gets one number.
+The kernel closes all connections of a process that ends. So while at least one connection to an address stays open
+without a gap, the same process is there, and it has one number.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 
 
 class Processes:
-    """A number for the process at each address, from its first connection until its last is lost."""
+    """A map from URL to a number for its process, valid from the first connection until the last one is lost."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -19,17 +18,17 @@ class Processes:
         self._next = itertools.count(1)
 
     def connected(self, url: str) -> None:
-        """A connection was made."""
+        """Count a new connection."""
         if url not in self._open:
             self._open[url], self._numbers[url] = 0, next(self._next)
         self._open[url] += 1
 
     def disconnected(self, url: str) -> None:
-        """A connection was lost."""
+        """Count a lost connection."""
         self._open[url] -= 1
         if not self._open[url]:
             del self._open[url], self._numbers[url]
 
     def number(self, url: str) -> int | None:
-        """The number of the process that answers there; None where no connection is open, so that nobody can say."""
+        """Return the number of the process at `url`; None if no connection is open, because it is unknown then."""
         return self._numbers.get(url)

@@ -1,6 +1,7 @@
-"""The innermost app: read the request, lease a worker, relay the reply chunk by chunk, give the lease back.
+"""The innermost ASGI app: reads the request, forwards it to a worker, and relays the reply chunk by chunk.
 
-Bodies are not parsed here. The request is held whole, so that it can go to a second worker; the reply never is.
+Bodies are not parsed here. The request is buffered whole, so that it can be retried on another worker; the reply is
+never buffered whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Move, Relief
+from miles_router.asgi.flight import Flight, Move, ReplyReceiver
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -36,7 +37,7 @@ STREAM = b"text/event-stream"
 
 
 class Proxy:
-    """ASGI app that forwards every request to one worker of the pool."""
+    """An ASGI app that forwards every request to one worker of the pool."""
 
     def __init__(
         self,
@@ -57,9 +58,9 @@ class Proxy:
         """Forward one HTTP request.
 
         Raises:
-            RouterError: the errors of `Forwarder.open`; `BodyTooLarge`; `ClientDisconnected`; `FleetPaused`;
-                `UpstreamBroken` or `UpstreamTimeout` even after the reply has begun, when the client's connection must
-                be broken off.
+            BodyTooLarge, ClientDisconnected, FleetPaused, and the errors of `Forwarder.open`.
+            UpstreamBroken, UpstreamTimeout: possibly after the reply has begun; the caller must then break the client's
+                connection off.
         """
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
@@ -67,12 +68,12 @@ class Proxy:
         request = self._outgoing(scope, exchange, body)
         flight = exchange.flight
         request.preferred = flight.preferred
-        flight.movable = request.key is None and request.path == GENERATE and flight.goes_on is None
+        flight.movable = request.key is None and request.path == GENERATE and flight.continued_cache is None
         self._in_flight.enter(exchange, body)
         try:
             while True:
                 if self._forwarder.must_wait(request, flight):
-                    with Watch(receive, 0):  # the time that a worker may take has not begun
+                    with Watch(receive, 0):  # the request timeout starts when the request is sent
                         await self._forwarder.wait(request, flight)
                     if flight.aborted:
                         await self._answer_aborted(scope, exchange, body, send)
@@ -81,34 +82,33 @@ class Proxy:
                     with Watch(receive, self._request_timeout) as watch:
                         flight.stop = watch.stop
                         if isinstance(send, Outlet):
-                            relief = await self._forward(request, flight, scope, receive, send)
+                            receiver = await self._forward(request, flight, scope, receive, send)
                         else:
-                            relief = await self._forward_to_layer(request, flight, scope, receive, send)
+                            receiver = await self._forward_to_layer(request, flight, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
-                    flight.worker_url = None  # nobody has it
-                    if isinstance(interrupted, PairInterrupted) and _is_over(interrupted, exchange, scope["path"]):
+                    flight.worker_url = None  # no worker has the request now
+                    if isinstance(interrupted, PairInterrupted) and _is_final(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 finally:
                     flight.stop = None
         except ClientDisconnected:
-            self._forwarder.left.abort(request)
+            self._forwarder.abandoned.abort(request)
             raise
         finally:
             self._in_flight.leave(exchange)
-        if relief is not None:
-            await relief.finish()
+        if receiver is not None:
+            await receiver.finish()
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
-        """What a worker is sent."""
         return outgoing(scope, exchange.request_id, body, self._affinity)
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
-        """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.
+        """Answer a request that was aborted while it waited at the gate, like an engine that aborts a queued request.
 
         Raises:
-            FleetPaused: it is none of `/generate`.
+            FleetPaused: the request is not a valid `/generate` request.
         """
         aborted = FleetPaused(ABORTED)
         if endpoint(scope["path"]) != GENERATE:
@@ -123,34 +123,42 @@ class Proxy:
 
     async def _forward(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Relief | None:
-        """Ask a worker, and relay its reply; gives who answers the client, where that is somebody else."""
+    ) -> ReplyReceiver | None:
+        """Send the request to a worker and relay its reply.
+
+        Return None if the client has its answer. If another worker continues the generation, return the receiver that
+        took the reply and will answer the client.
+        """
         forwarded = await self._forwarder.open(request, flight)
         flight.first_byte_at = time.perf_counter()
-        relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
+        receiver = None if flight.move is None else self._reply_receiver(flight.move, flight, scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
-            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, end)
+            await relay(forwarded.reply, send if receiver is None else receiver.receive, self._metrics, end)
         except UpstreamBroken:
-            if relief is None:
+            if receiver is None:
                 raise
         finally:
             forwarded.close()
-        return relief
+        return receiver
 
     def _forward_to_layer(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Relief | None]:
-        """The same where a layer has wrapped `send`."""
+    ) -> Coroutine[Any, Any, ReplyReceiver | None]:
+        """Call `_forward` for a request whose `send` is wrapped by a layer. Tracing overrides it."""
         return self._forward(request, flight, scope, receive, send)
 
-    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
-        """Who takes the reply that has begun, as another worker is to go on with it."""
-        return move.relief(scope, receive, send)
+    def _reply_receiver(
+        self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> ReplyReceiver | None:
+        return move.reply_receiver(scope, receive, send)
 
 
 def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
-    """Return what looks at a stream that generates and that no layer reads: layers know more of its end."""
+    """Attach a checker for the regular end of a stream of a generation, and return it.
+
+    Return None for other replies, and if a layer reads the stream: layers check its end themselves.
+    """
     content_type = first_header(reply.headers, b"content-type") or b""
     if (
         isinstance(reply, HeldReply)
@@ -161,15 +169,18 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     ):
         return None
     end = StreamEnd(path)
-    reply.show(end.look)
+    reply.observe(end.look)
     return end
 
 
 async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None) -> None:
-    """Give a client a reply as it arrives.
+    """Send a reply to the client as it arrives.
+
+    Args:
+        end: the checker for the regular end of a stream.
 
     Raises:
-        UpstreamBroken: the reply is lost inside its body, or its answer has not come to its `end`.
+        UpstreamBroken: the connection is lost inside the body, or the stream lacks its regular end.
     """
     await send(
         {
@@ -179,10 +190,10 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         }
     )
     if isinstance(reply, Reply) and not reply.complete and isinstance(send, Outlet) and send.sink is not None:
-        await reply.pour(send.sink, metrics)
+        await reply.pipe_to(send.sink, metrics)
     more = True
     while more:
-        chunk = reply.take() or await reply.read()
+        chunk = reply.read_available() or await reply.read()
         more = not reply.exhausted
         metrics.bytes_out += len(chunk)
         missing = None if more or end is None else end.missing()
@@ -192,14 +203,17 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
-def _is_over(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:
-    """Whether a request is not asked again: a client has aborted it, or it is one that others carry on."""
+def _is_final(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:
+    """Return True if the request must not be sent again.
+
+    A client aborted it, or it is a `/generate` request that was cut, which another layer or the client resumes.
+    """
     return exchange.flight.aborted or (interrupted.cut and endpoint(path) == GENERATE)
 
 
 def _reply_headers(status: int, headers: RawHeaders) -> RawHeaders:
     kept = end_to_end(headers, HOP_BY_HOP)
     if status == NOT_MODIFIED:
-        # The length of a body that is not there: the server in front of us would wait for it.
+        # 304 has no body; with its Content-Length, the server towards the client would wait for one.
         kept = [pair for pair in kept if pair[0] != b"content-length"]
     return kept

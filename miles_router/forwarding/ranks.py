@@ -1,4 +1,4 @@
-"""Requests for one rank of a worker: sent so that the engine heeds it, and watched for which one answers."""
+"""Pinning of generations to one data-parallel rank of a worker, and a check that this rank answers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ EVENTS = b"text/event-stream"
 
 
 class UnpinnedPaths(set[str]):
-    """The paths of one engine process whose requests cannot be pinned to a rank. Kept with its facts, and gone with
-    them."""
+    """The paths of one engine process whose requests cannot be pinned to a rank. Stored with its facts."""
 
 
 class Pin(NamedTuple):
-    """A request as it is sent to one rank; `rank` is None where nobody knows which one will answer."""
+    """Headers and body of a request to one rank; `rank` is None if the engine chooses the rank."""
 
     headers: RawHeaders
     body: bytes
@@ -35,29 +34,32 @@ class Pin(NamedTuple):
 
 
 class Ranks:
-    """Pins generations to ranks. A client's own wish counts; whatever engine does not heed a pin loses its ranks."""
+    """Pinning of generations to ranks.
+
+    A client's own choice of a rank has precedence. If an engine ignores a pin, the router stops choosing its ranks.
+    """
 
     def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
 
-    def wished(self, request: Outgoing) -> int | None:
-        """The rank that a client wants for a generation.
+    def requested_rank(self, request: Outgoing) -> int | None:
+        """Return the rank that the client asks for in a generation, or None.
 
         Raises:
-            BadRequest: the body names a rank, and cannot be read.
+            BadRequest: the body contains a rank and cannot be parsed.
         """
         return self._wish(request).rank if request.generates else None
 
-    def check_unwished(self, request: Outgoing) -> None:
-        """Refuse a wish for a rank in what goes to both halves of a pair: nobody says of which half.
+    def check_no_rank(self, request: Outgoing) -> None:
+        """Check that a request to a prefill/decode pair asks for no rank: it could mean either worker.
 
         Raises:
-            CannotServe: there is one.
-            BadRequest: as `wished`.
+            CannotServe: the request asks for a rank.
+            BadRequest: the body contains a rank and cannot be parsed.
         """
         if self._wish(request) != NO_WISH:
-            raise CannotServe("a prefill/decode pair chooses the ranks of its halves by itself")
+            raise CannotServe("the request asks for a rank, which a prefill/decode pair chooses itself")
 
     def _wish(self, request: Outgoing) -> RankWish:
         if request.rank_wish is None:
@@ -65,12 +67,12 @@ class Ranks:
         return request.rank_wish
 
     async def pin(self, unit: Unit, request: Outgoing, body: bytes) -> Pin:
-        """A generation with this body as it has to be sent so that the unit's rank answers.
+        """Return the generation in the form that makes the unit's rank answer, or the rank that the client asks for.
 
         Raises:
-            BadRequest: as `wished`.
+            BadRequest: the body contains a rank and cannot be parsed.
         """
-        facts = await self._fleet.facts(unit.worker.url)  # where another process is there now, it retires the unit
+        facts = await self._fleet.facts(unit.worker.url)  # retires the unit if another process is at this URL now
         wish = self._wish(request)
         if wish.heeded:
             return Pin(request.headers, body, wish.rank)
@@ -81,7 +83,7 @@ class Ranks:
         pinned = engine.pinned(request.path, request.headers, body, rank, encoded=encoded)
         if pinned is None:
             self._metrics.unpinned_generations += 1
-            path = endpoint(request.path)  # one of few: a client chooses the rest
+            path = endpoint(request.path)  # without the session id, so that the set stays small
             if path not in (unpinned := facts.learned(UnpinnedPaths)):
                 unpinned.add(path)
                 fields = {"worker": unit.worker.url, "path": path}
@@ -89,8 +91,8 @@ class Ranks:
             return Pin(request.headers, body, None)
         return Pin(*pinned, rank)
 
-    def watch(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
-        """See in a reply whether the rank answers that was meant, where it tells that."""
+    def check_reply(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
+        """Check in the reply that `rank` answers; report a different one to the fleet. Not all replies name a rank."""
         events = (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS)
         reader = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
         if rank is None or reader is None:
@@ -103,4 +105,4 @@ class Ranks:
                 self._fleet.rank_ignored(unit, f"a request to {path} for rank {rank} was answered by rank {answered}")
             return answered is not None
 
-        reply.show(look)
+        reply.observe(look)

@@ -1,4 +1,4 @@
-"""What one exchange with a worker delivers: status, headers, then chunks of the body exactly as they arrive."""
+"""A worker's reply: status, headers, then chunks of the body exactly as they arrive."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.outlet import Sink, Source
 from miles_router.errors import UpstreamInvalidResponse
 
-#: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
+#: Waiting chunks are joined if together they have at most this many bytes: fewer writes, but no copy of a big body.
 JOIN_LIMIT = 64 * 1024
-#: Bytes of a piece that are kept once it was read.
+#: Bytes at the end of each of the last two pieces that are kept after reading.
 END = 4096
-#: Is shown a piece of a body, and says whether it has seen enough.
-Look = Callable[[bytes], bool]
+#: An observer: it gets a piece of a body, and returns True when it needs no more.
+Observer = Callable[[bytes], bool]
 
 
 class CountsBytes(Protocol):
-    """Counts the bytes of bodies that clients were given."""
+    """A counter of the body bytes sent to clients."""
 
     bytes_out: int
 
 
 class ReplySource(Source, Protocol):
-    """Where a reply comes from: `connection.Connection`."""
+    """The connection that a reply arrives on: `connection.Connection`."""
 
     def reader_caught_up(self, buffered: int) -> None:
-        """The reader took bytes, and is behind by `buffered` of them."""
+        """Resume reading from the worker if few enough bytes are still `buffered`."""
         ...
 
-    def done_with(self, reply: Reply) -> None:
-        """The reader is finished with its reply."""
+    def end_reply(self, reply: Reply) -> None:
+        """End the reply: reuse or close the connection."""
         ...
 
 
 class Reply:
-    """One reply as it arrives. Read with `read` until it gives b"", then (or earlier) `close`."""
+    """One reply as it arrives. Call `read` until it returns b"", then (or earlier) `close`."""
 
     __slots__ = (
         "_backlog",
@@ -48,60 +48,63 @@ class Reply:
         "_connection",
         "_error",
         "_last",
-        "_looks",
         "_loop",
         "_metrics",
+        "_observers",
         "_sink",
         "_waiter",
         "complete",
         "head_seen",
         "headers",
-        "held_up",
         "holds_slot",
         "status",
+        "was_paused",
     )
 
     def __init__(self, connection: ReplySource, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.head_seen = False
-        self.complete = False  # every byte has arrived (not: has been read)
-        self.held_up = False  # for its reader, so that its worker may have been done before
-        self.holds_slot = False  # one of the `max_connections`
-        self._last = (b"", b"")  # pieces that have arrived
+        self.complete = False  # every byte has arrived, but not necessarily been read
+        self.was_paused = False  # reading was paused for a slow client, so the end time is not the worker's
+        self.holds_slot = False  # it takes one of the `max_connections`
+        self._last = (b"", b"")  # the ends of the last two pieces that arrived
         self._connection: ReplySource | None = connection
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._sink: Sink | None = None
-        self._looks: list[Look] = []
+        self._observers: list[Observer] = []
         self._loop = loop
         self._backlog = backlog
 
     @property
     def exhausted(self) -> bool:
-        """Every byte has arrived and was read."""
+        """True when every byte has arrived and was read."""
         return self.complete and not self._chunks
 
     @property
     def end(self) -> bytes:
-        """The end of the body as far as that has arrived, and others may have read it: of its last two pieces, since
-        that a stream is over may come as one of its own. Nothing where it was held up: its time is not its worker's."""
-        return b"" if self.held_up else b"".join(self._last)
+        """The ends of the last two pieces that arrived, whether read or not.
+
+        Two, because the end event of a stream may arrive as a piece of its own. Empty if reading was paused for a slow
+        client: the time of the end then shows nothing about the worker.
+        """
+        return b"" if self.was_paused else b"".join(self._last)
 
     async def head(self) -> None:
         """Wait for status and headers.
 
         Raises:
-            UpstreamUnreachable: the connection was lost before.
-            UpstreamInvalidResponse: what came is not HTTP.
+            UpstreamUnreachable: the connection was lost before the head was complete.
+            UpstreamInvalidResponse: the worker did not send valid HTTP.
         """
         while not self.head_seen:
-            await self._more()
+            await self._wait_for_more()
 
     async def read(self) -> bytes:
-        """The next bytes of the body as soon as there are any; b"" after the last.
+        """Wait for the next bytes of the body and return them; b"" after the last.
 
         Raises:
             UpstreamBroken: the connection was lost inside the body.
@@ -109,22 +112,22 @@ class Reply:
         while not self._chunks:
             if self.complete:
                 return b""
-            await self._more()
-        return self.take()
+            await self._wait_for_more()
+        return self.read_available()
 
-    async def begun(self) -> bytes:
-        """The first bytes of the body, which stay to be read; b"" where it has none.
+    async def peek(self) -> bytes:
+        """Wait for the first bytes of the body and return them without consuming them; b"" for an empty body.
 
         Raises:
-            UpstreamBroken: the connection was lost before.
+            UpstreamBroken: the connection was lost before the first bytes.
         """
         while not self._chunks and not self.complete:
-            await self._more()
+            await self._wait_for_more()
         return self._chunks[0] if self._chunks else b""
 
-    async def pour(self, sink: Sink, metrics: CountsBytes) -> None:
-        """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
-        left to `read`.
+    async def pipe_to(self, sink: Sink, metrics: CountsBytes) -> None:
+        """Write the body to `sink` as it arrives, without waking a task for each piece. The bytes that arrive together
+        with the end of the body are left for `read`.
 
         Raises:
             UpstreamBroken: the connection was lost inside the body.
@@ -132,25 +135,25 @@ class Reply:
         assert self._connection is not None
         self._sink, self._metrics = sink, metrics
         try:
-            self._flow()
-            self._connection.resume()  # from now on only the client's pace counts
-            sink.fed_by(self._connection)
+            self._write_to_sink()
+            self._connection.resume()  # from now on the sink pauses and resumes the connection
+            sink.set_source(self._connection)
             while not self.complete:
-                await self._more()
+                await self._wait_for_more()
         finally:
             self._sink = None
-            sink.fed_by(None)
+            sink.set_source(None)
 
-    def take(self) -> bytes:
-        """The bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
+    def read_available(self) -> bytes:
+        """Return bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
         if not self._chunks:
             return b""
-        chunk = self._next()
-        if self.held_up and self._connection is not None:
+        chunk = self._next_chunk()
+        if self.was_paused and self._connection is not None:
             self._connection.reader_caught_up(self._buffered)
         return chunk
 
-    def _next(self) -> bytes:
+    def _next_chunk(self) -> bytes:
         if len(self._chunks) > 1 and self._buffered <= JOIN_LIMIT:
             chunk = b"".join(self._chunks)
             self._chunks.clear()
@@ -160,49 +163,49 @@ class Reply:
         self._backlog.size -= len(chunk)
         return chunk
 
-    def show(self, look: Look) -> None:
-        """Show each piece of the body until `look` has seen enough: those that have arrived, then each as it does."""
-        if not any(look(chunk) for chunk in self._chunks):
-            self._looks.append(look)
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` with each unread and each future piece of the body, until it returns True."""
+        if not any(observer(chunk) for chunk in self._chunks):
+            self._observers.append(observer)
 
     async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
+        """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
+            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
     def close(self) -> None:
-        """Done with this reply: a complete one frees its connection for the next, a partial one breaks it off, which
-        tells the worker to stop generating. Calling it again does nothing."""
+        """End the reply. A complete reply frees its connection for the next request; an incomplete one closes it, which
+        makes the worker stop generating. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             self._chunks.clear()
             self._backlog.size -= self._buffered
             self._buffered = 0
-            connection.done_with(self)
+            connection.end_reply(self)
 
-    def _more(self) -> asyncio.Future[None]:
-        """What to await for more of the reply, its end or its failure; one reader waits at a time."""
+    def _wait_for_more(self) -> asyncio.Future[None]:
+        """Return a future that completes when more arrives, or the reply ends or fails. Only one reader may wait."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
         return self._waiter
 
-    def _flow(self) -> None:
-        """Give the sink what has arrived."""
+    def _write_to_sink(self) -> None:
+        """Write all waiting chunks to the sink."""
         while self._chunks and self._sink is not None:
-            data = self._next()
+            data = self._next_chunk()
             self._metrics.bytes_out += len(data)
             self._sink.write(data)
 
-    # What the connection calls
+    # Called by the connection
 
     def _add(self, data: bytes) -> int:
         self._chunks.append(data)
-        if self._looks:
-            self._looks = [look for look in self._looks if not look(data)]
+        if self._observers:
+            self._observers = [observer for observer in self._observers if not observer(data)]
         self._last = (self._last[1], data[-END:])
         self._buffered += len(data)
         self._backlog.size += len(data)
@@ -210,22 +213,22 @@ class Reply:
 
     def _wake(self) -> None:
         if self._sink is not None and not self.complete:
-            self._flow()
+            self._write_to_sink()
             if self._error is None:
                 return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        self._error = self._error or error  # what follows from the first says less
+        self._error = self._error or error  # the first error is the cause of later ones
         self._wake()
 
 
 async def read_whole(read: Callable[[], Awaitable[bytes]], limit: int) -> bytes:
-    """Read chunks until an empty one; return them as one.
+    """Call `read` until it returns b"", and return the joined chunks.
 
     Raises:
-        UpstreamInvalidResponse: they are longer than `limit` bytes.
+        UpstreamInvalidResponse: the chunks are longer than `limit` bytes.
     """
     parts, size = [], 0
     while chunk := await read():

@@ -1,5 +1,7 @@
-"""Replies of engines that are asked otherwise, in the form that SGLang gives, and others that are not as they came.
-They come in place of a `Reply`."""
+"""Replies that the router changes: translated from an engine's own form to SGLang's, buffered, or rewritten streams.
+
+They have the same reading methods as `Reply` and replace it.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,35 @@ from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
-from miles_router.forwarding.reply import END, Look, Reply, read_whole
+from miles_router.forwarding.reply import END, Observer, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
 OK, FAILED = 200, 500
 EVENTS = b"text/event-stream"
-#: Of the bytes that came, which others take the place of.
-OF_THE_BYTES = frozenset({b"content-length", b"transfer-encoding"})
+#: Headers about the original bytes, which are wrong for the changed body.
+BODY_HEADERS = frozenset({b"content-length", b"transfer-encoding"})
 
-#: The version of a worker's weights, as the router knows it now.
+#: Returns a worker's present weight version as far as the router knows it.
 Version = Callable[[], str | None]
 
 
 async def translated(
     reply: Reply, translation: Translation, version: Version, *, sent_under: str | None, limit: int
 ) -> Reply | HeldReply | RewrittenStream:
-    """A reply as SGLang would have given it. A whole answer is read here, so that one that cannot be read is refused
-    before anything of it is given; refusals of the engine's own pass as they are.
+    """Translate a reply to SGLang's form.
+
+    A complete answer is read here, so that an unreadable one is refused before the client receives anything. The
+    engine's refusals are returned unchanged.
 
     Args:
-        sent_under: the version when the request was sent. A whole answer does not tell where another begins: it has a
-            version where it began and ended under one.
-        limit: the bytes of an answer, or of one event, that are held.
+        sent_under: the weight version when the request was sent. A complete answer does not show where weights changed,
+            so it gets a version only if the version is still the same at its end.
+        limit: maximum bytes of an answer, or of one event, to buffer.
 
     Raises:
-        UpstreamInvalidResponse: the answer lacks something, contradicts itself, or is too large.
-        UpstreamBroken: it was cut.
+        UpstreamInvalidResponse: the answer is incomplete, contradicts itself, or is too large.
+        UpstreamBroken: the connection was lost inside the answer.
     """
     if reply.status != OK:
         return reply
@@ -57,42 +61,42 @@ async def translated(
 
 
 class HeldReply:
-    """A reply that was read whole. `failed`: it says that an engine has failed."""
+    """A completely buffered reply. `failed` is True if it reports a failure of the engine."""
 
     def __init__(self, status: int, headers: RawHeaders, pieces: Sequence[bytes], *, failed: bool = False) -> None:
         length = sum(map(len, pieces))
         self.status = status
-        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
+        self.headers: RawHeaders = [*end_to_end(headers, BODY_HEADERS), (b"content-length", b"%d" % length)]
         self.failed = failed or status >= FAILED
         self._pieces = deque(filter(None, pieces))
-        #: As `Reply.end`.
+        #: The last bytes of the body.
         self.end = self._pieces[-1][-END:] if self._pieces else b""
 
     @property
     def exhausted(self) -> bool:
-        """Every byte was read."""
+        """True when every byte was read."""
         return not self._pieces
 
     @property
     def beginning(self) -> bytes:
-        """The first bytes, which stay to be read."""
+        """The first unread piece; reading it here does not consume it."""
         return self._pieces[0] if self._pieces else b""
 
-    def take(self) -> bytes:
-        """What is there without waiting: nothing."""
+    def read_available(self) -> bytes:
+        """Return b"": bytes are available only from `read`."""
         return b""
 
     async def read(self) -> bytes:
-        """The next piece, of many once others have gone on; b"" after the last."""
+        """Return the next piece; b"" after the last. Between pieces, other tasks of the event loop run."""
         if len(self._pieces) > 1:
             await asyncio.sleep(0)
         return self._pieces.popleft() if self._pieces else b""
 
     async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
+        """Return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
+            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
         """
         if sum(map(len, self._pieces)) > limit:
             raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
@@ -100,25 +104,25 @@ class HeldReply:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Nothing of it is held any more."""
+        """Free the buffered bytes."""
         self._pieces.clear()
 
 
 class RewrittenStream:
-    """A stream of which each event is written anew.
+    """A stream whose events are all rewritten.
 
     Args:
-        rewrite: gives an event as it goes on; raises UnreadableAnswer.
-        limit: the bytes of one event that are held.
-        rows: takes rows out before.
+        rewrite: returns the new bytes of an event; may raise UnreadableAnswer.
+        limit: maximum bytes of one event.
+        rows: extracts row strings (large base64 fields) from the bytes before events are parsed.
     """
 
     def __init__(
         self, reply: Reply, rewrite: Callable[[Event], bytes], limit: int, rows: RowStrings | None = None
     ) -> None:
         self.status = reply.status
-        self.headers: RawHeaders = end_to_end(reply.headers, OF_THE_BYTES)
-        #: Every byte was read.
+        self.headers: RawHeaders = end_to_end(reply.headers, BODY_HEADERS)
+        #: True when every byte was read.
         self.exhausted = False
         self._reply = reply
         self._rewrite = rewrite
@@ -128,50 +132,50 @@ class RewrittenStream:
 
     @property
     def end(self) -> bytes:
-        """As `Reply.end`: as the engine gave it."""
+        """The last bytes of the engine's original stream (see `Reply.end`)."""
         return self._reply.end
 
-    def show(self, look: Look) -> None:
-        """As `Reply.show`: as the engine gave it."""
-        self._reply.show(look)
+    def observe(self, observer: Observer) -> None:
+        """Show the pieces of the engine's original stream to `observer` (see `Reply.observe`)."""
+        self._reply.observe(observer)
 
-    def take(self) -> bytes:
-        """What is there without waiting: nothing."""
+    def read_available(self) -> bytes:
+        """Return b"": events are available only from `read`."""
         return b""
 
     async def read(self) -> bytes:
-        """The next events; b"" after the last.
+        """Wait for the next events and return them rewritten; b"" after the last.
 
         Raises:
-            UpstreamBroken: the connection was lost inside the body, or an event cannot be read.
+            UpstreamBroken: the connection was lost inside the body, or an event cannot be read or is too large.
         """
         while not self.exhausted:
-            events = self._rewritten(self._rows.feed(await self._reply.read()))
+            events = self._rewrite_events(self._rows.feed(await self._reply.read()))
             if self._reply.exhausted:
-                events += self._rewritten(self._rows.end()) + self._events.rest
+                events += self._rewrite_events(self._rows.end()) + self._events.rest
                 self.exhausted = True
             if events:
                 return events
         return b""
 
-    def _rewritten(self, chunk: bytes) -> bytes:
+    def _rewrite_events(self, chunk: bytes) -> bytes:
         try:
             events = [self._rewrite(Event.read(raw)) for raw in self._events.feed(chunk)]
         except UnreadableAnswer as error:
             logger.warning("answer_not_translated", extra={"fields": {"reason": str(error)}})
             raise UpstreamBroken(f"the worker's stream cannot be read: {error}") from error
         if self._events.pending > self._limit:
-            raise UpstreamBroken(f"an event of the worker's is longer than {self._limit} bytes")
+            raise UpstreamBroken(f"an event of the worker's stream is longer than {self._limit} bytes")
         return b"".join(events)
 
     async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
+        """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
+            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
     def close(self) -> None:
-        """As `Reply.close`."""
+        """Close the engine's reply."""
         self._reply.close()

@@ -1,5 +1,7 @@
-"""How a worker is asked whose engine wants it otherwise. One that samples behind ids alone makes those of texts
-first."""
+"""Translation of requests for engines whose API differs from SGLang's.
+
+For an engine that accepts only token ids as a prompt, the worker first tokenizes the text.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
 
 OK = 200
-PATIENCE = 60.0  # seconds that tokenizing a text may take
+TOKENIZE_TIMEOUT = 60.0  # timeout of tokenizing one text, in seconds
 MAX_ANSWER = 1 << 28
 
 
 async def translation_for(
     upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing
 ) -> Translation | Parts | None:
-    """Return how an engine is asked; None where a request goes as it came.
+    """Return the translation of a request for an engine; None if the request is sent unchanged.
 
     Raises:
-        BadRequest: it is none that can be translated.
-        CannotServe: the engine would answer something else than is meant.
-        UpstreamError: the worker was asked for the ids of a text, and does not answer.
+        BadRequest: the request has a form that cannot be translated.
+        CannotServe: the engine cannot answer this request correctly.
+        UpstreamError: the worker did not answer the request to tokenize the text.
     """
     try:
         body = request.body
@@ -37,24 +39,29 @@ async def translation_for(
             body = await _with_ids(upstream, worker, engine, request)
         return engine.translate(request.path, body, read_json)
     except UnknownShape as error:
-        raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+        raise BadRequest(f"the request cannot be translated for the worker's engine: {error.reason}") from None
 
 
 async def _with_ids(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing) -> bytes:
-    """Return a request of `/generate` behind ids. Raises as `translation_for`, UnknownShape too."""
+    """Return the body of a `/generate` request with token ids in place of texts.
+
+    Raises:
+        UnknownShape: the request cannot be read.
+        The errors of `translation_for`.
+    """
     read = GenerateRequest.read(read_json(request.body))
     ids = []
     for prompt in read.prompts:
         if prompt.text is None:
             return request.body
-        ids.append(await _tokens(upstream, worker, engine, request, prompt.text))
+        ids.append(await _tokenize(upstream, worker, engine, request, prompt.text))
     return orjson.dumps(read.with_ids(ids))
 
 
-async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
+async def _tokenize(upstream: Upstream, worker: Worker, engine: Engine, request: Outgoing, text: str) -> list[int]:
     question = engine.ask_prompt_tokens(text)
     if question is None:
-        raise CannotServe("it samples behind ids alone, and makes none of texts")
+        raise CannotServe("it takes only token ids as a prompt, and cannot tokenize texts")
     headers = [(b"content-type", b"application/json")]
     headers += [pair for pair in request.headers if pair[0] == b"authorization"]
     asked = Outgoing("POST", question.path.encode("ascii"), headers, orjson.dumps(question.body))
@@ -67,11 +74,11 @@ async def _tokens(upstream: Upstream, worker: Worker, engine: Engine, request: O
             reply.close()
 
     try:
-        status, answer = await tasks.within(PATIENCE, ask(), name=f"tokenize at {worker.url}")
+        status, answer = await tasks.within(TOKENIZE_TIMEOUT, ask(), name=f"tokenize at {worker.url}")
     except TimeoutError:
-        raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {PATIENCE:g} s") from None
+        raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {TOKENIZE_TIMEOUT:g} s") from None
     said = read_json(answer) if status == OK else None
     ids = question.read(said) if isinstance(said, dict) else None
     if ids is None:
-        raise CannotServe(f"it made no ids of a text: {question.path} answered {status}")
+        raise CannotServe(f"it did not tokenize the prompt: {question.path} answered {status}")
     return ids

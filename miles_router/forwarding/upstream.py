@@ -1,6 +1,6 @@
-"""The only module that talks to workers: one stack of kept-alive connections for each, errors translated in one table.
+"""The HTTP client for workers: a pool of kept-alive connections per worker. Only this module talks to workers.
 
-Headers and bodies stay bytes from socket to socket. Nothing is decompressed, decoded or re-ordered.
+Headers and bodies stay bytes from socket to socket: nothing is decompressed, decoded or reordered.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
 from miles_router.forwarding.reply import Reply
 
-#: Bytes taken from a socket at once. Measured on 16 MB replies: 256 kB, the event loop's own size, costs 1.4 times the
-#: CPU of 1 MB, nearly all of it in system calls; beyond, little is left to gain.
+#: Bytes read from a socket at once. Measured on 16 MB replies: 256 kB (the event loop's default) costs 1.4 times the
+#: CPU of 1 MB, nearly all of it in system calls; larger sizes gain little.
 READ_BYTES = 1024 * 1024
-#: An idle connection older than this (seconds) is retired; SGLang's server closes its own side after 5.
+#: Seconds after which an idle connection is closed; SGLang's server closes its own side after 5.
 IDLE_SECONDS = 60.0
-#: Why no connection can be made that says nothing of the worker: descriptors, memory or ports of this machine are out.
+#: Errors of connecting that are no fault of the worker: this machine has no descriptor, memory or port left.
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-#: Whether a request may be written now.
+#: Returns True if a request may be written now.
 Admit = Callable[[], bool]
 
 
 class NotAdmitted(Exception):
-    """A request may not be written now; no byte of it was. For whoever gave `admit`; nobody else sees it."""
+    """`admit` returned False, so no byte of the request was written. Only the caller that passed `admit` gets it."""
 
 
 class Upstream:
-    """Opens exchanges with workers. `max_connections` bounds those running at once (0: no bound); more wait."""
+    """A client for all workers.
+
+    Args:
+        max_connections: maximum number of requests in progress; further ones wait. 0: no limit.
+    """
 
     def __init__(
         self, *, connect_timeout: float = 5.0, max_connections: int = 0, backlog: Backlog | None = None
@@ -51,9 +55,9 @@ class Upstream:
         self._processes = Processes()
         self._tls: ssl.SSLContext | None = None
         self._closed = False
-        #: What waits for clients, over all connections.
+        #: The bytes that wait for clients, over all connections.
         self.backlog = backlog or Backlog()
-        #: Where every connection's bytes arrive. One is enough: the event loop fills it and empties it in one step.
+        #: The read buffer shared by all connections. The event loop fills and empties it in one step.
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     async def open(
@@ -70,17 +74,23 @@ class Upstream:
         once: bool = False,
         fresh: bool = False,
     ) -> Reply:
-        """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
-        Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
-        asked each time at the moment of writing, when nothing is left to wait for. A request with the `pulse` of an
-        engine ends when that one is given up. A request that is lost on a kept connection is written again to a new
-        one, but for one that is written `once`: its engine may have begun it. With `fresh` it is written to a new
-        connection from the start, and not again.
+        """Send a request and wait for the head of its reply.
+
+        A request that is lost on a kept-alive connection is written again on a new connection, except with `once`.
+
+        Args:
+            headers: end-to-end headers, without Host and Content-Length.
+            slot: take one of the `max_connections`. False for requests that must pass while all are taken.
+            admit: called directly before each write, with no `await` in between.
+            pulse: of the engine that works on the request. `give_up` with this pulse breaks the request off.
+            once: do not write the request again, because the engine may have begun to work on it. A new connection is
+                made and kept for the caller's next attempt (`UpstreamUnreachable.kept`).
+            fresh: write to a new connection, and do not write again.
 
         Raises:
-            UpstreamUnreachable: no connection, or it was lost, or given up, before a reply began.
-            UpstreamInvalidResponse: the worker does not speak HTTP.
-            NotAdmitted: `admit` said no. The connection is kept.
+            UpstreamUnreachable: the connection failed, or was lost or given up before a reply began.
+            UpstreamInvalidResponse: the worker did not send valid HTTP.
+            NotAdmitted: `admit` returned False. The connection is kept.
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
@@ -89,7 +99,7 @@ class Upstream:
         try:
             reply = await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
         except BaseException:
-            self.slot_freed()
+            self.release_slot()
             raise
         reply.holds_slot = True
         return reply
@@ -104,12 +114,17 @@ class Upstream:
         limit: int = 1 << 20,
         body: bytes | None = None,
     ) -> tuple[int, bytes]:
-        """GET `path`, or POST `body` to it, and read the whole answer: `(status, body)`. Needs no slot: a worker full
-        of requests is alive.
+        """GET `path`, or POST `body` to it. Return status and body of the answer.
+
+        Takes no `max_connections` slot, so that checks also reach a fully loaded worker.
+
+        Args:
+            timeout: seconds for the whole exchange.
+            limit: maximum bytes of the answer's body.
 
         Raises:
             UpstreamTimeout: it took longer than `timeout` seconds.
-            UpstreamError: as `open`, or the body was cut or is longer than `limit` bytes.
+            UpstreamError: an error of `open`, or the body was cut or is longer than `limit` bytes.
         """
         try:
             work = self._fetch(address, path, headers, limit, body)
@@ -128,24 +143,27 @@ class Upstream:
         finally:
             reply.close()
 
-    def awaits(self, address: WorkerUrl, pulse: Pulse) -> bool:
-        """Whether a reply is still to come from the engine with this pulse."""
-        return any(connection.awaits(pulse) for connection in self._open.get(address.url, ()))
+    def is_awaiting(self, address: WorkerUrl, pulse: Pulse) -> bool:
+        """Return True if a request waits for (the rest of) its reply from the engine with this pulse."""
+        return any(connection.is_awaiting(pulse) for connection in self._open.get(address.url, ()))
 
     def signs(self, worker: Worker) -> Signs:
-        """Return what this process has heard of a worker's engine, and whether it waits for an answer of it."""
+        """Return the worker's signs of life that this process has seen."""
         now = asyncio.get_running_loop().time()
-        return Signs(now - worker.pulse.heard_at, self.awaits(worker.address, worker.pulse))
+        return Signs(now - worker.pulse.heard_at, self.is_awaiting(worker.address, worker.pulse))
 
     def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
-        """Break off every request that the engine with this pulse works on, as if its worker were lost; how many."""
-        lost = [connection for connection in self._open.get(address.url, ()) if connection.awaits(pulse)]
+        """Break off every request that the engine with this pulse works on, as if the worker were lost.
+
+        Return the number of requests.
+        """
+        lost = [connection for connection in self._open.get(address.url, ()) if connection.is_awaiting(pulse)]
         for connection in lost:
             connection.give_up(reason)
         return len(lost)
 
     async def close(self) -> None:
-        """Break off everything; later exchanges are refused."""
+        """Close all connections; later requests are refused."""
         self._closed = True
         for connection in [each for connections in self._open.values() for each in connections]:
             connection.abort()
@@ -167,7 +185,7 @@ class Upstream:
         kept = connection is not None and not connection.just_made
         connection = connection or await self._connect(address)
         while True:
-            if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
+            if admit is not None and not admit():  # here, because no `await` lies between this and the write
                 self.keep(address, connection)
                 raise NotAdmitted
             try:
@@ -177,8 +195,8 @@ class Upstream:
                 connection.abort()
                 if error.given_up or not kept:
                     raise
-                # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
-                # new connection can tell that from a dead worker.
+                # If a kept-alive connection is lost before the reply, the worker most likely closed it while idle. Only
+                # a new connection shows whether the worker is dead.
                 try:
                     connection, kept = await self._connect(address), False
                 except UpstreamUnreachable as unreachable:
@@ -198,7 +216,7 @@ class Upstream:
     async def _connect(self, address: WorkerUrl) -> Connection:
         if self._closed:
             raise UpstreamUnreachable("the router is shutting down")
-        # Not `tasks.within`: a connection that is made too late has to be closed.
+        # Not `tasks.within`, because a connection that is made too late must be closed.
         task = tasks.spawn(self._dial(address), name=f"connect {address.url}")
         try:
             made = await tasks.ends_within(self.connect_timeout, task)
@@ -207,12 +225,12 @@ class Upstream:
             raise
         if not made:
             _abandon(task)
-            message = f"{address.url} took no connection in {self.connect_timeout:g} s"
+            message = f"{address.url} accepted no connection within {self.connect_timeout:g} s"
             raise UpstreamUnreachable(message, refused=True, timed_out=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
             exhausted = connection.errno in EXHAUSTED
-            message = f"{address.url} takes no connection: {connection}"
+            message = f"cannot connect to {address.url}: {connection}"
             raise UpstreamUnreachable(message, refused=not exhausted, exhausted=exhausted)
         return connection
 
@@ -237,18 +255,18 @@ class Upstream:
         return None
 
     def process(self, address: WorkerUrl) -> int | None:
-        """The number of the process at `address`, as `Processes.number`."""
+        """Return the number of the process at `address`; None if no connection is open (see `Processes`)."""
         return self._processes.number(address.url)
 
-    # What connections call
+    # Called by connections
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
-        """A connection was made."""
+        """Register a new connection."""
         self._open.setdefault(address.url, set()).add(connection)
         self._processes.connected(address.url)
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
-        """An idle connection for the next request to `address`."""
+        """Keep an idle connection for the next request to `address`, or close it if it is unusable."""
         if self._closed or not connection.usable:
             connection.abort()
             return
@@ -261,7 +279,7 @@ class Upstream:
             idle.popleft().abort()
 
     def forget(self, address: WorkerUrl, connection: Connection) -> None:
-        """A connection was lost."""
+        """Remove a lost connection."""
         connections = self._open[address.url]
         connections.discard(connection)
         if not connections:
@@ -271,14 +289,14 @@ class Upstream:
         if idle and connection in idle:
             idle.remove(connection)
 
-    def slot_freed(self) -> None:
-        """One of the `max_connections` slots is free again."""
+    def release_slot(self) -> None:
+        """Release one `max_connections` slot."""
         if self._slots is not None:
             self._slots.release()
 
 
 def _abandon(task: asyncio.Task[Connection | OSError]) -> None:
-    """Nobody waits for this connection any more: stop dialling, and drop it if it was made all the same."""
+    """Cancel connecting, and close the connection if it is made nevertheless."""
     task.cancel()
     task.add_done_callback(_drop_made)
 

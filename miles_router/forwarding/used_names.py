@@ -1,8 +1,9 @@
-"""Names (`rid`) under which engines may still have generations, and aborts of the generations that clients left.
+"""Generation names (`rid`) that engines may still use, and aborts of generations whose clients have disconnected.
 
-SGLang 0.5.23 looks every 4 s whether the client of a whole answer is still there, and refuses its name until then. 2 s
-after a stream has ended, it aborts the generation that has the stream's name then (`TokenizerManager`). A client that
-leaves and repeats its request at once would get a refusal, or an aborted answer.
+SGLang 0.5.23 checks only every 4 s whether the client of a non-streamed answer is still connected, and refuses a second
+use of its name until then. 2 s after the end of a stream it aborts the generation that has the stream's name at that
+time (`TokenizerManager`). So a client that disconnects and repeats its request at once would get a refusal or an
+aborted answer.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
 
-#: Seconds after the end of a request in which its worker is not sent its name again.
+#: Seconds after the end of a request during which its worker gets no generation with the same name.
 KEPT = 30.0
-#: Names that are remembered after the end of their requests. The oldest are forgotten first.
+#: Maximum number of names remembered after the end of their requests; the oldest are dropped first.
 MAX_NAMES = 10_000
-#: Aborts that are sent for one request that its client left. The engine ends the other generations by itself.
+#: Maximum number of aborts for one abandoned request. The engine detects the disconnect of the rest by itself.
 MAX_ABORTS = 256
-#: Aborts that are on their way at a time.
+#: Maximum number of aborts in progress.
 ABORTS_AT_ONCE = 32
 
 
 class NameUse:
-    """The names of one request at the workers that were sent it.
+    """The generation names of one request at the workers that got the request.
 
     Args:
-        own: the client's names, where the workers were sent those.
-        others: the names that the workers were sent in place of the client's.
+        own: the client's names, if the workers got those.
+        others: the names that the workers got in place of the client's.
     """
 
     __slots__ = ("_ended", "_table", "others", "own", "workers")
@@ -56,19 +57,19 @@ class NameUse:
         self._ended = False
         table.sent.update((worker, name) for worker in workers for name in own)
 
-    def end(self, *, forgotten: bool) -> None:
-        """Note that the request is over. Calling it again changes nothing.
+    def end(self, *, released: bool) -> None:
+        """Record that the request is over. Idempotent.
 
         Args:
-            forgotten: its workers keep nothing of it.
+            forgotten: True if the workers certainly do not use the names any more.
         """
         if not self._ended:
             self._ended = True
-            self._table.end([(worker, name) for worker in self.workers for name in self.own], forgotten=forgotten)
+            self._table.end([(worker, name) for worker in self.workers for name in self.own], released=released)
 
 
 class UsedNames:
-    """The names that each worker was sent and may still have."""
+    """The generation names that each worker got from clients and may still use."""
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[Worker, str]] = Counter()
@@ -79,33 +80,35 @@ class UsedNames:
         return len(self.sent) + len(self._ended)
 
     def any_used(self, worker: Worker, names: Collection[str]) -> bool:
-        """Return whether a worker may still have one of these names, or is told to abort one that begins alike."""
+        """Return True if the worker may still use one of these names, or an abort in progress could match one."""
         oldest_kept = time.monotonic() - KEPT
         while self._ended and (oldest := next(iter(self._ended.items())))[1] < oldest_kept:
             del self._ended[oldest[0]]
         if any((worker, name) in self.sent or (worker, name) in self._ended for name in names):
             return True
-        return any(each is worker and _begin_alike(name, told) for each, told in self._aborting for name in names)
+        return any(
+            each is worker and _abort_matches(name, aborted) for each, aborted in self._aborting for name in names
+        )
 
-    def end(self, keys: Sequence[tuple[Worker, str]], *, forgotten: bool) -> None:
-        """Note that a request with these names is over."""
+    def end(self, keys: Sequence[tuple[Worker, str]], *, released: bool) -> None:
+        """Record that a request with these names is over (see `NameUse.end`)."""
         for key in keys:
             self.sent[key] -= 1
             if not self.sent[key]:
                 del self.sent[key]
-            if not forgotten:
+            if not released:
                 self._ended.pop(key, None)
                 self._ended[key] = time.monotonic()
         while len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
 
     def would_end_others(self, worker: Worker, name: str) -> bool:
-        """Return whether an abort of this name at a worker could end a generation of a request under way."""
-        return any(each is worker and _begin_alike(sent, name) for each, sent in self.sent)
+        """Return True if an abort of this name could also end a generation of another running request."""
+        return any(each is worker and _abort_matches(sent, name) for each, sent in self.sent)
 
     @contextmanager
     def aborting(self, worker: Worker, name: str) -> Iterator[None]:
-        """Send a worker no name that begins like this one while the block runs."""
+        """Mark an abort of this name as in progress while the block runs, so that `any_used` reports matching names."""
         key = (worker, name)
         self._aborting[key] += 1
         try:
@@ -116,13 +119,16 @@ class UsedNames:
                 del self._aborting[key]
 
 
-def _begin_alike(name: str, told: str) -> bool:
-    """Return whether an abort of `told` could end what is named `name`: `r` may stand for a list, `r_0` and `r_1`."""
-    return name.startswith(told) or told.startswith(f"{name}_")
+def _abort_matches(name: str, aborted: str) -> bool:
+    """Return True if an abort of `aborted` could end the generation `name`.
+
+    SGLang aborts by prefix, and a list of prompts with the name `r` runs as `r_0`, `r_1`.
+    """
+    return name.startswith(aborted) or aborted.startswith(f"{name}_")
 
 
-class LeftRequests:
-    """Aborts of the generations that clients left. They run beside the requests, and delay none."""
+class AbandonedRequests:
+    """A sender of aborts for requests whose clients have disconnected. Aborts run in the background."""
 
     def __init__(self, names: UsedNames, upstream: Upstream, pool: WorkerPool) -> None:
         self._names = names
@@ -131,7 +137,7 @@ class LeftRequests:
         self._slots = asyncio.Semaphore(ABORTS_AT_ONCE)
 
     def abort(self, request: Outgoing) -> None:
-        """Tell the workers of a request whose client has left to abort its generations at once."""
+        """Start aborts of the request's generations at its workers; return without waiting."""
         use, request.names = request.names, None
         if use is not None:
             for worker in use.workers:
@@ -140,17 +146,18 @@ class LeftRequests:
     async def _abort_at(self, worker: Worker, use: NameUse, request: Outgoing) -> None:
         names = use.others
         if not names:
-            with suppress(BadRequest):  # then its engine has refused it
+            with suppress(BadRequest):  # the engine has refused an unreadable body too
                 names = engine_names(endpoint(request.path), request.body, read_json)
         for name in sorted(names)[:MAX_ABORTS]:
             async with self._slots:
-                # SGLang aborts all names that begin with this one. Where others begin so, it ends its own by itself.
+                # SGLang aborts all names that begin with this one. If that would hit other requests, send no abort: the
+                # engine ends the generation when it detects the disconnect.
                 if self._pool.find(worker.url) is worker and not self._names.would_end_others(worker, name):
                     with self._names.aborting(worker, name):
-                        await self._tell(worker, name)
+                        await self._send_abort(worker, name)
 
-    async def _tell(self, worker: Worker, name: str) -> None:
-        # What fails or cannot be said leaves it to the engine, which ends it when it looks for its client.
+    async def _send_abort(self, worker: Worker, name: str) -> None:
+        # If the abort fails, the engine ends the generation when it detects the disconnect.
         with suppress(CannotServe, UpstreamError, TimeoutError):
             order = (worker.engine or USUAL).order(Abort(name))
             asked = Outgoing(order.method, order.target, [(b"content-type", b"application/json")], order.body)

@@ -143,7 +143,7 @@ class ContinuedRequest:
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # of all parts
                 exchange.flight.trace = self.exchange.flight.trace
-                exchange.flight.barred = self.exchange.flight.barred
+                exchange.flight.excluded_workers = self.exchange.flight.excluded_workers
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 stack.enter_context(self.rows_of(generation, exchange))

@@ -15,7 +15,7 @@ from miles_router.asgi.exchange import Scope, request_id
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.asgi.origin import base_url
-from miles_router.asgi.path import decoded
+from miles_router.asgi.path import decode_path
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
@@ -141,7 +141,7 @@ class Router:
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
         target = path.encode("ascii")
-        decided = decoded(target.partition(b"?")[0])
+        decided = decode_path(target.partition(b"?")[0])
         request = Outgoing(
             method,
             target,

@@ -1,1 +1,1 @@
-"""The process: the listening socket, HTTP/1.1 towards clients, the banner, signals."""
+"""The server process: listening sockets, HTTP/1.1 for clients, the start banner, signals, and the supervisor."""

@@ -1,6 +1,6 @@
-"""One connection of a client: requests are answered one after the other, in the order in which they came.
+"""One client connection over HTTP/1.1: requests are answered one at a time, in order of arrival.
 
-uvicorn is only the process around it: it calls the constructor, and `shutdown` at a graceful stop.
+uvicorn only hosts it: uvicorn calls the constructor, and `shutdown` at a graceful stop.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Requests that wait behind the one that is answered before the client is held back.
+#: Waiting pipelined requests at which reading from the client pauses.
 MAX_PIPELINED = 16
-#: Bytes of a body that must come in `head_timeout` seconds.
+#: Bytes of a body that must arrive in `head_timeout` seconds.
 MIN_PROGRESS = 4096
-#: How many looks at a client that has closed its own side go by between two questions.
-LOOKS_PER_QUESTION = 10
-#: Retransmissions after which a client that should have answered the question is gone.
+#: For a half-closed client: number of checks between two `100 Continue` probes.
+CHECKS_PER_PROBE = 10
+#: TCP retransmissions of a probe after which a half-closed client counts as disconnected.
 MAX_RETRANSMISSIONS = 3
-#: Bytes of a reply that the system may hold unsent for one client, and for one that was seen to read. Measured on 16 MB
-#: replies: half of that costs 1.3 times the CPU.
+#: Unsent reply bytes that the kernel buffers for one client, and for a client that has already read a backlog. Measured
+#: on 16 MB replies: half of that costs 1.3 times the CPU.
 UNSENT, UNSENT_FOR_READERS = 128 * 1024, 1024 * 1024
 TCP_CLOSED = 7  # linux/tcp_states.h
-#: Connections beyond the limit that are told so; more are only closed.
+#: Connections beyond the limit that get an error reply; further ones are only closed.
 MAX_REFUSED = 64
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
 class ClientConnection(asyncio.Protocol):
-    """Lets the app answer a client's requests, each at the client's pace."""
+    """A client connection: passes requests to the app, and writes replies as fast as the client reads."""
 
     def __init__(self, shared: Shared, server_state: Any, app_state: dict[str, Any]) -> None:
         self._shared = shared
@@ -60,24 +60,23 @@ class ClientConnection(asyncio.Protocol):
         self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
-        self._reads = False  # it was seen to catch up
-        self._backlog = 0  # what of `Backlog` is ours
+        self._caught_up_before = False  # the client has caught up at least once
+        self._backlog = 0  # this connection's share of `Backlog`
         self._writable: asyncio.Event | None = None
         self._reading_paused = False
-        self._deadline: Deadlines[ClientConnection] | None = None  # that runs
-        self._received = 0  # bytes, when it was started
-        # What is being answered, what waits for that, and what is said behind all of it
-        self._current: ClientRequest | None = None
+        self._deadline: Deadlines[ClientConnection] | None = None  # the running timeout
+        self._received = 0  # bytes received before the timeout started
+        self._current: ClientRequest | None = None  # the request that is being answered
         self._waiting: deque[tuple[ClientRequest, Scope]] = deque()
-        self._refusal: tuple[RouterError, str] | None = None
-        self._half_closed = False
-        self._looks = 0
-        self._deaf = False  # nothing that comes from now on is a request
+        self._refusal: tuple[RouterError, str] | None = None  # the error to answer after all requests
+        self._half_closed = False  # the client has closed its sending side
+        self._checks = 0
+        self._input_ignored = False  # further bytes are ignored
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of it
         self._server_state.connections.add(self)
         template = {
             "type": "http",
@@ -91,25 +90,25 @@ class ClientConnection(asyncio.Protocol):
         roomy = self._shared.make_room()
         self._shared.statistics.open += 1
         if roomy:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         else:
             self._count("too_many")
-            self.refuse(TooManyConnections("all connections of the router are taken"), request_id({}))
+            self.refuse(TooManyConnections("the router has reached its limit of client connections"), request_id({}))
             if self._shared.statistics.open > self._shared.limit + MAX_REFUSED:
                 self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
         self._shared.statistics.open -= 1
-        self._wait(None)
-        self._deaf = True
+        self._start_timeout(None)
+        self._input_ignored = True
         if self._current is not None:
             self._current.lost()
         for request, _ in self._waiting:
             request.lost()
         self._caught_up()
         self._reader.close()
-        del self._reader  # which holds on to us
+        del self._reader  # breaks a reference cycle
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -118,8 +117,8 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(True)
 
     def resume_writing(self) -> None:
-        if not self._reads and self._shared.statistics.backlog.size <= MAX_BACKLOG:
-            self._reads = True
+        if not self._caught_up_before and self._shared.statistics.backlog.size <= MAX_BACKLOG:
+            self._caught_up_before = True
             sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_FOR_READERS)
         self._caught_up()
@@ -135,62 +134,65 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(False)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._input_ignored:
             return
         try:
             self._reader.feed(data)
         except RouterError as error:
             self._refuse_message(error)
         else:
-            self._settle()
+            self._choose_timeout()
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. It has left, or it has closed its own side only and waits for its replies:
-        TCP says the same for both. So it is asked, as long as the first reply has not begun: `100 Continue` means
-        nothing to one that waits (RFC 9110 section 15.2), and the system of one that has left answers with a reset."""
+        """Handle the client's FIN: return True to keep the connection open for the replies, False to close it.
+
+        TCP does not show whether the client has gone or has only closed its sending side and waits for replies. While
+        the reply has not begun, `check_client` probes with `100 Continue`: a waiting client ignores it (RFC 9110
+        section 15.2), and the kernel of a client that has gone answers with a reset.
+        """
         current = self._current
         cut = self._reader.partial and self._refusal is None
         if current is None or current.http_1_0 or cut or (current.begun and not self._has_more):
             return False  # close
         self._half_closed = True
-        self._wait(self._shared.half_closed)
+        self._start_timeout(self._shared.half_closed)
         return True
 
     @property
     def _has_more(self) -> bool:
-        """Whether something waits behind the request that is answered."""
+        """True if a further request, or a part of one, waits."""
         return bool(self._waiting or self._reader.unread)
 
-    def look(self) -> None:
-        """Break off what a client has left that had closed its own side; ask whether it has."""
+    def check_client(self) -> None:
+        """Check a half-closed client: close the connection if the client has gone, else probe it from time to time."""
         state, _, retransmissions = self.transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_INFO, 3
         )
         if state == TCP_CLOSED or retransmissions >= MAX_RETRANSMISSIONS:
             self.transport.abort()
             return
-        if self._looks % LOOKS_PER_QUESTION == 0 and self._current is not None and not self._current.begun:
+        if self._checks % CHECKS_PER_PROBE == 0 and self._current is not None and not self._current.begun:
             self.write_continue()
-        self._looks += 1
-        self._wait(self._shared.half_closed)
+        self._checks += 1
+        self._start_timeout(self._shared.half_closed)
 
     def _refuse_message(self, error: RouterError) -> None:
-        if self._deaf:  # it came behind the last request, which is answered all the same
-            self._settle()
+        if self._input_ignored:  # bytes after the last request do not stop its reply
+            self._choose_timeout()
             return
         if isinstance(error, BadMessage):
             self._count(error.reason)
         current, reader = self._current, self._reader
-        self._deaf = True
+        self._input_ignored = True
         self._refusal = error, request_id({"headers": reader.headers})
-        self._wait(None)
+        self._start_timeout(None)
         self._drop_waiting(reader.request)
         if current is None:
             self.refuse(*self._refusal)
-        elif current is reader.request:  # whoever reads its body learns that no more will come
+        elif current is reader.request:  # its body is invalid: `lost` makes the app's `receive` return a disconnect
             current.lost()
             if current.begun:
-                self.close()  # its reply is owed: its bytes must not be mixed up
+                self.close()  # an error reply inside its reply would corrupt it
             else:
                 self.refuse(*self._refusal)
 
@@ -198,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting and self._waiting[-1][0] is request:
             self._waiting.pop()
 
-    # What the reader calls
+    # Called by the request reader
 
     def _begin(self, scope: Scope, keep_alive: bool, awaits_continue: bool) -> ClientRequest | None:
         http_1_0 = scope["http_version"] == "1.0"
@@ -221,53 +223,53 @@ class ClientConnection(asyncio.Protocol):
 
     def _start(self, request: ClientRequest, scope: Scope) -> None:
         self._current = request
-        # Not `tasks.spawn`: the request holds its task, and two callbacks for each would be a cost of their own.
+        # Not `tasks.spawn`: the request itself references its task, and two callbacks per request would be expensive.
         request.task = asyncio.Task(request.run(self._shared.app, scope), loop=self._loop, name="request")
 
     def _end(self, request: ClientRequest) -> None:
         if not request.keep_alive:
-            self._deaf = True
+            self._input_ignored = True
 
-    # What requests call
+    # Called by requests
 
     async def writable(self) -> None:
-        """Wait until the client has caught up, or is gone."""
+        """Wait until the client has caught up, or has disconnected."""
         while self.write_paused:
             if self._writable is None:
                 self._writable = asyncio.Event()
             await self._writable.wait()
 
     def pause_reading(self) -> None:
-        """Hold the client back, and what of it was received and not read yet."""
+        """Stop reading from the socket, and stop parsing the bytes that were received already."""
         self._reader.full = True
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Let it go on."""
+        """Parse the received bytes, then continue reading from the socket."""
         if not self._reading_paused and not self._reader.full:
             return
         self._reader.full = False
-        if not self._deaf:
+        if not self._input_ignored:
             try:
                 self._reader.go_on()
             except RouterError as error:
                 self._refuse_message(error)
             else:
-                self._settle()
+                self._choose_timeout()
         if self._reading_paused and not self._reader.full and not self.transport.is_closing():
             self._reading_paused = False
             self.transport.resume_reading()
-            self._restart()
+            self._restart_arrival_timeout()
 
     def write_continue(self) -> None:
-        """Tell the client to send its body."""
+        """Write `100 Continue`."""
         self.transport.write(CONTINUE)
-        self._restart()
+        self._restart_arrival_timeout()
 
     def reply_ended(self, request: ClientRequest) -> None:
-        """The last byte of its reply was written: the next one's turn."""
+        """Start the next request, or close: the last byte of the reply to `request` was written."""
         self._current = None
         if not request.keep_alive or self.closing:
             if request.whole:
@@ -285,10 +287,13 @@ class ClientConnection(asyncio.Protocol):
         elif self._half_closed:
             self.close()
         else:
-            self._settle()
+            self._choose_timeout()
 
     def break_off(self, request: ClientRequest) -> None:
-        """Its reply will never be complete. What came is sent; then the connection ends as no complete reply does."""
+        """End an incomplete reply so that it cannot look complete: send the bytes so far, then close.
+
+        If the end of the connection marks the end of the body, the connection is reset (RST) instead.
+        """
         request.flush()
         if request.ends_with_connection:
             sock = self.transport.get_extra_info("socket")
@@ -296,7 +301,7 @@ class ClientConnection(asyncio.Protocol):
         self.close()
 
     def refuse(self, error: RouterError, name: str) -> None:
-        """Answer the request whose id is `name` with `error`, and close."""
+        """Write `error` as the reply to the request with the id `name`, and close."""
         body = orjson.dumps(error.body(name))
         headers = [
             (b"content-type", b"application/json"),
@@ -310,47 +315,47 @@ class ClientConnection(asyncio.Protocol):
             self._linger()
 
     def _linger(self) -> None:
-        """The last reply was written, and the client may be sending still."""
-        self.closing = self._deaf = True
+        """Close in two steps, because the client may still be sending: send FIN, then read and drop for `LINGER` s."""
+        self.closing = self._input_ignored = True
         self.resume_reading()
         self.transport.write_eof()
-        self._wait(self._shared.lingering)
+        self._start_timeout(self._shared.lingering)
 
     def close(self) -> None:
-        """Close once everything that was written has gone out."""
-        self.closing = self._deaf = True
-        self._wait(None)
+        """Close the connection after all written bytes were sent."""
+        self.closing = self._input_ignored = True
+        self._start_timeout(None)
         self.transport.close()
 
-    # What uvicorn calls
+    # Called by uvicorn
 
     def shutdown(self) -> None:
-        """A graceful stop: finish what is being answered, or has just begun to come, and nothing else."""
+        """Stop gracefully: finish the present request, or one that is arriving, and take no further ones."""
         if self._current is None and self._deadline is not self._shared.arriving:
             self.close()
             return
         self.closing = True
-        if self._current is None:  # who has connected for a request would not know whether it was begun
-            self._wait(self._shared.lingering)
+        if self._current is None:  # the request may be on its way: a close now would leave its outcome unknown
+            self._start_timeout(self._shared.lingering)
             return
-        if (task := self._current.task) is not None:  # uvicorn waits for these, and cancels them when the time is up
+        if (task := self._current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
 
-    # What is waited for, and for how long
+    # Timeouts
 
-    def _settle(self) -> None:
-        """Wait for the rest of a request, for the next one, or, while one is answered, for nothing. A request behind
-        which none may come (HTTP/1.0, `Connection: close`) is as whole as any other."""
+    def _choose_timeout(self) -> None:
+        """Choose the timeout for the present state: of an arriving request, of an idle connection, or none while a
+        request is answered."""
         if self._half_closed:
             return
-        if self._reader.partial and not self._deaf:
+        if self._reader.partial and not self._input_ignored:
             if self._deadline is not self._shared.arriving:
-                self._wait(self._shared.arriving)
+                self._start_timeout(self._shared.arriving)
         else:
-            self._wait(self._shared.idle if self._current is None and not self._deaf else None)
+            self._start_timeout(self._shared.idle if self._current is None and not self._input_ignored else None)
 
-    def _wait(self, deadline: Deadlines[ClientConnection] | None) -> None:
+    def _start_timeout(self, deadline: Deadlines[ClientConnection] | None) -> None:
         if self._deadline is not None:
             self._deadline.stop(self)
         self._deadline = deadline
@@ -358,26 +363,26 @@ class ClientConnection(asyncio.Protocol):
             self._received = self._reader.received
             deadline.start(self)
 
-    def _restart(self) -> None:
-        """The client was held back until now."""
+    def _restart_arrival_timeout(self) -> None:
+        """Restart the timeout of an arriving request, because the router itself had paused reading."""
         if self._deadline is self._shared.arriving:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
 
     @property
     def idle(self) -> bool:
-        """Nothing is answered on it, and no body arrives."""
+        """True if no request is being answered and no body is arriving."""
         return self._current is None and self._reader.request is None
 
-    def idled(self) -> None:
-        """No further request came in time, or others need the room."""
+    def close_idle(self) -> None:
+        """Close an idle connection: no request arrived in time, or the connection limit is reached."""
         self._count("idle")
         self.close()
 
-    def is_late(self) -> None:
-        """A request that has begun to arrive is not whole in time, or none has."""
+    def handle_late_request(self) -> None:
+        """Handle the timeout of an arriving request: refuse it, or wait on if its body makes progress."""
         reader, request = self._reader, self._reader.request
         if self._reading_paused:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         elif request is None:
             self._count("late_head")
             if reader.partial:
@@ -385,7 +390,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self.close()
         elif request.awaits_continue or reader.received - self._received >= MIN_PROGRESS:
-            self._wait(self._shared.arriving)
+            self._start_timeout(self._shared.arriving)
         else:
             self._count("late_body")
             self._time_out("the request's body took too long (--head-timeout)")
@@ -400,7 +405,7 @@ class ClientConnection(asyncio.Protocol):
         self._shared.statistics.ended[reason] += 1
 
     def count_backlog(self) -> None:
-        """Tell how much waits for a client that reads slowly."""
+        """Update this connection's share of the backlog."""
         size = self.transport.get_write_buffer_size()
         self._shared.statistics.backlog.size += size - self._backlog
         self._backlog = size

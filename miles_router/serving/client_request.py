@@ -1,4 +1,4 @@
-"""One request of a client as an ASGI app sees it: what it may read, and the reply that it writes."""
+"""The ASGI side of one client request: `receive` for its body and `send` for its reply."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ from miles_router.middlewares.contract import ASGIApp
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a body that wait for the app before the client is held back.
+#: Bytes of a body waiting for the app at which reading from the client pauses.
 HIGH_WATER = 256 * 1024
-#: What each part of a body takes beside its bytes: chunks of one byte are no small body.
+#: Bytes counted in addition for each buffered part, because many chunks of one byte take far more memory.
 PART = 64
 
 
-class Line(Protocol):
-    """The connection that a request came on: `client_connection.ClientConnection`."""
+class ClientLink(Protocol):
+    """The connection of a request: `client_connection.ClientConnection`."""
 
     transport: asyncio.Transport
-    #: The client reads slowly: what is written now would only pile up.
+    #: True while the client reads slowly, so that further writes would only fill buffers.
     write_paused: bool
-    #: No further request is wanted, so that the reply says `Connection: close`.
+    #: True if no further request is accepted, so that the reply has `Connection: close`.
     closing: bool
-    #: What `send` gives where nothing has to be waited for.
+    #: A completed future, the result of `send` when there is nothing to wait for.
     sent: asyncio.Future[None]
 
     def count_backlog(self) -> None:
-        """Tell how much waits for a client that reads slowly."""
+        """Update the connection's share of the backlog of slow clients."""
         ...
 
     async def writable(self) -> None:
-        """Wait until the client has caught up, or is gone."""
+        """Wait until the client has caught up, or has disconnected."""
         ...
 
     def pause_reading(self) -> None:
-        """Hold the client back."""
+        """Stop reading from the client."""
         ...
 
     def resume_reading(self) -> None:
-        """Let it go on."""
+        """Continue reading from the client. This may call the request's `feed` at once."""
         ...
 
     def flush_soon(self, request: ClientRequest) -> None:
-        """Call its `flush` at the end of this step of the event loop."""
+        """Call `request.flush` at the end of this step of the event loop."""
         ...
 
     def write_continue(self) -> None:
-        """Tell the client to send its body."""
+        """Write `100 Continue`."""
         ...
 
     def reply_ended(self, request: ClientRequest) -> None:
-        """The last byte of its reply was written."""
+        """Start the next request or close, because the last byte of the reply was written."""
         ...
 
     def break_off(self, request: ClientRequest) -> None:
-        """Its reply will never be complete, and must not look so."""
+        """End an incomplete reply so that it cannot look complete."""
         ...
 
     def refuse(self, error: RouterError, name: str) -> None:
-        """Answer the request whose id is `name` with `error`, and close."""
+        """Write `error` as the reply to the request with the id `name`, and close."""
         ...
 
 
 class ClientRequest:
-    """`receive` and `send` of one request; also the `Sink` that its reply's body may be written to."""
+    """A request with its ASGI `receive` and `send`. It is also the `Sink` for the body of its reply."""
 
     __slots__ = (
         "_begun",
         "_body",
+        "_body_received",
         "_buffered",
-        "_given",
+        "_changed",
+        "_connection",
         "_gone",
         "_head",
-        "_line",
         "_method",
-        "_news",
         "_parts",
         "_source",
         "awaits_continue",
@@ -103,85 +103,85 @@ class ClientRequest:
 
     def __init__(
         self,
-        line: Line,
+        connection: ClientLink,
         method: str,
         *,
         http_1_0: bool,
         keep_alive: bool,
         awaits_continue: bool,
     ) -> None:
-        self._line = line
+        self._connection = connection
         self._method = method
         self.http_1_0 = http_1_0
-        #: Whether the connection stays open behind the reply; the app may still say no.
+        #: True if the connection stays open after the reply; the app's headers may set it to False.
         self.keep_alive = keep_alive
         self.task: asyncio.Task[None] | None = None
-        # The body
-        #: The client waits for `100 Continue` before it sends it.
+        # The request body
+        #: True while the client waits for `100 Continue` before it sends the body.
         self.awaits_continue = awaits_continue
         self._parts: list[bytes] = []
         self._buffered = 0
-        self.whole = False  # its last byte has come
-        self._given = False  # and the app has it
-        self._gone = False
-        self._news: asyncio.Event | None = None
+        self.whole = False  # the last byte has arrived
+        self._body_received = False  # the app has received the last byte
+        self._gone = False  # the client has disconnected
+        self._changed: asyncio.Event | None = None
         # The reply
         self._begun = False
         self.ended = False
-        self._head: bytes | None = None  # not written yet: a body in the same step shares its write
-        self._body = NO_BODY  # how it is framed; of one with a length, what is left
+        self._head: bytes | None = None  # not written yet, so that a body in the same step shares its write
+        self._body = NO_BODY  # CHUNKED, UNTIL_CLOSE, NO_BODY, or the bytes left of a body with a length
         self._source: Source | None = None
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Let `app` answer. Whatever it does, the client is never left waiting, and half a reply never looks whole."""
+        """Run `app` for this request. If it fails or sends no complete reply, answer with an error or break off."""
         try:
             await app(scope, self.receive, self.send)
             if not self._begun and not self._gone:
                 name = Exchange.of(scope).request_id
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
-                self._line.refuse(RouterError("the router gave no answer"), name)
-        except Exception as error:  # the app's own edge answers errors; this is a defect of that
+                self._connection.refuse(RouterError("the router gave no answer"), name)
+        except Exception as error:  # `RouterApp` answers all errors itself, so this is a bug in it
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
-                self._line.refuse(
+                self._connection.refuse(
                     RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
                 )
         finally:
             if not self.ended and not self._gone:
-                self._line.break_off(self)
+                self._connection.break_off(self)
 
-    # What the app calls
+    # Called by the app
 
     async def receive(self) -> Message:
-        """ASGI: the next part of the body, or that the client is gone or answered."""
+        """Return the next part of the body (ASGI), or `http.disconnect` after a disconnect or the end of the reply."""
         while not self._gone and not self.ended:
-            if self._parts or (self.whole and not self._given):
+            if self._parts or (self.whole and not self._body_received):
                 return self._next_part()
             if self.awaits_continue:
                 self.awaits_continue = False
-                self._line.write_continue()
-            if self._news is None:
-                self._news = asyncio.Event()
-            self._news.clear()
-            self._line.resume_reading()  # which may bring news at once
-            await self._news.wait()
+                self._connection.write_continue()
+            if self._changed is None:
+                self._changed = asyncio.Event()
+            self._changed.clear()
+            self._connection.resume_reading()  # may set `_changed` at once
+            await self._changed.wait()
         return {"type": "http.disconnect"}
 
     def _next_part(self) -> Message:
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._buffered = 0
-        self._given = self.whole
+        self._body_received = self.whole
         return {"type": "http.request", "body": body, "more_body": not self.whole}
 
     def send(self, message: Message) -> Awaitable[None]:
-        """ASGI: write the reply. Nothing is written once the client is gone.
+        """Write a message of the reply (ASGI). After a disconnect, messages are ignored.
 
         Raises:
-            InvalidFraming: what could not be written without doubt about where the reply ends.
-            RuntimeError: messages in another order than ASGI's.
+            InvalidFraming: the head or the length of the body is invalid, so that the reply's end would be ambiguous.
+            RuntimeError: the order or the type of a message violates ASGI.
         """
-        if self._line.write_paused and not self._gone:
+        if self._connection.write_paused and not self._gone:
             return self._send_later(message)
         kind = message["type"]
         if kind == "http.response.body":
@@ -195,16 +195,16 @@ class ClientRequest:
             self._begin(message)
         else:
             raise RuntimeError(f"an HTTP reply has no message {kind!r}")
-        return self._line.sent
+        return self._connection.sent
 
     async def _send_later(self, message: Message) -> None:
-        await self._line.writable()
+        await self._connection.writable()
         await self.send(message)
 
     def _begin(self, message: Message) -> None:
-        # A client that was not told to go on may send the body or another request; nobody could tell which it is (RFC
-        # 9110 section 10.1.1).
-        keep_alive = self.keep_alive and not self._line.closing and not (self.awaits_continue and not self.whole)
+        # A client that got no `100 Continue` may next send the body or another request, which cannot be told apart (RFC
+        # 9110 section 10.1.1). So the connection is closed.
+        keep_alive = self.keep_alive and not self._connection.closing and not (self.awaits_continue and not self.whole)
         self._head, self._body, self.keep_alive = reply_head(
             message["status"],
             message.get("headers", ()),
@@ -213,7 +213,7 @@ class ClientRequest:
             keep_alive=keep_alive,
         )
         self._begun, self.awaits_continue = True, False
-        self._line.flush_soon(self)
+        self._connection.flush_soon(self)
 
     def _write(self, data: bytes, last: bool) -> None:
         head, self._head = self._head, None
@@ -231,74 +231,74 @@ class ClientRequest:
                 self._body = left
             pieces.append(data)
         if len(data) <= INLINE_BODY:
-            self._line.transport.write(b"".join(pieces))
+            self._connection.transport.write(b"".join(pieces))
         else:
-            self._line.transport.writelines(pieces)
-        if self._line.write_paused:
-            self._line.count_backlog()
+            self._connection.transport.writelines(pieces)
+        if self._connection.write_paused:
+            self._connection.count_backlog()
         if last:
             self.ended = True
-            if self._news is not None:
-                self._news.set()
-            self._line.reply_ended(self)
+            if self._changed is not None:
+                self._changed.set()
+            self._connection.reply_ended(self)
 
     # `Sink`
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the reply's body, past `send`."""
+        """Write the next bytes of the reply's body directly, without `send`."""
         if not self._gone:
             self._write(data, False)
 
-    def fed_by(self, source: Source | None) -> None:
-        """Who is told when the client reads slowly."""
+    def set_source(self, source: Source | None) -> None:
+        """Set the source to pause while the client reads slowly; None when writing has ended."""
         self._source = source
-        if source is not None and self._line.write_paused:
+        if source is not None and self._connection.write_paused:
             source.pause()
 
-    # What the connection calls
+    # Called by the connection
 
     def feed(self, data: bytes) -> None:
-        """More of the body has come."""
+        """Buffer more bytes of the body for the app."""
         if self.ended:
             return
-        self.awaits_continue = False  # it did not wait
+        self.awaits_continue = False  # the client did not wait
         self._parts.append(data)
         self._buffered += len(data) + PART
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
         if self._buffered > HIGH_WATER:
-            self._line.pause_reading()
+            self._connection.pause_reading()
 
     def complete(self) -> None:
-        """The last byte of the body has come."""
+        """Mark the body as complete."""
         self.whole = True
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()
 
     def flush(self) -> None:
-        """Write the head that nothing followed yet."""
+        """Write the head if it was held back and no body followed in the same step."""
         head, self._head = self._head, None
         if head is not None and not self._gone:
-            self._line.transport.write(head)
+            self._connection.transport.write(head)
 
     @property
     def begun(self) -> bool:
-        """Whether a byte of the reply was, or will be, written."""
+        """True if the reply has begun: its head was, or soon will be, written."""
         return self._begun
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether only the connection's end tells where the reply ends."""
+        """True if the end of the connection marks the end of the reply's body."""
         return self._body == UNTIL_CLOSE
 
     def slowed(self, paused: bool) -> None:
-        """The client reads slowly, or has caught up."""
+        """Pause or resume the source of the reply."""
         if self._source is not None:
             (self._source.pause if paused else self._source.resume)()
 
     def lost(self) -> None:
-        """The client is gone."""
+        """Mark the client as disconnected; `receive` returns `http.disconnect` from now on."""
         self._gone = True
         self._parts.clear()
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()

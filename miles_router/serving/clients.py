@@ -1,4 +1,4 @@
-"""All connections of clients: what they share, how many there may be, and how long each may wait for what."""
+"""The state that all client connections share: the connection limit and the timeouts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from miles_router.serving.client_request import ClientRequest
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which what a client still sends behind its last answer is read and dropped. A connection that is closed
-#: with bytes unread is reset, and the reset would destroy the answer on its way.
+#: Seconds for which bytes that a client sends after its last reply are read and dropped. Closing a socket with unread
+#: bytes sends a reset, which could destroy the reply on its way.
 LINGER = 2.0
-#: Seconds between two looks at a client that has closed its own side.
-LOOK = 0.1
-#: Seconds.
+#: Seconds between two checks of a half-closed client.
+CHECK_INTERVAL = 0.1
+#: Seconds between two log lines about refused connections.
 REFUSALS_LOGGED_EVERY = 10.0
 
 
 class ClientConnections:
-    """What uvicorn calls for each new connection.
+    """The protocol factory that uvicorn calls for each new connection.
 
     Args:
-        limit: connections at once.
-        idle_seconds: between two requests.
-        head_seconds: from a connection's start, or the first byte of a request, to the end of its head.
+        limit: maximum number of open connections.
+        idle_seconds: timeout between two requests.
+        head_seconds: timeout from the start of a connection, or the first byte of a request, to the end of its head.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ClientConnections:
         self._shared: Shared | None = None
 
     def __call__(self, *, server_state: Any, app_state: dict[str, Any], **_: Any) -> ClientConnection:
-        """A connection's protocol; `server_state` and `app_state` are uvicorn's."""
+        """Return the protocol of a new connection; `server_state` and `app_state` are uvicorn's."""
         return ClientConnection(self._share(), server_state, app_state)
 
     def _share(self) -> Shared:
@@ -60,7 +60,7 @@ class ClientConnections:
 
 
 class Shared:
-    """What the connections of one server have in common."""
+    """The state shared by the connections of one server."""
 
     def __init__(
         self, app: ASGIApp, statistics: ClientStatistics, limit: int, idle_seconds: float, head_seconds: float
@@ -69,26 +69,26 @@ class Shared:
         self.statistics = statistics
         self.limit = limit
         self.loop = loop = asyncio.get_running_loop()
-        #: Connections between two requests; one on which no request comes in time is closed.
-        self.idle: Deadlines[ClientConnection] = Deadlines(idle_seconds, ClientConnection.idled, loop)
-        #: Connections on which a request is awaited for the first time, or has begun to arrive and is not whole.
-        self.arriving: Deadlines[ClientConnection] = Deadlines(head_seconds, ClientConnection.is_late, loop)
+        #: Connections between two requests.
+        self.idle: Deadlines[ClientConnection] = Deadlines(idle_seconds, ClientConnection.close_idle, loop)
+        #: Connections that wait for their first request, or for the rest of a request.
+        self.arriving: Deadlines[ClientConnection] = Deadlines(head_seconds, ClientConnection.handle_late_request, loop)
         #: Connections that wait for their client to stop sending.
         self.lingering: Deadlines[ClientConnection] = Deadlines(LINGER, ClientConnection.close, loop)
-        #: Connections whose client has closed its own side.
-        self.half_closed: Deadlines[ClientConnection] = Deadlines(LOOK, ClientConnection.look, loop)
+        #: Connections whose client has closed its sending side.
+        self.half_closed: Deadlines[ClientConnection] = Deadlines(CHECK_INTERVAL, ClientConnection.check_client, loop)
         self.sent: asyncio.Future[None] = loop.create_future()
         self.sent.set_result(None)
         self._held: list[ClientRequest] = []
         self._refused_at = -math.inf
 
     def make_room(self) -> bool:
-        """Whether there is room for one more connection, if need be in place of one that waits for a request."""
+        """Return True if one more connection is allowed. At the limit, close the oldest idle connection for it."""
         if self.statistics.open < self.limit:
             return True
-        idle = self.idle.first() or self.arriving.first()
+        idle = self.idle.oldest() or self.arriving.oldest()
         if idle is not None and idle.idle:
-            idle.idled()
+            idle.close_idle()
             return True
         if self.loop.time() - self._refused_at > REFUSALS_LOGGED_EVERY:
             self._refused_at = self.loop.time()

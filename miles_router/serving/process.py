@@ -1,4 +1,4 @@
-"""One process of a router that has several: the leader, or a shard. On one machine the supervisor starts it."""
+"""One process of a router with several processes: the leader or a shard. On one machine the supervisor starts it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from miles_router.shards.places import Seat, Shards
 from miles_router.shards.senders import Senders
 from miles_router.shards.shard import ShardDuty
 
-#: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
+#: A process writes it to its status pipe when it works. Any other text is the reason why it cannot start.
 READY = b"ready"
-#: And every so many seconds: that it goes on.
+#: The sign of life that a process then writes, and the seconds between two of them.
 ALIVE, BEAT = b"\0", 1.0
-#: The status of a leader that another one, elsewhere, has succeeded.
+#: The exit status of a leader after another leader has taken over.
 SUCCEEDED = 3
 PR_SET_PDEATHSIG = 1
-#: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
+#: The program of a new process. From the pipe in its argument it reads `sys.path` and its `Assignment`, pickled.
 START = (
     "import os, pickle, sys; given = os.fdopen(int(sys.argv[1]), 'rb'); sys.path[:] = pickle.load(given); "
     "from miles_router.serving.process import main; main(given)"
@@ -49,15 +49,16 @@ START = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """A process's part of a router, and what it has inherited.
+    """The role of a process in a router, and the descriptors that it inherits.
 
     Attributes:
-        place: the seat of a shard; of the leader, all of them.
-        parent: the id of the process that started it, with which it ends.
-        generation: no other process of this router on this machine has, or had, it.
-        directory: of the leader of one machine: where the router's sockets are.
-        listener, own, status: descriptors: the socket that it listens on, another on which it alone listens, and where
-            its parent is told.
+        place: a `Seat` for a shard, `Shards` for the leader.
+        parent: the process id of its parent; it is killed when the parent ends.
+        generation: a number that no other process of this router on this machine has or had.
+        directory: the directory with the router's sockets; only for the leader on one machine.
+        listener: descriptor of the socket to listen on.
+        own: descriptor of a second listening socket that no other process uses.
+        status: descriptor of the pipe to its parent (`READY`, `ALIVE`, or an error).
     """
 
     config: RouterConfig
@@ -72,15 +73,15 @@ class Assignment:
 
 
 def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a process that does its part, and return it and the descriptor of what it tells.
+    """Start a process for an assignment. Return it and the reading end of its status pipe.
 
     Args:
-        assigned: its `status` is made here.
-        output: where it logs; None: where this process does.
+        assigned: the assignment; `status` is set here.
+        output: the file for its stdout and stderr; None: those of this process.
 
     Raises:
-        ConfigError: the settings cannot be given to another process.
-        OSError: the system has no room for it.
+        ConfigError: the settings cannot be pickled.
+        OSError: the system has no memory, descriptor or process left.
     """
     with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
         (theirs, write), (read, status) = _pipe(given, kept), _pipe(kept, given)
@@ -88,7 +89,7 @@ def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subpro
         try:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
+            raise ConfigError(f"processes: the settings cannot be passed to another process: {error}") from None
         inherited = [each for each in (status, assigned.listener, assigned.own) if each is not None]
         running = subprocess.Popen(
             [sys.executable, "-c", START, str(theirs)],
@@ -96,7 +97,7 @@ def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subpro
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C is for the parent, which tells them
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then stops its children
         )
         kept.pop_all()
     with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
@@ -105,7 +106,7 @@ def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subpro
 
 
 def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
-    """Return a pipe's ends, each of which is closed with its stack."""
+    """Return a pipe's reading and writing end; each is closed with its stack."""
     ends = os.pipe()
     for stack, end in zip((reading, writing), ends, strict=True):
         stack.callback(os.close, end)
@@ -113,25 +114,25 @@ def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple
 
 
 def main(given: IO[bytes]) -> None:
-    """Do what the parent has written."""
+    """Run the assignment that the parent writes to the pipe. Called by `START` in the new process."""
     with given:
         assigned: Assignment = pickle.load(given)
-    end_with(assigned.parent)
+    die_with_parent(assigned.parent)
     config, place = assigned.config, assigned.place
     log.configure(config.log_level, config.log_format)
     raise_file_limit()
     listener, own = (None if each is None else socket.socket(fileno=each) for each in (assigned.listener, assigned.own))
     status = 0
 
-    def show_life() -> asyncio.Task[None]:
-        return tasks.spawn(_show_life(assigned), name="show life")
+    def report_alive() -> asyncio.Task[None]:
+        return tasks.spawn(_report_alive(assigned), name="show life")
 
     def ready() -> None:
-        _tell(assigned, READY)
+        _report(assigned, READY)
 
     def started() -> None:
         ready()
-        show_life()
+        report_alive()
 
     try:
         if isinstance(place, Seat):
@@ -139,33 +140,33 @@ def main(given: IO[bytes]) -> None:
             serve_shard(config, assigned.args, place, assigned.generation, listener, own, started)
         else:
             term = assigned.generation if place.local else None
-            run_leader(config, assigned.args, place, assigned.directory, listener, term, show_life, ready)
+            run_leader(config, assigned.args, place, assigned.directory, listener, term, report_alive, ready)
     except ConfigError as error:
-        _tell(assigned, str(error).encode())
+        _report(assigned, str(error).encode())
         status = 2
     finally:
         log.flush()
     sys.exit(status)
 
 
-def end_with(parent: int) -> None:
-    """Have the system kill this process when the one that started it ends, however that comes."""
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends, for whatever reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
-def _tell(assigned: Assignment, text: bytes) -> None:
+def _report(assigned: Assignment, text: bytes) -> None:
     os.write(assigned.status, text)
 
 
-async def _show_life(assigned: Assignment) -> None:
+async def _report_alive(assigned: Assignment) -> None:
     os.set_blocking(assigned.status, False)
     while True:
-        with contextlib.suppress(BlockingIOError):  # a supervisor that is stopped has enough to read
-            _tell(assigned, ALIVE)
+        with contextlib.suppress(BlockingIOError):  # the pipe is full while the supervisor is stopped
+            _report(assigned, ALIVE)
         await asyncio.sleep(BEAT)
 
 
@@ -178,10 +179,10 @@ def serve_shard(
     own: socket.socket | None = None,
     started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take requests in a seat, until SIGTERM or SIGINT.
+    """Run a shard until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting is invalid.
     """
     local = seat.shards.local
     membership = Membership(seat, os.getpid(), _kill_this)
@@ -208,15 +209,15 @@ def run_leader(
     beside: Callable[[], asyncio.Task[None]] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Lead, until SIGTERM or SIGINT.
+    """Run the leader until SIGTERM or SIGINT.
 
     Args:
-        directory, listener, term: as of `LeaderDuty`.
-        beside: starts what runs as long as it does.
-        ready: called once it decides.
+        directory, listener, term: see `LeaderDuty`.
+        beside: starts a task that is cancelled when the leader stops.
+        ready: called once the leader works.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting is invalid.
     """
     duty = LeaderDuty(shards, directory=directory, listener=listener, term=term, ended=_succeeded)
     app = duty.edge = create_app(config, args=args, duty=duty)
@@ -240,13 +241,13 @@ def run_leader(
 
 
 def _succeeded() -> None:
-    """End at once: another leader decides."""
+    """Exit at once, because another leader has taken over."""
     log.flush()
     os._exit(SUCCEEDED)
 
 
 def _kill_this() -> None:
-    """End at once: what this process knows may be no longer true."""
+    """Kill this process at once, because its state may be out of date."""
     log.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 

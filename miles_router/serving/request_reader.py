@@ -1,4 +1,7 @@
-"""A client's bytes read as requests (RFC 9112), over `httptools`, with bounds on all that is no body. No I/O."""
+"""A parser of a client's bytes into requests (RFC 9112), based on `httptools`, with limits on everything but bodies.
+
+It does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from miles_router.forwarding.framing import (
     FRAMING_FIELDS,
     MAX_REQUEST_HEAD,
     NO_BODY,
-    Excess,
+    ChunkOverhead,
     InvalidFraming,
     TooMuchAround,
     request_body,
@@ -27,23 +30,23 @@ from miles_router.serving.client_request import ClientRequest
 logger = logging.getLogger(__name__)
 
 TOO_LONG = f"the request head is longer than {MAX_REQUEST_HEAD} bytes"
-#: Bytes that are parsed at once, but for a body whose length is known: many requests come at once when a client
-#: pipelines, and each is a few thousand bytes of objects.
+#: Bytes to parse at once, except in a body of known length. A pipelining client may send many requests in one read,
+#: and each parsed request takes a few thousand bytes of memory.
 SLICE = 4096
 VERSIONS = frozenset({"1.0", "1.1"})
 NOTHING = memoryview(b"")
-#: Gives the request that its scope describes; then whether the client wants the connection to stay open, and whether it
-#: waits for `100 Continue`. None where nobody wants to read further.
+#: Creates the request for a scope. Further arguments: the client wants to keep the connection open; the client waits
+#: for `100 Continue`. Returns None if no further requests are wanted.
 Begin = Callable[[Scope, bool, bool], ClientRequest | None]
-#: RFC 3986 section 3.2, without the user.
+#: RFC 3986 section 3.2, without user information.
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 
-#: A target with scheme and authority (RFC 9112 section 3.2.2); the group is the authority, without the user.
+#: A target with scheme and authority (RFC 9112 section 3.2.2); the group is the authority without user information.
 _ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*@)?([^/?#]*)")
 
 
 class BadMessage(BadRequest):
-    """What came is no request that can be read. `reason` is the label under which it is counted."""
+    """The bytes are not a valid request. `reason` is the label of the metric that counts it."""
 
     def __init__(self, message: str, reason: str = "invalid") -> None:
         super().__init__(message)
@@ -51,9 +54,12 @@ class BadMessage(BadRequest):
 
 
 class RequestReader:
-    """Feeds each request its body; calls `begin` at the end of its head and `end` at the end of its body.
+    """A parser for one connection: passes body bytes to the present request.
 
-    `template` is what the scopes of one connection have in common.
+    Args:
+        template: the entries that the scopes of all requests on the connection share.
+        begin: called at the end of each head.
+        end: called at the end of each body.
     """
 
     def __init__(self, template: Scope, begin: Begin, end: Callable[[ClientRequest], None]) -> None:
@@ -61,33 +67,33 @@ class RequestReader:
         self._begin = begin
         self._end = end
         self._parser: Any = httptools.HttpRequestParser(self)
-        #: Whose body is being read.
+        #: The request whose body is being read.
         self.request: ClientRequest | None = None
-        #: Of the request whose head or body is being read.
+        #: The headers of the request whose head or body is being read.
         self.headers: RawHeaders = []
-        #: A request has begun to arrive and is not whole.
+        #: True while a request has begun to arrive and is incomplete.
         self.partial = False
-        #: Bytes are kept unread while this is set: enough requests wait.
+        #: While True, bytes are stored unparsed, because enough requests wait.
         self.full = False
-        #: All bytes that were given.
+        #: The count of all bytes passed to `feed`.
         self.received = 0
         self._unread: memoryview = NOTHING
         self._url = b""
         self._in_head = True
         self._head_bytes = 0
         self._head_is_split = False
-        self._body_left = 0  # of a body with a length
-        self._excess: Excess | None = None  # of a chunked body
-        self._upgrade = False  # the request offers one, and the parser takes what follows for another protocol
-        self._resumed = False  # a parser of our own making reads the head that stands for the one before
-        self._message_ended = False  # in the bytes that are being parsed
+        self._body_left = 0  # bytes left of a body with a length
+        self._excess: ChunkOverhead | None = None  # for a chunked body
+        self._upgrade = False  # the request offers an upgrade, so the parser treats the next bytes as another protocol
+        self._resumed = False  # a new parser reads the replacement head after a declined upgrade
+        self._message_ended = False  # a message ended in the bytes that are being parsed
 
     def feed(self, data: bytes) -> None:
-        """The next bytes.
+        """Parse the next bytes.
 
         Raises:
-            BadMessage: they are no HTTP, or a head, or what stands around a body, is too long.
-            RouterError: a defect of ours, which was logged.
+            BadMessage: the bytes are not valid HTTP, or a head, or the bytes around a chunked body, are too long.
+            RouterError: a bug in the router, which was logged.
         """
         self.received += len(data)
         if len(data) <= SLICE and not self.full:
@@ -97,7 +103,7 @@ class RequestReader:
             self.go_on()
 
     def go_on(self) -> None:
-        """Read what was kept unread, until enough requests wait. Raises as `feed`."""
+        """Parse the stored bytes until enough requests wait. Raises the errors of `feed`."""
         while self._unread and not self.full:
             size = max(SLICE, self._body_left)
             data, self._unread = self._unread[:size], self._unread[size:]
@@ -119,21 +125,21 @@ class RequestReader:
         except httptools.HttpParserCallbackError as error:
             raise _refusal(error.__context__) from error
         except httptools.HttpParserError:
-            raise BadMessage("this is no valid HTTP request") from None
+            raise BadMessage("the received bytes are not a valid HTTP request") from None
         except InvalidFraming as error:
             raise _refusal(error) from None
 
     @property
     def unread(self) -> memoryview:
-        """What was given and is not read yet."""
+        """The stored bytes that are not parsed yet."""
         return self._unread
 
     def close(self) -> None:
-        """Nothing more comes. The parser holds on to its reader."""
+        """Drop the parser, which breaks a reference cycle, and the stored bytes."""
         self._parser = None
         self._unread = NOTHING
 
-    def _count(self, received: int, excess: Excess | None) -> None:
+    def _count(self, received: int, excess: ChunkOverhead | None) -> None:
         if self._message_ended:
             self._head_is_split = self.partial
         elif self._in_head:
@@ -142,7 +148,7 @@ class RequestReader:
             if self._head_bytes > MAX_REQUEST_HEAD:
                 raise BadMessage(TOO_LONG, "head_too_long")
         elif excess is not None:
-            excess.received(received)
+            excess.count_received(received)
 
     def _bound_whole_head(self) -> None:
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -150,14 +156,17 @@ class RequestReader:
             raise BadMessage(TOO_LONG, "head_too_long")
 
     def _decline_upgrade(self) -> None:
-        """We stay with HTTP/1.1, so the offer's own body follows, and then the next request."""
+        """Continue with HTTP/1.1 after an `Upgrade` header: the request's body follows, then the next request.
+
+        `httptools` stops parsing at an upgrade, so a new parser gets a replacement head with the same framing headers.
+        """
         lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] in FRAMING_FIELDS - {b"connection"}]
         self._parser = httptools.HttpRequestParser(self)
         self._upgrade, self._resumed = False, True
         self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
         self._resumed = False
 
-    # What the parser calls
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         self.partial = True
@@ -167,7 +176,7 @@ class RequestReader:
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer, which is no header (RFC 9110 section 6.5.1)
+        if self._in_head:  # else it is a trailer, which must not be merged into the headers (RFC 9110 section 6.5.1)
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -181,7 +190,7 @@ class RequestReader:
         _check_host(version, headers)
         body = request_body(headers)
         self._body_left = max(body, 0)
-        self._excess = Excess() if body == CHUNKED else None
+        self._excess = ChunkOverhead() if body == CHUNKED else None
         raw_path, query, authority = _target(self._url)
         if authority:
             headers = self.headers = _with_host(headers, authority)
@@ -189,7 +198,7 @@ class RequestReader:
             **self._template,
             "http_version": version,
             "method": parser.get_method().decode("ascii"),
-            "path": raw_path.decode("latin-1"),  # as it is spelled; the app decodes it
+            "path": raw_path.decode("latin-1"),  # not unquoted; the app does that
             "raw_path": raw_path,
             "query_string": query,
             "headers": headers,
@@ -200,7 +209,7 @@ class RequestReader:
 
     def on_body(self, data: bytes) -> None:
         if self._excess is not None:
-            self._excess.piece(len(data))
+            self._excess.count_body(len(data))
         else:
             self._body_left -= len(data)
         if self.request is not None:
@@ -220,7 +229,7 @@ class RequestReader:
 
 
 def _refusal(error: BaseException | None) -> RouterError:
-    """What a client is told about an error that the parser, or one of its callbacks, met."""
+    """Return the error to answer for an exception of the parser or of one of its callbacks."""
     if isinstance(error, BadMessage):
         return error
     if isinstance(error, InvalidFraming | httptools.HttpParserInvalidURLError):
@@ -230,18 +239,18 @@ def _refusal(error: BaseException | None) -> RouterError:
 
 
 def _check_host(version: str, headers: RawHeaders) -> None:
-    """RFC 9112 section 3.2; section 2.3 for the version.
+    """Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2).
 
     Raises:
-        BadMessage: another HTTP than 1.0 and 1.1, or not one valid Host, which HTTP/1.0 may lack.
+        BadMessage: the version is not 1.0 or 1.1, or there is not exactly one valid Host (HTTP/1.0 may omit it).
     """
     if version not in VERSIONS:
         raise BadMessage(f"the router speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version != "1.0"):
-        raise BadMessage(f"a request has one Host header, not {len(hosts)}")
+        raise BadMessage(f"a request must have exactly one Host header, not {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        raise BadMessage("the Host header names no host")
+        raise BadMessage("the Host header is not a valid host")
 
 
 def _expects_continue(headers: RawHeaders) -> bool:
@@ -250,11 +259,12 @@ def _expects_continue(headers: RawHeaders) -> bool:
 
 
 def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
-    """A request target's path as it was spelled, its query, and the authority that an absolute one names. An empty
-    query is not the same as none: it stays with the path, since nothing else keeps it.
+    """Return path (not unquoted), query and authority of a request target; the authority only of an absolute one.
+
+    An empty query (`/a?`) differs from no query. ASGI's `query_string` cannot express it, so the `?` stays in the path.
 
     Raises:
-        httptools.HttpParserInvalidURLError: it has no path, or no possible authority.
+        httptools.HttpParserInvalidURLError: the target has no path, or an invalid authority.
     """
     authority = b""
     if url[:1] == b"/" and b"#" not in url:
@@ -269,5 +279,5 @@ def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _with_host(headers: RawHeaders, authority: bytes) -> RawHeaders:
-    """An absolute target says which host is meant, whatever `Host` says (RFC 9112 section 3.2.2)."""
+    """Replace Host by the authority of an absolute target, which has precedence (RFC 9112 section 3.2.2)."""
     return [(b"host", authority), *(pair for pair in headers if pair[0] != b"host")]

@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn: the listening socket, the banner, signals."""
+"""Running of the app under uvicorn: the listening socket, the start banner, signals, process limits."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from miles_router.version import __version__
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-#: The event loop takes one connection from a listening socket in each step, and a busy step takes tens of milliseconds:
-#: of hundreds that connect at once, some would wait for seconds. So it listens on the same socket this many times, all
-#: processes together: each looks in vain for most connections, which takes as long as a quarter of a short request.
+#: The event loop accepts one connection per listening socket and step, and a busy step takes tens of milliseconds. If
+#: hundreds of clients connect at once, some would wait for seconds. So processes listen on duplicates of the socket,
+#: this many in total. The price: most accept attempts fail, which costs a quarter of a short request per connection.
 ACCEPTS_PER_STEP = 16
 GC_THRESHOLDS = (10_000, 10, 10)
-#: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
+#: Seconds an idle client connection is kept: longer than in clients' own pools, so that clients close first.
 KEEP_ALIVE = 75
-#: Connections of clients at once, where the system has descriptors for that many.
+#: Maximum number of client connections, if the system allows that many descriptors.
 MAX_CLIENTS = 65_536
-#: Descriptors that are neither a client's nor for its request: the listening sockets, checks of workers, files.
+#: Descriptors for other purposes than clients and their requests: listening sockets, health checks, files.
 OTHER_FILES = 128
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which exits 0 after SIGTERM: a stop that was asked for is no failure."""
+    """uvicorn's server with exit status 0 after SIGTERM, because a requested stop is no failure."""
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None] | None = None) -> None:
         super().__init__(config)
         self._on_start = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; and it is said."""
+        """Start like uvicorn, then call `started`."""
         await super().startup(sockets)
         if self.started and self._on_start is not None:
             self._on_start()
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(each)
 
     def _stop(self) -> None:
-        self.force_exit = self.should_exit  # the second signal does not wait
+        self.force_exit = self.should_exit  # the second signal stops without waiting
         self.should_exit = True
 
 
@@ -76,7 +76,7 @@ def serve(app: RouterApp) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
 
     Raises:
-        ConfigError: the address cannot be listened on, or what outlives the process not be opened.
+        ConfigError: the router cannot listen on the address, or cannot open its state directory.
     """
     config, store = app.router.config, app.router.store
     if store is not None and CONTROL in store.slots:
@@ -94,11 +94,11 @@ def serve_at(
     *,
     own: socket.socket | None = None,
 ) -> None:
-    """Serve on a listening socket, which is closed in the end, until SIGTERM or SIGINT.
+    """Serve on a listening socket until SIGTERM or SIGINT, then close it.
 
     Args:
-        started: called as soon as it takes connections.
-        own: a socket on which this process alone listens.
+        started: called when the server accepts connections.
+        own: a second listening socket that no other process uses.
     """
     collect_garbage_less()
     server = Server(uvicorn_config(app), started)
@@ -110,7 +110,7 @@ def serve_at(
 
 
 def uvicorn_config(app: RouterApp) -> uvicorn.Config:
-    """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
+    """Return uvicorn's configuration: the router's own HTTP protocol, uvloop, and a time limit for graceful stops."""
     connections = ClientConnections(
         app,
         app.clients,
@@ -133,8 +133,13 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound socket; port 0 takes a free one. An IPv6 address may stand in brackets, as in a URL. A `shared` port
-    takes further sockets of this user, among which the system spreads connections.
+    """Return a listening socket.
+
+    Args:
+        host: a name or an address; an IPv6 address may have brackets, as in a URL.
+        port: 0: a free port.
+        shared: set SO_REUSEPORT: further sockets of this user may bind the port, and the kernel distributes the
+            connections among them.
 
     Raises:
         ConfigError: the name does not resolve, or the port is taken.
@@ -146,9 +151,9 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that it takes
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # accepted connections inherit it
         sock.bind(address)
-        sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
+        sock.listen(BACKLOG)  # before the banner is shown, because clients may connect right after it
     except OSError as error:
         raise ConfigError(f"host, port: cannot listen on {host}:{port}: {error.strerror or error}") from None
     sock.setblocking(False)
@@ -156,29 +161,32 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def collect_garbage_less() -> None:
-    """What was imported lives for ever and a request makes few cycles: looking through all of it every 700 objects, as
-    CPython does, costs a tenth of a short request."""
+    """Freeze the imported objects and run the cyclic garbage collector less often.
+
+    Imported objects live forever and requests create few cycles. CPython's default, a run every 700 objects, costs a
+    tenth of a short request.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def raise_file_limit() -> None:
-    """Two descriptors for each request in flight: take as many as the system lets us."""
+    """Raise the soft limit of open files to the hard limit, because each request in flight needs two descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_limit() -> int:
-    """How many clients may be connected, so that each can have a connection to a worker beside its own."""
+    """Return the maximum number of client connections that leaves one descriptor per client for a worker."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_CLIENTS if soft == resource.RLIM_INFINITY else (soft - OTHER_FILES) // 2
     return max(1, min(files, MAX_CLIENTS))
 
 
 def banner(config: RouterConfig, address: tuple[str, int]) -> str:
-    """What a person wants to see at the start: where, which layers in which order, which workers."""
+    """Return the text shown at the start: the address, the middlewares in their order, the workers, and the keys."""
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     workers = dict.fromkeys(parse_worker_url(url).url for url in config.worker_urls)
     layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
@@ -190,7 +198,7 @@ def banner(config: RouterConfig, address: tuple[str, int]) -> str:
         ("keys", _keys_line(Keys(data_keys(config), admin_keys(config)))),
     ]
     if config.processes > 1:
-        rows.insert(1, ("processes", f"{config.processes}, and one that decides"))
+        rows.insert(1, ("processes", f"{config.processes}, and a leader"))
     return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Move, Relief
+from miles_router.asgi.flight import Flight, Move, ReplyReceiver
 from miles_router.asgi.headers import TRACE_HEADERS
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.outgoing import Outgoing, outgoing
@@ -56,14 +56,14 @@ class TracedProxy(Proxy):
 
     def _forward_to_layer(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Relief | None]:
+    ) -> Coroutine[Any, Any, ReplyReceiver | None]:
         if flight.trace is None:
             return self._forward(request, flight, scope, receive, send)
         return self._forward_leg(flight.trace, request, flight, scope, receive, send)
 
     async def _forward_leg(
         self, turn: TurnTrace, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Relief | None:
+    ) -> ReplyReceiver | None:
         leg, details = LegTimes(), turn.detailed()
         details.legs = [*details.legs, leg]
         try:
@@ -76,12 +76,14 @@ class TracedProxy(Proxy):
             if leg.head_at is None:
                 leg.worker = flight.worker_url
 
-    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
-        relief, turn = super()._relief(move, flight, scope, receive, send), flight.trace
-        if relief is not None and turn is not None:
+    def _reply_receiver(
+        self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> ReplyReceiver | None:
+        receiver, turn = super()._reply_receiver(move, flight, scope, receive, send), flight.trace
+        if receiver is not None and turn is not None:
             leg = send.leg if isinstance(send, _LegSend) else turn.first_leg()
             leg.begins(flight, self._workers)
-        return relief
+        return receiver
 
 
 def _drop(turn: TurnDetails, request: Outgoing) -> None:

@@ -37,7 +37,7 @@ async def test_the_banner_comes_once_and_says_how_many_there_are(stage: Stage) -
     async with processes([await stage.worker()], start=AS_USERS_DO) as router:
         shown = router.router.stderr()
     assert shown.count("listening") == 1
-    assert "processes    2, and one that decides" in shown
+    assert "processes    2, and a leader" in shown
 
 
 async def test_it_listens_though_a_worker_never_says_what_it_is(stage: Stage) -> None:

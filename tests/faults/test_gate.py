@@ -270,7 +270,7 @@ async def test_an_abort_ends_what_else_waits_with_an_error(stage: Stage, path: s
     await post(router, "/abort_request", abort_all=True)
     refused = await soon(waiting)
     assert (refused.status, refused.error_type) == (503, "fleet_paused")
-    assert refused.json()["error"]["message"] == "aborted while it waited for the fleet to go on"
+    assert refused.json()["error"]["message"] == "the request was aborted while it waited for the fleet to resume"
 
 
 async def test_a_rid_ends_those_that_begin_with_it_if_there_is_one_that_is_it(stage: Stage) -> None:

@@ -196,7 +196,7 @@ async def test_halves_that_are_swapped_are_refused_and_nothing_looks_complete(st
         await until(lambda: not router.leftovers(), "the first probes are over")
         reply = await Halves(router, [prefill], [decode]).generate()
         assert (reply.status, reply.error_type) == (501, "unsupported_by_engine")
-        assert "says that it is" in reply.json()["error"]["message"]
+        assert "but reports that it is" in reply.json()["error"]["message"]
 
 
 async def test_an_answer_of_more_than_one_token_is_no_prefill_halfs(stage: Stage) -> None:
@@ -407,7 +407,7 @@ async def test_a_stream_of_halves_that_stay_apart_is_refused_by_name(stage: Stag
         pair.decode.engine.weight_version = "new"
         reply = await pair.generate(stream=True)
         assert (reply.status, reply.error_type) == (502, "upstream_invalid_response")
-        assert "other weights (new) than old" in reply.json()["error"]["message"]
+        assert "has weights new, its prefill worker old" in reply.json()["error"]["message"]
         await pair.free()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from miles_router.serving.supervisor import CHANCES
+from miles_router.serving.supervisor import MAX_QUICK_DEATHS
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_processes import MANY, generations, holding
 from tests.support.http import CutReply, ask
@@ -173,7 +173,7 @@ async def test_all_processes_end_with_their_supervisor(stage: Stage) -> None:
 
 async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> None:
     async with processes([await stage.worker()]) as router:
-        for _ in range(CHANCES + 1):
+        for _ in range(MAX_QUICK_DEATHS + 1):
             await router.whole()
             await router.kill(await router.control())
         await until(lambda: "process_dies_again_and_again process=leader" in router.router.stderr(), "it is said")

@@ -423,7 +423,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
 async def test_a_worker_that_lingers_behind_the_end_is_not_told_to_abort(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miles_router.asgi.watch.PATIENCE", 0.0)
+    monkeypatch.setattr("miles_router.asgi.watch.WATCH_DELAY", 0.0)
     monkeypatch.setattr("miles_router.asgi.watch._patience", None)
     gate = asyncio.Event()
     worker.next(streamed(*HELLO, gate)).always(GOOD)

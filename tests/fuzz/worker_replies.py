@@ -145,7 +145,7 @@ async def read(method: bytes, pieces: Sequence[bytes]) -> Read:
         if worker.wire.closed:
             break
         worker.says(data)
-        came = reply.take()
+        came = reply.read_available()
         body += came
         around += len(data) - len(came) - AROUND_CHUNK * len(came)
         bound = HEAD_BOUND + AROUND_BODY + 3 * AT_ONCE

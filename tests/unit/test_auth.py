@@ -19,8 +19,8 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 def test_without_a_key_everybody_enters_with_all_they_carry() -> None:
     carried = [ACCEPT, bearer("for-the-worker")]
     keys = Keys()
-    for key in (keys.data, keys.admin, keys.everybody):
-        assert keys.enter(key, carried) == [ACCEPT, bearer("for-the-worker")]
+    for key in (keys.data, keys.admin, keys.no_key):
+        assert keys.authorize(key, carried) == [ACCEPT, bearer("for-the-worker")]
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_without_a_key_everybody_enters_with_all_they_carry() -> None:
 )
 def test_the_right_key_enters_and_is_left_at_the_door(credential: tuple[bytes, bytes]) -> None:
     keys = Keys(["secret"])
-    assert keys.enter(keys.data, [ACCEPT, credential]) == [ACCEPT]
+    assert keys.authorize(keys.data, [ACCEPT, credential]) == [ACCEPT]
 
 
 def test_only_the_routers_own_keys_are_taken_away_whichever_door_they_open() -> None:
     keys = Keys(["data", "data-of-before"], ["admin"])
     carried = [bearer("for-the-worker"), (b"x-api-key", b"data-of-before"), ACCEPT, bearer("admin"), bearer("data")]
-    for key in (keys.data, keys.admin, keys.everybody):
-        assert keys.enter(key, carried) == [bearer("for-the-worker"), ACCEPT]
+    for key in (keys.data, keys.admin, keys.no_key):
+        assert keys.authorize(key, carried) == [bearer("for-the-worker"), ACCEPT]
 
 
 @pytest.mark.parametrize(
@@ -66,26 +66,26 @@ def test_only_the_routers_own_keys_are_taken_away_whichever_door_they_open() -> 
 def test_anything_else_is_turned_away(headers: Pairs) -> None:
     keys = Keys(["secret", "other"])
     with pytest.raises(Unauthorized, match="api key"):
-        keys.enter(keys.data, [ACCEPT, *headers])
-    assert keys.enter(keys.everybody, [ACCEPT, *headers]) == [ACCEPT, *headers]
+        keys.authorize(keys.data, [ACCEPT, *headers])
+    assert keys.authorize(keys.no_key, [ACCEPT, *headers]) == [ACCEPT, *headers]
 
 
 def test_every_one_of_several_keys_opens() -> None:
     keys = Keys(["old", "new"])
     for key in ("old", "new"):
-        assert keys.enter(keys.data, [bearer(key)]) == []
+        assert keys.authorize(keys.data, [bearer(key)]) == []
 
 
 def test_administration_is_never_more_open_than_the_data_plane() -> None:
     assert not Keys().admin.required
     one, both, admin_alone = Keys(["data"]), Keys(["data"], ["admin"]), Keys([], ["admin"])
-    assert one.enter(one.admin, [bearer("data")]) == []
+    assert one.authorize(one.admin, [bearer("data")]) == []
     for keys in (both, admin_alone):
-        assert keys.enter(keys.admin, [bearer("admin")]) == []
+        assert keys.authorize(keys.admin, [bearer("admin")]) == []
         with pytest.raises(Unauthorized, match="admin key"):
-            keys.enter(keys.admin, [bearer("data")])
+            keys.authorize(keys.admin, [bearer("data")])
     with pytest.raises(Unauthorized, match="api key"):
-        both.enter(both.data, [bearer("admin")])
+        both.authorize(both.data, [bearer("admin")])
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,5 @@ def test_administration_is_never_more_open_than_the_data_plane() -> None:
 def test_what_overrides_an_engines_choices_takes_the_key_of_administration(
     keys: Keys, credentials: Pairs, kept: bool
 ) -> None:
-    passed = keys.enter(keys.data, [OVERRIDE, ACCEPT, *credentials])
+    passed = keys.authorize(keys.data, [OVERRIDE, ACCEPT, *credentials])
     assert passed == ([OVERRIDE, ACCEPT] if kept else [ACCEPT])

@@ -11,7 +11,7 @@ from miles_router.forwarding.framing import (
     MAX_EXCESS,
     NO_BODY,
     UNTIL_CLOSE,
-    Excess,
+    ChunkOverhead,
     InvalidFraming,
     reply_body,
     reply_head,
@@ -115,16 +115,16 @@ def test_the_memory_of_names_has_a_bound() -> None:
 
 
 def test_chunks_of_one_byte_are_no_excess() -> None:
-    excess = Excess()
+    excess = ChunkOverhead()
     for _ in range(MAX_EXCESS):
-        excess.piece(1)
-        excess.received(len(b"1\r\nx\r\n"))
+        excess.count_body(1)
+        excess.count_received(len(b"1\r\nx\r\n"))
 
 
 def test_what_is_sent_around_a_body_is_bounded_however_long_the_body_was() -> None:
-    excess = Excess()
-    excess.piece(10**9)
-    excess.received(10**9)
-    excess.received(MAX_EXCESS)
+    excess = ChunkOverhead()
+    excess.count_body(10**9)
+    excess.count_received(10**9)
+    excess.count_received(MAX_EXCESS)
     with pytest.raises(InvalidFraming):
-        excess.received(1)
+        excess.count_received(1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.asgi.path import decoded
+from miles_router.asgi.path import decode_path
 from miles_router.errors import BadRequest
 
 SAID: list[tuple[bytes, str]] = [
@@ -44,27 +44,27 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize(("raw", "path"), SAID)
 def test_a_path_that_says_one_thing_is_decoded(raw: bytes, path: str) -> None:
-    assert decoded(raw) == (path or raw.decode())
+    assert decode_path(raw) == (path or raw.decode())
 
 
 @pytest.mark.parametrize("raw", [raw for several in AMBIGUOUS.values() for raw in several])
 def test_a_path_that_could_say_two_things_is_refused(raw: bytes) -> None:
     with pytest.raises(BadRequest, match="path"):
-        decoded(raw)
+        decode_path(raw)
 
 
 @given(st.lists(st.text("abz%.~ é日;:@?#[]", min_size=1, max_size=6).filter(lambda s: s.strip(".")), max_size=4))
 def test_a_path_that_was_spelled_out_is_itself_again(segments: list[str]) -> None:
     path = "/" + "/".join(segment for segment in segments if segment.partition(";")[0] not in (".", ".."))
-    assert decoded(quote(path).encode()) == path
+    assert decode_path(quote(path).encode()) == path
     everything = "".join("/" if each == "/" else "".join(f"%{byte:02x}" for byte in each.encode()) for each in path)
-    assert decoded(everything.encode()) == path
+    assert decode_path(everything.encode()) == path
 
 
 @given(st.binary(max_size=20).map(lambda tail: b"/" + tail))
 def test_whatever_is_decoded_says_one_thing(raw: bytes) -> None:
     try:
-        path = decoded(raw)
+        path = decode_path(raw)
     except BadRequest:
         return
     assert path.isprintable()

@@ -29,7 +29,7 @@ class Client:
     def write(self, data: bytes) -> None:
         self.got.append(data)
 
-    def fed_by(self, source: Source | None) -> None:
+    def set_source(self, source: Source | None) -> None:
         self.source = source
         if source is not None and self._slow:
             source.pause()
@@ -39,7 +39,7 @@ async def pouring(worker: WorkerEnd, client: Client, length: int = 2**30) -> tup
     """A reply whose head has come, and the task that pours it."""
     reply = worker.connection.send(b"", b"", head_request=False)
     worker.says(HEAD % length)
-    task = asyncio.ensure_future(reply.pour(client, Metrics(quiet_fleet())))
+    task = asyncio.ensure_future(reply.pipe_to(client, Metrics(quiet_fleet())))
     await asyncio.sleep(0)
     return reply, task
 
@@ -74,7 +74,7 @@ async def test_what_came_before_goes_first_and_frees_a_worker_that_was_held_back
     for _ in range(blocks):
         worker.says(BLOCK)
     assert not worker.wire.reading
-    task = asyncio.ensure_future(reply.pour(client, Metrics(quiet_fleet())))
+    task = asyncio.ensure_future(reply.pipe_to(client, Metrics(quiet_fleet())))
     await asyncio.sleep(0)
     assert (b"".join(client.got), worker.wire.reading) == (BLOCK * blocks, True)
     task.cancel()

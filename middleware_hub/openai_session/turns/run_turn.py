@@ -167,7 +167,7 @@ class TurnRunner:
         self._settle_adapter(grant, asked.exchange)
         endpoint, parent = asked.face.endpoint, request.places[0].parent
         if request.prompt is not None and parent is not None:
-            asked.exchange.flight.goes_on = parent.cache
+            asked.exchange.flight.continued_cache = parent.cache
         missing = endpoint.rows_missing if request.several else None
         deliveries = RowDeliveries.captured(
             self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing

@@ -64,7 +64,7 @@ class Relocation:
     cuts: int
     attempts: set[Exchange]
 
-    def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
+    def reply_receiver(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
         """Who takes the reply."""
         return None if Exchange.of(scope) in self.attempts else MovedAnswer(self, scope, receive, send)
 
@@ -91,7 +91,7 @@ class _FirstReply(FollowingAnswer):
 
 
 class MovedAnswer(ResumableAnswer):
-    """The `Relief` of a request that moves."""
+    """The `ReplyReceiver` of a request that moves."""
 
     def __init__(self, relocation: Relocation, scope: Scope, receive: Receive, send: Send) -> None:
         generations = [ResumableGeneration(relocation.request, 0)]
@@ -105,7 +105,7 @@ class MovedAnswer(ResumableAnswer):
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
 
-    async def take(self, message: Message) -> None:
+    async def receive(self, message: Message) -> None:
         """A message of the first worker's reply."""
         await self._reply.send(message)
 
