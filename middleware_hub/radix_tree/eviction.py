@@ -1,4 +1,4 @@
-"""Which leaf goes first: those of weight versions no longer wanted, then the one not used for the longest time."""
+"""The order of eviction: first entries of old weight versions, then the least recently used."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from collections.abc import Iterator
 
 from middleware_hub.radix_tree.entry import Entry
 
-#: Places in a queue that are never worth tidying.
+#: A heap up to this length is not cleaned of stale items.
 SMALL = 64
-Waiting = tuple[int, int, Entry]  # (last used, serial, entry) when it was put in
+Waiting = tuple[int, int, Entry]  # (last used, serial, entry), as they were when the item was queued
 
 
 class EvictionQueue:
-    """Entries that nothing hangs on, per weight version in order of use. Stale places are dropped when they come up."""
+    """A queue of evictable entries (leaves): a heap for each weight version. Stale items are dropped at the top."""
 
     def __init__(self) -> None:
         self._heaps: dict[int, list[Waiting]] = {}
         self._tidy_at: dict[int, int] = {}
 
     def add(self, entry: Entry) -> None:
-        """An entry has become a leaf, or was used."""
+        """Queue an entry that has become a leaf, or a leaf that was used."""
         heap = self._heaps.setdefault(entry.rank, [])
         heapq.heappush(heap, (entry.last_used, entry.serial, entry))
-        if len(heap) > self._tidy_at.get(entry.rank, SMALL):  # each use leaves a stale place behind
+        if len(heap) > self._tidy_at.get(entry.rank, SMALL):  # each use leaves a stale item behind
             heap[:] = [waiting for waiting in heap if _holds(waiting)]
             heapq.heapify(heap)
             self._tidy_at[entry.rank] = max(SMALL, 2 * len(heap))
 
     def pop(self, oldest_wanted: int) -> Entry | None:
-        """The leaf to evict next: the least recently used of versions before `oldest_wanted`, else of all."""
+        """Remove and return the least recently used leaf of versions before `oldest_wanted`, else of all versions.
+
+        Return None where the queue is empty.
+        """
         tops = list(self._tops())
         stale = [top for top in tops if top[2].rank < oldest_wanted]
         chosen = min(stale or tops, default=None)
