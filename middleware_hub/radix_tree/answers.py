@@ -1,5 +1,7 @@
-"""The answers to one request, on their way to the client: each is recorded before the client has all of it, and given
-on without the logprobs that only the record asked for."""
+"""The relay of the answers to one `/generate` request.
+
+Each answer is recorded before the client has all of it. Logprobs that only the record needs are removed on the way.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,24 @@ from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
 
-#: Why an answer is not recorded that `GenerateAnswer` does not refuse.
+#: Why an answer that `GenerateAnswer` accepts is not recorded.
 AnswerReason = Literal["answer_count", "incomplete", "prompt_not_read"]
 
 
 class AnswerTap(Tap):
-    """Records the answers to one request. An answer that cannot be recorded exactly is counted and logged, and its
-    client gets it all the same.
+    """A relay that records the answers to one request.
+
+    An answer that cannot be recorded exactly is counted and logged; the client gets it all the same.
 
     Args:
         send: the client's side.
-        router: counts replies that cannot be read, and traces turns.
-        recorder: where the answers go.
-        exchange: the request's record, for the log.
-        request: as the client sent it.
-        prompts: what the engine is given for each of its prompts.
-        deliveries: where the answers' rows come from.
-        rollouts: what the generations are part of.
+        router: its metrics count unreadable replies, its traces show the answers.
+        recorder: records the answers.
+        exchange: the request's exchange.
+        request: the request as the client sent it.
+        prompts: the tokens that the engine is given for each prompt.
+        deliveries: the source of the answers' rows.
+        rollouts: the text rollouts that the generations belong to.
     """
 
     layer = "radix_tree"
@@ -73,22 +76,22 @@ class AnswerTap(Tap):
         self._deliveries = deliveries
         self._rollouts = rollouts
         self._generations = range(request.generations)
-        #: For each of them, whether its client asked for logprobs itself.
+        #: For each generation, whether the client itself asked for logprobs.
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
-        #: Of a stream: those that have not ended; None where nothing has come.
+        #: The generations of a stream that have not ended; None until the first event.
         self._growing: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
         self._without_index = 0 if len(self._generations) == 1 else None
-        self._failed = False  # the engine says itself that there is no answer
-        self._surplus = False  # events came of answers that nobody asked for
-        self._odd = False  # events came that are of no answer
-        self._unreadable = False  # events came that are no JSON
+        self._failed = False  # the engine sent an error event
+        self._surplus = False  # an event had an unexpected index
+        self._odd = False  # an event was not part of an answer
+        self._unreadable = False  # an event was not JSON
 
     async def whole(self, body: bytes) -> bytes:
-        """Record the answers of a JSON reply.
+        """Record the answers of a JSON reply; return the body for the client.
 
         Raises:
-            StateError: they cannot be made to outlive the process; the client is given none of them.
-            PromptNotRead: the engine read another prompt; none is recorded.
+            StateError: an answer could not be made durable; the client gets none of them.
+            PromptNotRead: the engine read another prompt; no answer is recorded.
         """
         try:
             reply = orjson.loads(body)
@@ -111,12 +114,12 @@ class AnswerTap(Tap):
         return orjson.dumps(answers if isinstance(reply, list) else answers[0])
 
     async def event(self, event: Event) -> bytes:
-        """Take what an event says of its answer, and record the answer with the last one.
+        """Add an event to its answer, and record the answer with its last event; return the bytes for the client.
 
         Raises:
-            StateError: it cannot be made to outlive the process; the client is not given its last event.
-            UpstreamBroken: the stream ends, and its answers have not.
-            PromptNotRead: the engine read another prompt; the client is told so in an event in place of the last.
+            StateError: the answer could not be made durable; the client does not get its last event.
+            UpstreamBroken: the stream ended before its answers did.
+            PromptNotRead: the engine read another prompt; the client gets an error event in place of the last event.
         """
         if event.is_last:
             self._end()
@@ -166,21 +169,22 @@ class AnswerTap(Tap):
         self.keep(generation, 0, more=False)
 
     def unread(self, reason: str) -> None:
-        """None of what has come is recorded."""
+        """Count an unreadable reply, and stop recording: no answer that has begun is recorded."""
         super().unread(reason)
         self._growing.clear()
 
     async def ended(self) -> bytes:
-        """See that all answers have ended. Raises as `event`."""
+        """Check that all answers have ended. Raises the same errors as `event`."""
         self._end()
         return b""
 
     def _end(self) -> None:
-        """Count the answers that did not end, unless the engine has said why; their client learns that it has not all.
-        What is no stream of answers passes.
+        """Count the answers of a stream that did not end, unless the engine sent an error.
+
+        Streams with events that are not part of an answer pass.
 
         Raises:
-            UpstreamBroken: some did not end.
+            UpstreamBroken: some answers did not end; the client must not take the stream as complete.
         """
         cut = [] if self._failed else [*self._growing]
         for generation in cut:
@@ -195,7 +199,7 @@ class AnswerTap(Tap):
             raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
 
     def _check_prompt(self, generation: int, answer: Any) -> None:
-        """Compare how long the prompt was and what the engine says that it read of it.
+        """Compare the length of the prompt with the number of prompt tokens that the engine reports.
 
         Raises:
             PromptNotRead: they differ.
@@ -245,7 +249,7 @@ class AnswerTap(Tap):
 
 
 def _has_begun(answer: Any) -> bool:
-    """Return False for an answer that was aborted before its first token: its prompt may not have been read."""
+    """Return False for an answer that was aborted before its first token: the engine may not have read its prompt."""
     if not isinstance(answer, dict) or answer.get("output_ids"):
         return isinstance(answer, dict)
     meta = answer.get("meta_info")

@@ -118,7 +118,7 @@ class RadixTreeCache:
         return PrefixMatch(trajectory, ends, chars, entry)
 
     def sampled_chars(self, text: str) -> int:
-        """Return how many of the text's first characters recorded tokens spell, up to a sampled one. Refresh no use."""
+        """Return how many first characters recorded tokens spell, up to a sampled one, without counting as a use."""
         return self._longest(text, given=False)[2]
 
     def has(self, text: str) -> bool:

@@ -33,7 +33,7 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "
 
 
 class Retrieval:
-    """Answers from one cache."""
+    """The handler of `POST /retrieve_from_text`, on one cache."""
 
     def __init__(self, recorder: TextRecorder, rollouts: TextRollouts, holders: TextHolders, owners: Owners) -> None:
         self._recorder = recorder
@@ -43,12 +43,14 @@ class Retrieval:
         self._cache = recorder.cache
 
     async def answer(self, request: Request) -> Response:
-        """One text, or with `texts` a list of them; safetensors where the client accepts `application/octet-stream`.
+        """Answer with the tokens of one text, or of each text in `texts`.
+
+        The reply is safetensors where the client accepts `application/octet-stream`, else JSON.
 
         Raises:
             BadRequest: a field is missing, unknown or of the wrong type.
-            NotFound: no such `rid`; with `strict`, a text that no recorded tokens spell from end to end.
-            StateError: nobody can tell what is recorded.
+            NotFound: the `rid` is unknown; with `strict`, recorded tokens do not spell all of the text.
+            StateError: the store cannot be read.
         """
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
@@ -73,7 +75,7 @@ class Retrieval:
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
     async def _told(self, asked: Mapping[str, Any]) -> list[Any]:
-        """What another process of the router wants to know."""
+        """Answer the question of another process of the router (`HOLDS` or `SPELLS`)."""
         texts = asked.get(HOLDS, asked.get(SPELLS))
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise BadRequest(f"{HOLDS} and {SPELLS} must be a list of texts")
@@ -82,17 +84,17 @@ class Retrieval:
         return await self._holders.spellings(texts)
 
     async def require(self, scope: Scope, text: str) -> None:
-        """Go on only in the process that has what this text continues.
+        """Return if this process has most of what the text continues.
 
         Raises:
-            Elsewhere: another has it, and answers.
+            Elsewhere: another process has it, and answers.
         """
         owner = owner_of(await self._holders.ask(scope, [text]), 0)
         if owner is not None:
             raise Elsewhere(owner)
 
     async def _wherever(self, scope: Scope, asked: Mapping[str, Any], *, strict: bool) -> Retrieved:
-        """One, from the process that has it. An id says nothing about that: the others are asked."""
+        """Retrieve one text or id from the process that has it. For an unknown id, ask all other processes."""
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
             return await self._by_text(scope, text or "", strict=strict)
@@ -115,7 +117,7 @@ class Retrieval:
         return (await self._with_others(scope, answers, [found]))[0]
 
     async def _with_others(self, scope: Scope, answers: Answers, found: Sequence[Retrieved]) -> list[Retrieved]:
-        """With the generations of other processes that have these texts and other tokens."""
+        """Add candidates: generations of other processes that have the same texts in other tokens."""
         asked: dict[int | None, list[int]] = {}
         for place in range(len(found)):
             for other in others_with(answers, place, owner_of(answers, place)):
@@ -135,7 +137,7 @@ class Retrieval:
         return self._cache.by_rid(rid) is not None
 
     async def _of_several(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
-        """Many texts, each from the process that has it."""
+        """Retrieve many texts, each from the process that has it."""
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
         answers = await self._holders.ask(scope, texts)
@@ -166,10 +168,10 @@ class Retrieval:
         return await self._one(text, None, strict=strict)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
-        """The newest generation with exactly this text; its `rid` tells which that is.
+        """Return the rows of the newest generation with exactly this text, and its `rid`.
 
         Raises:
-            NotFound: no generation has it.
+            NotFound: no generation has this text.
         """
         _check_text(asked["text"])
         entries = self._cache.retrieve(asked["text"])
@@ -210,7 +212,7 @@ class Retrieval:
         return _of_entry(entry, shown, entry.trajectory(), (rid,))
 
     def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
-        """The newest of several; those that differ from it in their ids make the answer ambiguous."""
+        """Return the newest entry. Older entries with other ids make the answer ambiguous."""
         newest = entries[-1]
         trajectory = newest.trajectory()
         others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]

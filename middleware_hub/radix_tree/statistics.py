@@ -1,4 +1,4 @@
-"""The numbers of the cache, and of what of it outlives the process, for `GET /metrics` and `GET /router/info`."""
+"""The numbers of the cache and of its archive, for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from miles_router.middlewares import Statistics, counter, gauge
 
 
 class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
-    """What was looked up, recorded and evicted since the start, and what is held now."""
+    """Counters of look-ups, recordings and evictions since the start, and gauges of what memory holds now."""
 
     lookups = counter("Texts looked up.")
     hits = counter("Look-ups that found recorded tokens to reuse.")
@@ -29,8 +29,7 @@ class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
 
 
 class ArchiveStatistics(Statistics, prefix="miles_router_radix_tree_archive"):
-    """What the disk has of recorded texts; nothing is known before the first text is looked for. Commits count where
-    those of all layers do."""
+    """Numbers of the texts on the disk. They are 0 until the first look-up. The store itself counts commits."""
 
     families = gauge("Families of generations on the disk, one for each first prompt.")
     tokens = gauge("Tokens of these, and 16 for each generation; what families share is counted in each.")
