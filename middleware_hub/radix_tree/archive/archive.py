@@ -1,7 +1,7 @@
-"""When recorded texts are written to what outlives the process, read from it, and deleted.
+"""Write recorded texts to the store, read them back, and delete them.
 
-What is evicted from memory is deleted: an entry is held in both or in none, once its family is loaded. The disk has a
-bound of its own, for families that nobody has loaded since the start.
+An entry that is evicted from memory is deleted from the store: once its family is loaded, an entry is in both or in
+neither. The disk has a limit of its own, which matters for families that no request has loaded since the start.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from miles_router.trajectory.rows import AlignedRows
 logger = logging.getLogger(__name__)
 
 HEAD = 0
-#: Where a generation's id leads to its family: owners beside the families of the same slot.
+#: Owners that map a generation's id to its family; they lie beside the families of the same slot.
 RID_OWNERS = "|rid-"
-#: Times `max_tokens` that the disk may have: families have there what they share in memory.
+#: The disk may hold this many times `max_tokens`: each family on it repeats what families share in memory.
 DISK = 8
 
 
 class TextArchive:
-    """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
+    """The entries on the disk. Without a store, its methods do nothing."""
 
     def __init__(self, cache: RadixTreeCache, store: StateStore | None, rows: TextRows, *, max_tokens: int) -> None:
         self._cache = cache
@@ -48,13 +48,13 @@ class TextArchive:
         self._store = store
         self._slots = () if store is None else sorted(set(store.slots) & set(range(SLOTS)))
         self._max_tokens = DISK * max_tokens
-        self.tokens = 0  # of all families, as `Family.tokens`
+        self.tokens = 0  # of all families, counted like `Family.tokens`
         self._families: dict[tuple[int, str], Family] = {}
         self._index = RootIndex()
         self._opened = store is None
         self._opening = asyncio.Lock()
-        self._began = 0  # the last serial of what was recorded before this process
-        self._dirty: dict[tuple[int, str], Family] = {}  # of which the disk has too much
+        self._began = 0  # the last serial that an earlier process recorded
+        self._dirty: dict[tuple[int, str], Family] = {}  # families with something to delete from the disk
         self._sweeping: asyncio.Task[None] | None = None
         self.statistics = ArchiveStatistics(
             families=lambda: len(self._families), tokens=lambda: self.tokens, row_bytes=lambda: rows.nbytes
@@ -67,10 +67,10 @@ class TextArchive:
     # Reading
 
     async def load(self, text: str) -> None:
-        """Bring into memory all that a look-up of this text may find.
+        """Bring into memory all entries that a look-up of this text may need.
 
         Raises:
-            StateError: nobody can tell what there is.
+            StateError: the store cannot be read.
         """
         with self._counting_failures():
             if not self._opened:
@@ -80,7 +80,7 @@ class TextArchive:
                     await self._bring(family)
 
     async def load_rid(self, rid: str) -> None:
-        """Bring the generation with this id into memory, the newest of several. Raises as `load`."""
+        """Bring the newest generation with this id into memory. Raises the same errors as `load`."""
         with self._counting_failures():
             await self._load_rid(rid)
 
@@ -117,7 +117,7 @@ class TextArchive:
             found = []
             for slot in self._slots:
                 async for owner, head in self._store.owners(slot, after=OWNERS):
-                    if not owner.startswith(OWNERS):  # the rest of the slot is of other layers
+                    if not owner.startswith(OWNERS):  # owners are sorted: the rest of the slot belongs to other layers
                         break
                     found.append(self._read_head(owner, slot, head))
             found.sort(key=lambda family: family.serial)
@@ -147,7 +147,7 @@ class TextArchive:
             self._count(family, -family.tokens)
             family.loaded = True
             restored: dict[int, Entry] = {}
-            with self._cache.holding():  # nothing goes before all of it is there
+            with self._cache.holding():  # evict only once the family is complete
                 for each in entries:
                     parent = None if each.parent is None else restored[each.parent]
                     entry = restored[each.serial] = self._cache.restore(each, parent)
@@ -155,7 +155,9 @@ class TextArchive:
                         if (read := rows.get(number_of_rows(kind, entry.serial))) is not None:
                             entry.rows = {**entry.rows, kind: read.taken}
                     self._count(family, family.add(entry))
-                    if parent is not None and entry.parent is not parent:  # it does not keep that from being evicted
+                    if (
+                        parent is not None and entry.parent is not parent
+                    ):  # its old parent may be evicted now: write it again
                         family.unsaved[entry.serial] = entry
                 self._rows.restore(family, rows)
             self.statistics.loaded += len(restored)
@@ -163,7 +165,7 @@ class TextArchive:
                 self._sweep_later(family)
 
     async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[int, RowsRead]]:
-        """Read the entries of a family, and the rows of its generations."""
+        """Read a family's entries, and the rows of its generations by the number of their record."""
         assert self._store is not None
         found = await self._store.load(family.owner, slot=family.slot)
         records = {}
@@ -192,11 +194,16 @@ class TextArchive:
     # Writing
 
     def add(self, entry: Entry, before: Entry | None, prompt: str) -> None:
-        """An entry was recorded, behind another one or to a new prompt. `save` makes it durable."""
+        """Add a recorded entry to the family of `before`, which it continues, or to the family of its new prompt.
+
+        `save` makes it durable.
+        """
         if self._store is None or entry.node is None:  # evicted at once
             return
         family = (before.family if before is not None else None) or Family.of(prompt, self._slots)
-        family = self._families.setdefault(family.name, family)  # it may have been let go of, or be another by now
+        family = self._families.setdefault(
+            family.name, family
+        )  # it may have been deleted, or created by another request
         assert family.loaded, "a text is recorded that nobody has looked up"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
@@ -204,10 +211,10 @@ class TextArchive:
         self._bound()
 
     async def save(self, entries: Iterable[Entry]) -> None:
-        """Returns when these are durable.
+        """Return when these entries are durable.
 
         Raises:
-            StateError: one is not, and why. It stays in memory, and is tried again with the next one of its family.
+            StateError: an entry could not be written. It stays in memory; the next commit of its family includes it.
         """
         families = {entry.family.name: entry.family for entry in entries if entry.family is not None}
         await _all(self._save(family) for family in families.values())
@@ -218,7 +225,8 @@ class TextArchive:
                 await self._commit(family)
 
     async def _commit(self, family: Family) -> None:
-        """Make durable what a family is now. Ids lead to what is there, or to nothing: they come first, and go last."""
+        """Make a family's present state durable. An id maps to a family or to nothing: write ids first, delete them
+        last."""
         assert self._store is not None
         put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
         rows, rows_gone = dict(family.rows.unsaved), set(family.rows.gone)
@@ -229,7 +237,7 @@ class TextArchive:
         for serial, rid in gone.items():
             going[_rid_owner(_digest(rid))][serial] = None
         works = [store.append(owner, changes, slot=slot) for owner, changes in coming.items()]
-        if family.rows.stale:  # those that are unsaved now come behind that
+        if family.rows.stale:  # delete first: the unsaved rows are written behind it
             works.append(store.delete(family.owner, slot=slot, large_alone=True))
         if family.entries or not family.loaded:
             entries = {serial: self._written(entry) for serial, entry in put.items()}
@@ -266,8 +274,10 @@ class TextArchive:
             self._sweep_later(family)
 
     def _bound(self) -> None:
-        """Keep to what the disk may have: what nobody has loaded goes first, the oldest of it. Of rows it has what
-        memory may have, and lets go of no text for them."""
+        """Delete the oldest families that are not loaded, down to the disk's limit; then evict from memory.
+
+        Rows on the disk are limited to what memory may hold of rows. Their deletion deletes no texts.
+        """
         for family in list(self._index) if self._rows.nbytes > self._rows.max_bytes else ():
             if self._rows.nbytes > self._rows.max_bytes and family.rows.nbytes and not family.lock.locked():
                 self._rows.forget(family)
@@ -275,7 +285,7 @@ class TextArchive:
         for family in list(self._index) if self.tokens > self._max_tokens else ():
             if self.tokens <= self._max_tokens:
                 return
-            if not family.lock.locked():  # somebody loads it
+            if not family.lock.locked():  # else a request is loading it
                 self._index.remove(family)
                 self._count(family, -family.tokens)
                 family.loaded = family.stale = True
@@ -293,7 +303,7 @@ class TextArchive:
         while self._dirty:
             dirty, self._dirty = list(self._dirty.values()), {}
             for result in await asyncio.gather(*map(self._tidy, dirty), return_exceptions=True):
-                if isinstance(result, StateError):  # it is tried again with what comes next of the family
+                if isinstance(result, StateError):  # the family's next commit or sweep tries again
                     logger.warning("texts_not_deleted", extra={"fields": {"reason": str(result)}})
                 elif isinstance(result, BaseException):
                     raise result
@@ -317,7 +327,7 @@ class TextArchive:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """When this is left, the disk knows what was evicted."""
+        """At exit, wait until evicted entries are deleted from the disk."""
         try:
             yield
         finally:
@@ -334,7 +344,7 @@ def _rid_owner(digest: str) -> str:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Begin all of these in their order, and wait for all. Raises the first failure."""
+    """Start all coroutines in order and wait for all. Raise the first failure."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,5 +1,5 @@
-"""An entry as bytes, and back. What it shares with its parent in the same family is not repeated; ids, logprobs and
-ends are the bytes that they are in memory.
+"""Entries to bytes, and back. A prefix shared with a parent in the same family is not repeated. Ids, logprobs and ends
+are written as the bytes that they are in memory.
 
     header (`with_header`), own text (UTF-8), block of own tokens (`entry`)
 """
@@ -29,23 +29,23 @@ from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
 
-#: Python's strings may have halves of characters, which JSON can spell.
+#: Python strings may contain lone surrogates, which JSON can express.
 _HALVES = "surrogatepass"
 NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
 
 
 def parent_in_family(entry: Entry) -> Entry | None:
-    """The entry on disk that it is written behind."""
+    """Return the entry's parent if it is in the same family, else None. The entry is written as what follows it."""
     parent = entry.parent
     return parent if parent is not None and parent.family is entry.family else None
 
 
 def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: bool) -> bytes:
-    """An entry.
+    """Return an entry as bytes.
 
     Args:
-        text: its whole text, and
-        parent_text: that of its parent in the family, where it has one there.
+        text: the text of the entry, hidden tail included.
+        parent_text: the same of its parent in the family, or None without one.
         with_rows: whether its rows are written, too.
     """
     parent = parent_in_family(entry)
@@ -76,7 +76,7 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
 
 
 def _alone(entry: Entry, text: str) -> Entry:
-    """The same entry with all of its tokens its own."""
+    """Return a copy of the entry that owns all of its tokens."""
     if entry.parent is None:
         return entry
     trajectory, ends = entry.prefix(len(entry))
@@ -85,13 +85,13 @@ def _alone(entry: Entry, text: str) -> Entry:
 
 
 def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) -> RestoredEntry:
-    """An entry, without its rows.
+    """Read an entry, without its rows.
 
     Args:
-        before: those of the family that were read before it, by serial.
+        before: the entries of the family read so far, by serial.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none, or what it hangs on is missing.
+        KeyError, TypeError, ValueError: the bytes are not an entry, or its parent is missing.
     """
     header, begin = header_of(data)
     parent, shared_chars = header["parent"], header["shared_chars"]
@@ -119,7 +119,7 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
 
 
 def _check_block(block: bytes, own: int, runs: list[tuple[int, bool, str | None]], kind: np.dtype[Any]) -> None:
-    """Raises ValueError where a block has not the bytes that its header tells of."""
+    """Raise ValueError if the block's length does not fit its header."""
     begins = [0, *(upto for upto, _, _ in runs)]
     sampled = sum(upto - begin for begin, (upto, each, _) in zip(begins, runs, strict=False) if each)
     if begins[-1] != own or begins != sorted(begins):
