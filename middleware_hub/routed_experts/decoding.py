@@ -1,7 +1,7 @@
-"""Base64 of int32 decoded piece by piece, as it arrives, into the smallest type that holds the ids.
+"""Decode base64 of int32 chunk by chunk, as it arrives, into the smallest integer type that holds the ids.
 
-The whole string never exists here, and no id becomes a Python object: a piece is decoded and narrowed in the
-processor's cache by pybase64 and numpy, which takes less time than the kernel needs to bring it in.
+The whole string never exists in memory, and no id becomes a Python object. pybase64 and numpy decode and narrow a chunk
+in the processor's cache, faster than the kernel delivers it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import pybase64
 from miles_router.trajectory.rows import Blocks, RowArray, RowKind
 
 QUANTUM = 16  # characters: 12 bytes, three int32
-AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: what stays in a core's cache
+AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: stays in a core's cache
 SENT = np.dtype("<i4")
-UNSIGNED = np.dtype("<u4")  # what is negative shows as very large
+UNSIGNED = np.dtype("<u4")  # a negative id appears as a very large one
 QUOTE = b'"'
-#: Bytes of a block of ids. The last one of an answer is as long as what is in it.
+#: Bytes of a block of ids. The last block of an answer is shorter.
 BLOCK = 1 << 18
 
 
 class Decoder:
-    """Takes the characters of one string; gives the ids in it.
+    """A decoder of one string of ids.
 
     Args:
-        kind: what rows they are.
-        limit: bytes of ids that are kept; of what is longer, nothing is, and `finish` says so.
+        kind: the kind of the rows.
+        limit: bytes of ids to keep. Of a longer string nothing is kept, and `finish` raises.
     """
 
     def __init__(self, kind: RowKind, limit: int) -> None:
@@ -42,14 +42,14 @@ class Decoder:
         self._type = kind.types[0]
         self._most = int(np.iinfo(self._type).max)
         self._full: list[RowArray] = []
-        self._block: RowArray = np.empty(0, self._type)  # being filled
+        self._block: RowArray = np.empty(0, self._type)  # the block being filled
         self._filled = 0
-        self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
+        self._failure: tuple[str, str] | None = None  # not the exception: its traceback would reference this decoder
 
     def feed(self, data: memoryview) -> int:
-        """More characters, up to a quotation mark; how many they are. What is wrong with them is told at the end.
+        """Decode characters up to a quotation mark; return how many were consumed. `finish` reports invalid data.
 
-        The mark is searched for only where decoding meets something that is no base64.
+        The mark is searched for only where decoding fails.
         """
         at = 0
         while at < len(data):
@@ -64,12 +64,12 @@ class Decoder:
         return len(data)
 
     def _at_once(self, size: int) -> int:
-        """Characters to decode next. What is left over of the piece before goes in front of a few: a long piece is not
-        copied for it."""
+        """Return how many characters to decode next: few if a rest precedes a long chunk, so that the chunk is not
+        copied."""
         return (QUANTUM if self._rest and size > AT_ONCE else AT_ONCE) - len(self._rest)
 
     def _take(self, block: memoryview) -> bool:
-        """Decode a block, if it is nothing but base64."""
+        """Decode a block; return False if it is not base64."""
         characters = memoryview(b"".join((self._rest, block))) if self._rest else block
         whole = len(characters) - len(characters) % QUANTUM
         rest = bytes(characters[whole:])
@@ -109,7 +109,7 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids so far."""
+        """Bytes of the ids decoded so far."""
         return self._count * self._type.itemsize
 
     @property
@@ -135,7 +135,7 @@ class Decoder:
         self._full, self._block, self._filled, self._rest = [], np.empty(0, self._kind.types[0]), 0, b""
 
     def end(self) -> None:
-        """No more characters come: room that was not needed is given back."""
+        """Finish decoding, and free unused memory of the last block."""
         if self._rest and not self._decode(memoryview(self._rest)):
             self._fail("are_rows", "they are no base64")
         self._rest = b""
@@ -143,10 +143,10 @@ class Decoder:
             self._block = self._block[: self._filled].copy()
 
     def finish(self) -> Blocks:
-        """All ids, flat.
+        """Return all ids as one flat sequence.
 
         Raises:
-            InvalidTrajectory: `are_rows`, `of_the_model` or `fit`, with the kind's ids in front.
+            InvalidTrajectory: `are_rows`, `of_the_model` or `fit`, prefixed with the kind's ids (`experts_fit`).
         """
         self.end()
         if self._failure is not None:
@@ -155,5 +155,5 @@ class Decoder:
 
 
 def encoded(rows: RowArray) -> bytes:
-    """RowArray in SGLang's own form: base64 of row-major int32."""
+    """Return rows in SGLang's form: base64 of row-major int32."""
     return pybase64.b64encode(np.ascontiguousarray(rows, dtype="<i4").data)

@@ -24,15 +24,16 @@ from miles_router.trajectory.rows import AlignedRows, RowArray
 from miles_router.trajectory.safetensors import pack
 
 BINARY = "application/octet-stream"
-#: Headers of an answer that are part of what it says.
+#: Headers to pass on from another process's answer.
 SHOWN = frozenset({"content-type", "x-rid", "x-dtype", "x-shape", "x-start"})
 COMMON = ("format", "start", "stop")
-#: Rows of more ids are put into their form in a thread.
+#: Rows with more ids than this are serialized in a thread.
 OFF_LOOP = 1 << 20
 
 
 class Delivery:
-    """Answers from what is held under ids, and from the layers that hold trajectories."""
+    """The handler of the route: finds rows by generation id in the store, or by name in layers that hold
+    trajectories."""
 
     def __init__(self, store: RowStore, channel: RowChannel, owners: Owners) -> None:
         self._owners = owners
@@ -40,11 +41,12 @@ class Delivery:
         self._channel = channel
 
     async def answer(self, request: Request) -> Response:
-        """Rows `[start, stop)` of one trajectory in one of the formats.
+        """Return rows `[start, stop)` of one trajectory in the requested format.
 
         Raises:
-            BadRequest: a field is missing, unknown or of the wrong type, or the range is none.
-            NotFound, RowsNotHeld: there is no such trajectory, or nothing is held of it.
+            BadRequest: a field is missing, unknown or of the wrong type, or the range is invalid.
+            NotFound: the trajectory is unknown.
+            RowsNotHeld: the trajectory is known, its rows are not in memory.
         """
         exchange = Exchange.of(request.scope)
         asked = await exchange.read(request.receive)
@@ -80,7 +82,7 @@ class Delivery:
     def _written(
         self, form: str, rows: AlignedRows, start: int, stop: int
     ) -> tuple[dict[str, str], bytes | memoryview]:
-        """Headers and body. May be done in a thread.
+        """Return headers and body; may run in a thread.
 
         Raises:
             RowsNotHeld: some rows are missing or evicted.
@@ -94,7 +96,7 @@ class Delivery:
         return headers, FORMATS[form](kind.name, array, start)
 
     async def _of_another(self, scope: Scope, body: bytes) -> Response | None:
-        """What another process gives that knows it."""
+        """Return the answer of the first other process that knows the trajectory, or None."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
             if status != NotFound.status or orjson.loads(found)["error"]["type"] != NotFound.type:
@@ -103,7 +105,7 @@ class Delivery:
         return None
 
     def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
-        """What finds it, and the name by which it is to be found."""
+        """Return the source that the query names, and the name of the trajectory in it."""
         sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._bring), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
@@ -151,7 +153,7 @@ def _json(name: str, array: RowArray, start: int) -> bytes:
     return b"".join((b'{"%b":"' % name.encode("ascii"), encoded(array), b'",', about[1:]))
 
 
-#: How an array is written; each is given the kind's name, the array and its first row.
+#: How each format writes an array, given the kind's name, the array and the number of its first row.
 FORMATS: Mapping[str, Callable[[str, RowArray, int], bytes | memoryview]] = {
     "raw": _raw,
     "safetensors": _safetensors,
