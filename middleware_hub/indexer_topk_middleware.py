@@ -1,6 +1,6 @@
-"""RoutedExperts' counterpart for sparse attention: keeps the positions chosen for each token, for replay in training.
+"""IndexerTopkMiddleware: keeps the positions that sparse attention chose for each token, for replay in training.
 
-IndexerTopkMiddleware and RoutedExpertsMiddleware share their code; both may be listed together.
+It shares its code with RoutedExpertsMiddleware; both may be listed together.
 """
 
 from __future__ import annotations

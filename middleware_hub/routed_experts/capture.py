@@ -73,7 +73,7 @@ class Aligner:
             if prefix.count < start:
                 reason = f"rows {prefix.count} to {start - 1}: the client asked for those from {start} on"
                 raise self._store.kind.invalid("without_gap", reason)
-            # A prompt that ends with its generation's last token has one row more in memory than this answer needs.
+            # After an answer without tokens, a prompt that is in memory to its end has one row more than needed.
             count = min(prefix.count, max(tokens - 1, 0))
             fresh = _compact(own[prefix.count - start :]) if prefix.count > start else own
             parent, start = prefix.rows, count

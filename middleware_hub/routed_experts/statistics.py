@@ -9,7 +9,7 @@ from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 
 class RowStatistics(Statistics):
-    """What was transferred, saved and evicted since the start, and what is held now."""
+    """Counters of transferred, reused and evicted rows since the start, and gauges of the rows in memory."""
 
     answers = counter("Answers whose rows were taken.")
     transferred_rows = counter("Rows that came from workers.")
@@ -23,11 +23,11 @@ class RowStatistics(Statistics):
 
 
 class ExpertStatistics(RowStatistics, prefix="miles_router_routed_experts"):
-    """Those of routed experts."""
+    """Statistics of routed experts."""
 
 
 class PositionStatistics(RowStatistics, prefix="miles_router_indexer_topk"):
-    """Those of chosen positions."""
+    """Statistics of chosen positions."""
 
 
 STATISTICS: Mapping[RowKind, type[RowStatistics]] = {
