@@ -1,4 +1,4 @@
-"""Looks where requests run, and has some of them move."""
+"""Compare the workers' loads, and move running requests between them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from miles_router.partial_rollouts.moves.moved import BEGUN_ANEW, Relocation
 
 logger = logging.getLogger(__name__)
 
-#: As often requests are looked at within the time that one must have run.
+#: Checks of running requests within the time that a request must have run.
 LOOKS = 5
-#: How many move at a time, and how many bodies are read to find them.
+#: Limits for one check: moves, and bodies that are parsed.
 AT_ONCE, READ_AT_ONCE = 4, 16
 
 
 class UnitName(NamedTuple):
-    """The URL of a unit's worker, and its rank there."""
+    """A unit: the URL of its worker, and its rank there."""
 
     url: str
     rank: int | None
@@ -44,7 +44,7 @@ class UnitName(NamedTuple):
 
 @dataclass(slots=True)
 class Stay:
-    """How long a request has been where it is, and whether it stays."""
+    """How long a request has been at its unit; `stays` if it cannot move."""
 
     place: UnitName
     since: float
@@ -53,13 +53,13 @@ class Stay:
 
 
 class Mover:
-    """Looks between `running()`'s enter and exit.
+    """The mover of running requests; it works inside the context `running()`.
 
     Args:
-        services: what carries on, and cuts of pauses not among it.
+        services: the services for continuing generations; they must not resume cuts of pauses.
         app: the innermost app.
-        after: seconds that a request must have run since it was sent; 0: none moves.
-        excused: whether a control request may be under way.
+        after: seconds that a request must have run since it was sent; 0 turns moves off.
+        excused: returns whether a control request may be running.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look in the background; every order has ended when this is left."""
+        """Check loads in the background inside this context; at exit, wait for all abort orders to end."""
         if not self._after:
             yield
             return
@@ -94,7 +94,7 @@ class Mover:
             await self.look(time.monotonic())
 
     async def look(self, now: float) -> None:
-        """Have requests move that should, of those that have been long where they are at the time `now`."""
+        """Start moves of requests that have been at a crowded unit for `after` seconds at the time `now`."""
         self._note_stays(now)
         loads = self._loads()
         if len(loads) < 2 or not self._quiet():
@@ -112,7 +112,7 @@ class Mover:
             await pace.step()
 
     def _quiet(self) -> bool:
-        """Whether nothing is under way that changes, silences or cuts what runs."""
+        """Return whether no pause, weight update or control request is in progress."""
         return not self._fleet.gate.closed and self._fleet.pool.weights_epoch % 2 == 0 and not self._excused()
 
     def _note_stays(self, now: float) -> None:
@@ -124,11 +124,12 @@ class Mover:
             place, stay = UnitName(flight.worker_url, flight.rank), before.get(exchange)
             if stay is None or stay.place != place or stay.body is not body:
                 stay = Stay(place, now, body)
-                flight.move = None  # of where it was before
+                flight.move = None  # the move from its earlier unit is over
             self._stays[exchange] = stay
 
     def _loads(self) -> dict[UnitName, int]:
-        """How many requests each unit will have that others can take some from, and that can take some."""
+        """Return the number of requests that each unit will have after the moves in progress; only units that can move
+        some."""
         pool = self._fleet.pool
         loads = {
             UnitName(unit.worker.url, unit.rank): unit.in_flight
@@ -141,7 +142,7 @@ class Mover:
                 loads[stay.place] -= 1
                 _expect(loads, move.target)
         for exchange in self._attempts:
-            if exchange.flight.stop is None:  # between two workers
+            if exchange.flight.stop is None:  # not at a worker at the moment
                 _expect(loads, exchange.flight.preferred)
         return loads
 
@@ -154,7 +155,7 @@ class Mover:
         return choice
 
     async def _begin(self, exchange: Exchange, source: UnitName, target: UnitName) -> bool:
-        """Have one move, if it can: what could fail later is found out now."""
+        """Start one move; return False if the request cannot move. Check before the abort what could fail after it."""
         stay, engines = self._stays[exchange], [self._facts(source), self._facts(target)]
         with ExitStack() as order:
             try:
@@ -186,7 +187,7 @@ class Mover:
         return True
 
     def _order(self, worker: Worker, rid: str, until_then: ExitStack) -> None:
-        """Have a worker abort a generation. One that does not hear it goes on with it."""
+        """Order a worker to abort a generation. If the order is lost, the worker continues it."""
         order = tasks.spawn(self._tell(worker, rid), name=f"move from {worker.url}")
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
@@ -197,8 +198,8 @@ class Mover:
         await self._fan_out.ask_one(worker, outgoing_order(order), BRIEF)
 
     def _moves(self, worker: Worker) -> bool:
-        """Whether its engine gives back what it has sampled, and says which weights it has, and how long a context; and
-        needs no other for it."""
+        """Return whether a worker's requests can move: its engine returns the tokens of aborted requests, its weight
+        version and context length are known, and it is not half of a prefill/decode pair."""
         return (
             worker.role is Role.REGULAR
             and worker.weight_version is not None
@@ -212,14 +213,15 @@ class Mover:
 
 
 def _expect(loads: dict[UnitName, int], url: str | None) -> None:
-    """Count one more request where it will be."""
+    """Count one more request at the worker's unit with the fewest."""
     units = [unit for unit in loads if unit.url == url]
     if units:
         loads[min(units, key=loads.__getitem__)] += 1
 
 
 def _waits(exchange: Exchange) -> bool:
-    """Whether its worker has it, nobody has ended it, no reply has begun, and none was given up for a move."""
+    """Return whether a request is at its worker, unanswered, not aborted, and neither moving nor moved in vain
+    before."""
     flight = exchange.flight
     if BEGUN_ANEW in exchange.notes:
         return False
