@@ -98,7 +98,6 @@ class RadixTreeMiddleware:
             yield
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Return the routes `POST /retrieve_from_text` and the audits of text rollouts."""
         return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"]), *audit_routes(self._audits)]
 
     def owner_name(self, scope: Scope) -> str | None:

@@ -96,7 +96,6 @@ class RadixTreeCache:
 
     @property
     def characters(self) -> int:
-        """Characters of text in memory."""
         return self._tree.characters
 
     # Looking up

@@ -54,7 +54,6 @@ class TextRecorder:
 
     @property
     def statistics(self) -> CacheStatistics:
-        """The counters of the cache."""
         return self.cache.statistics
 
     async def tokenize(self, prompt: Prompt) -> TokenizedText:

@@ -61,7 +61,6 @@ class Node:
             self._below = {below.label[0]: below, char: child}
 
     def disown(self, child: Node) -> None:
-        """Remove a child."""
         if not isinstance(self._below, dict):
             self._below = None
             return

@@ -66,7 +66,6 @@ class RowKeeper:
         router.publish(kind.name, self.store.statistics, shape=channel.describe)
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Return the route that serves the rows (`POST /routed_experts`)."""
         return [Route(f"/{self.fields.kind.name}", self._delivery.answer, methods=["POST"])]
 
     def owner_name(self, scope: Scope) -> str | None:

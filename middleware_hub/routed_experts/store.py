@@ -52,7 +52,6 @@ class RowStore:
         self._by_rid: dict[str, Key] = {}
 
     def __len__(self) -> int:
-        """Return the number of generations with rows in memory."""
         return len(self._records)
 
     def add(

@@ -173,7 +173,6 @@ class _OpeningStream(Tap):
             raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
 
     def _generation(self, index: object) -> ResumableGeneration | None:
-        """Return the generation with this index, or None."""
         return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
 
     async def _read(self, event: Event) -> bool:

@@ -173,7 +173,6 @@ class _Powers:
         self._known = np.ones(1, dtype=np.uint64)
 
     def first(self, count: int) -> npt.NDArray[np.uint64]:
-        """Return the first `count` powers."""
         if len(self._known) < count:
             self._known = np.cumprod(np.append(np.uint64(1), np.full(max(count, 4096), _BASE)), dtype=np.uint64)
         return self._known[:count]

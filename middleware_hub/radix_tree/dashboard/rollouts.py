@@ -168,7 +168,6 @@ class TextRollouts:
         return iter(tuple(self._by_id.values()))
 
     def get(self, rollout_id: str) -> TextRollout | None:
-        """Return the rollout with this id, or None."""
         return self._by_id.get(rollout_id)
 
     # The episode source
@@ -178,7 +177,6 @@ class TextRollouts:
         return [RolloutView(rollout, self._router) for rollout in self._shelf.newest(before, most)]
 
     async def find(self, episode_id: str) -> EpisodeView | None:
-        """Return the episode with this id, or None."""
         rollout = self.get(episode_id)
         return None if rollout is None else RolloutView(rollout, self._router)
 

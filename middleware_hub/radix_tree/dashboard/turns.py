@@ -99,7 +99,6 @@ class TextTurn:
         return np.array_equal(mine.tokens, theirs.tokens)
 
     def row(self) -> TurnRow:
-        """Return the turn as the dashboard shows it."""
         return TurnRow(
             turn=self.number,
             parent=None if self.before is None else self.before.number,

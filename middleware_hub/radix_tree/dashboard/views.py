@@ -36,7 +36,6 @@ class RolloutView:
 
     @property
     def place(self) -> EpisodePlace:
-        """The position of the rollout in the order of episodes."""
         return self._rollout.place
 
     def facets(self) -> Facets:
@@ -46,7 +45,6 @@ class RolloutView:
         return Facets(self._state(), self._rollout.group, reasons, self._workers())
 
     def row(self) -> EpisodeRow:
-        """Return the rollout's row in the list of episodes."""
         rollout = self._rollout
         turns = [*rollout.turns.values()]
         continued = rollout.continued()
@@ -82,7 +80,6 @@ class RolloutView:
         return {"metadata": None, "contract": None, "untraced": 0}
 
     def turns(self) -> Iterator[TurnRow]:
-        """Return the rows of the turns in memory."""
         return (turn.row() for turn in list(self._rollout.turns.values()))
 
     def line(self, leaf: int | None) -> EpisodeLine:

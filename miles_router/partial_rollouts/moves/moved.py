@@ -167,7 +167,7 @@ class MovedAnswer(ResumableAnswer):
             self._attempts.discard(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Let a worker continue the generation; return early if a pause comes before the request is sent."""
+        """Let a worker continue the generation; return early if a pause comes while no worker has the request."""
         flight = attempt.exchange.flight
         flight.move, flight.first_byte_at = None, None
         if not self._tries:
