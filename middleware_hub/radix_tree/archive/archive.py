@@ -155,9 +155,8 @@ class TextArchive:
                         if (read := rows.get(number_of_rows(kind, entry.serial))) is not None:
                             entry.rows = {**entry.rows, kind: read.taken}
                     self._count(family, family.add(entry))
-                    if (
-                        parent is not None and entry.parent is not parent
-                    ):  # its old parent may be evicted now: write it again
+                    # An entry with another parent no longer protects its old one from eviction: write it again.
+                    if parent is not None and entry.parent is not parent:
                         family.unsaved[entry.serial] = entry
                 self._rows.restore(family, rows)
             self.statistics.loaded += len(restored)
@@ -201,9 +200,8 @@ class TextArchive:
         if self._store is None or entry.node is None:  # evicted at once
             return
         family = (before.family if before is not None else None) or Family.of(prompt, self._slots)
-        family = self._families.setdefault(
-            family.name, family
-        )  # it may have been deleted, or created by another request
+        # The family may have been deleted meanwhile, or another request may have created it.
+        family = self._families.setdefault(family.name, family)
         assert family.loaded, "a text is recorded that nobody has looked up"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
