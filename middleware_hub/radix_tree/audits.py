@@ -1,5 +1,7 @@
-"""Compare text rollouts in memory with what engines compute for the same tokens. Clients write the prompts, so no chat
-template is compared."""
+"""Compare text rollouts in memory with what engines compute for the same tokens.
+
+Clients write the prompts, so no chat template is compared.
+"""
 
 from __future__ import annotations
 

@@ -86,8 +86,7 @@ class Aligner:
         return node
 
     def _alike(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
-        """Return how many rows equal those of the previous answer if both share a parent: answers come prompt by
-        prompt."""
+        """Return how many rows equal those of the previous answer, if both continue the same rows."""
         other = self._sibling
         if other is None or not other.held or other.parent is not parent or other.start != start:
             return 0

@@ -223,8 +223,10 @@ class TextArchive:
                 await self._commit(family)
 
     async def _commit(self, family: Family) -> None:
-        """Make a family's present state durable. An id maps to a family or to nothing: write ids first, delete them
-        last."""
+        """Make a family's present state durable.
+
+        Ids are written before the entries that they lead to, and deleted after them.
+        """
         assert self._store is not None
         put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
         rows, rows_gone = dict(family.rows.unsaved), set(family.rows.gone)

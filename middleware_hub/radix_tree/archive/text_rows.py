@@ -58,9 +58,8 @@ class FamilyRows:
         """Return the changes that write unsaved records and delete those that are gone."""
         parents = {number: record.parent for number, record in self.records.items()}
         put = {number: (rows, _serial(parents[number])) for number, rows in self.unsaved.items()}
-        written = {
-            n: written_rows(*each) for n, each in put.items() if can_be_written(*each)
-        }  # memory still has the rows
+        # Only rows that memory still has can be written.
+        written = {n: written_rows(*each) for n, each in put.items() if can_be_written(*each)}
         return {**written, **dict.fromkeys(self.gone)}
 
 
@@ -96,8 +95,7 @@ class TextRows:
 
     @property
     def max_bytes(self) -> int:
-        """The limit of bytes of all records: as for rows in memory. Without a layer that keeps rows, there is no
-        limit."""
+        """The limit of bytes of all records, as for rows in memory; unlimited without a layer that keeps rows."""
         return sum(channel.max_bytes for channel in self.channels.values()) or sys.maxsize
 
     def count(self, family: Family, nbytes: int) -> None:

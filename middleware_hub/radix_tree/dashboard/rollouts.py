@@ -42,8 +42,7 @@ class TextRollouts:
     def under_way(
         self, exchange: Exchange, request: GenerateRequest, prompts: Sequence[TokenizedText]
     ) -> Iterator[RunningRollouts]:
-        """Yield the rollouts of a request's generations, and count the request as in flight for each inside this
-        context."""
+        """Yield the rollouts of a request's generations; inside this context the request counts as in flight."""
         group, model = exchange.flight.group, request.body.get("lora_path")
         rollouts = []
         for generation in range(request.generations):
@@ -102,8 +101,7 @@ class TextRollouts:
                 self._router.run.reward(spans[-1].version if spans else None, reward)
 
     def _unread(self, turn: TextTurn, tokens: int) -> TextTurn:
-        """Return this turn, or an equal one with uncounted tokens among its first `tokens`; this turn if there is
-        none."""
+        """Return this turn, or if its first `tokens` tokens are counted, an equal turn where they are not."""
         node = turn.entry.node
         if turn.read < tokens or node is None:
             return turn
@@ -112,8 +110,7 @@ class TextRollouts:
         return next((each for each in unread if each.agrees_with(turn, tokens)), turn)
 
     def _turn_before(self, prompt: TokenizedText) -> tuple[TextTurn | None, int]:
-        """Return the turn that sampled the end of a prompt's reused prefix, and how many of its tokens the prompt
-        keeps."""
+        """Return the turn that a prompt continues, and how many of the turn's tokens the prompt keeps."""
         if prompt.goes_on_from is None or prompt.match.entry is None:
             return None, 0
         turn, kept = _sampled_within(self._turns.get(prompt.match.entry), len(prompt.match.trajectory))
@@ -207,8 +204,7 @@ class RunningRollouts:
 
 
 def _sampled_within(turn: TextTurn | None, tokens: int) -> tuple[TextTurn | None, int]:
-    """Return the last turn of this branch that sampled one of the first `tokens` tokens, and how many of these it
-    has."""
+    """Return the last turn up to this one that sampled one of the first `tokens` tokens, and how many it has."""
     while turn is not None and tokens <= turn.prompt:
         tokens, turn = min(tokens, turn.kept), turn.before
     return turn, tokens
