@@ -64,8 +64,7 @@ class Decoder:
         return len(data)
 
     def _at_once(self, size: int) -> int:
-        """Return how many characters to decode next: few if a rest precedes a long chunk, so that the chunk is not
-        copied."""
+        """Return how many characters to decode next: few behind a rest, which has to be joined with them in a copy."""
         return (QUANTUM if self._rest and size > AT_ONCE else AT_ONCE) - len(self._rest)
 
     def _take(self, block: memoryview) -> bool:

@@ -32,8 +32,7 @@ OFF_LOOP = 1 << 20
 
 
 class Delivery:
-    """The handler of the route: finds rows by generation id in the store, or by name in layers that hold
-    trajectories."""
+    """The handler of the route. It finds rows by generation id, or by a name in a layer that holds trajectories."""
 
     def __init__(self, store: RowStore, channel: RowChannel, owners: Owners) -> None:
         self._owners = owners
