@@ -45,7 +45,7 @@ class TokenizedText:
 
 
 class TextRecorder:
-    """Converts texts to ids through the cache, and records answers."""
+    """The cache as a tokenizer of prompts and a record of answers."""
 
     def __init__(self, cache: RadixTreeCache, archive: TextArchive, encoder: AsyncEncoder) -> None:
         self.cache = cache

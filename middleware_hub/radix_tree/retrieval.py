@@ -137,7 +137,6 @@ class Retrieval:
         return self._cache.by_rid(rid) is not None
 
     async def _of_several(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
-        """Retrieve many texts, each from the process that has it."""
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
         answers = await self._holders.ask(scope, texts)

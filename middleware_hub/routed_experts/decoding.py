@@ -108,7 +108,6 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids decoded so far."""
         return self._count * self._type.itemsize
 
     @property

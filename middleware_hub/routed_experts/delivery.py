@@ -104,7 +104,6 @@ class Delivery:
         return None
 
     def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
-        """Return the source that the query names, and the name of the trajectory in it."""
         sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._bring), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:

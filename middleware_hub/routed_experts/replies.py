@@ -130,7 +130,6 @@ class VerbatimReply(RowReply):
         self._clear = False  # rows were found in the current event
 
     async def begun(self) -> None:
-        """Prepare for a reply. A JSON reply keeps its length."""
         await super().begun()
         self.same_length = self.kind is Kind.JSON  # a stream may end with an error event of the router
 

@@ -85,7 +85,6 @@ def configured_indexer_shape(config: Mapping[str, Any]) -> RowShape | None:
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of a `config.json`."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 

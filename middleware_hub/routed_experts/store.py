@@ -82,8 +82,7 @@ class RowStore:
     def restore(
         self, own: RowArray | Blocks, start: int, parent: AlignedRows | None, rid: str | None = None
     ) -> AlignedRows:
-        """Add the rows of a restored trajectory, under `rid` unless a later generation has that id. Raises like
-        `add`."""
+        """Add the rows of a restored trajectory, under `rid` unless a later generation has it. Raises like `add`."""
         return self.add(own, start=start, parent=parent, rid=None if rid in self._by_rid else rid, keep=False)
 
     def unname(self, rid: str) -> None:
@@ -102,8 +101,7 @@ class RowStore:
 
     @contextmanager
     def pinned(self, nodes: Iterable[AlignedRows]) -> Iterator[None]:
-        """Protect these rows, and those that they continue, from eviction inside this context: an answer will continue
-        them."""
+        """Protect these rows, and those that they continue, from eviction inside this context."""
         records = []
         for node in nodes:
             self._use(node)

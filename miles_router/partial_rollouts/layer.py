@@ -40,8 +40,7 @@ class PartialRollouts:
 
 
 class _UnreadRequest(Tap):
-    """The reply to a request that the router cannot read. Usually the engine refuses it; an answer cannot be
-    resumed."""
+    """The reply to a request that the router cannot read: mostly an error of the engine. It is not resumed."""
 
     layer: str = LAYER
 

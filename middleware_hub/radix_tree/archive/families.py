@@ -139,7 +139,6 @@ class RootIndex:
         self._sorted = None
 
     def remove(self, family: Family) -> None:
-        """Remove a family that was loaded or deleted."""
         del self._families[family.name]
         same = self._by_number[family.number]
         same.remove(family)

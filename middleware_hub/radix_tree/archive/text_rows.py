@@ -124,7 +124,6 @@ class TextRows:
             self._places[rows] = family, number
 
     def family_of(self, rows: AlignedRows) -> Family | None:
-        """Return the family that has a record of these rows, or None."""
         return self._places.get(rows, (None, 0))[0]
 
     def sweep(self, family: Family) -> None:

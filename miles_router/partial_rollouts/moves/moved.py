@@ -108,7 +108,6 @@ class MovedAnswer(ResumableAnswer):
         self._tries = self._refusals = 0
 
     async def take(self, message: Message) -> None:
-        """Receive a message of the first worker's reply."""
         await self._reply.send(message)
 
     async def finish(self) -> None:
@@ -212,8 +211,7 @@ class MovedAnswer(ResumableAnswer):
     async def _next_request(
         self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
     ) -> bytes | None:
-        """Return the next request's body; None also if a cutting pause has come, which ends this generation like all
-        others."""
+        """Return the next request's body; None also if a cutting pause has come, which ends the continuation."""
         bodies: list[bytes | None] = [None]
 
         async def ask() -> None:
@@ -222,8 +220,7 @@ class MovedAnswer(ResumableAnswer):
         return bodies[-1] if await self._before_a_pause(ask(), lambda: True) else None
 
     async def _before_a_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
-        """Run `work`; cancel it and return False if a cutting pause comes while `waits()` is true. Raise what it
-        raises."""
+        """Run `work` and return True; cancel it and return False if a cutting pause comes while `waits()` is true."""
         gate, cuts = self.services.router.gate, self._relocation.cuts
         task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
         try:

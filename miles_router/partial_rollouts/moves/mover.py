@@ -77,7 +77,7 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Check loads in the background inside this context; at exit, wait for all abort orders to end."""
+        """Check loads in the background inside this context; at exit, end all abort orders."""
         if not self._after:
             yield
             return
@@ -128,8 +128,7 @@ class Mover:
             self._stays[exchange] = stay
 
     def _loads(self) -> dict[UnitName, int]:
-        """Return the number of requests that each unit will have after the moves in progress; only units that can move
-        some."""
+        """Return, for each unit that can move requests, how many it will have after the moves in progress."""
         pool = self._fleet.pool
         loads = {
             UnitName(unit.worker.url, unit.rank): unit.in_flight
@@ -220,8 +219,7 @@ def _expect(loads: dict[UnitName, int], url: str | None) -> None:
 
 
 def _waits(exchange: Exchange) -> bool:
-    """Return whether a request is at its worker, unanswered, not aborted, and neither moving nor moved in vain
-    before."""
+    """Return whether a request waits for its worker's reply, and is neither aborted, nor moving, nor moved in vain."""
     flight = exchange.flight
     if BEGUN_ANEW in exchange.notes:
         return False
