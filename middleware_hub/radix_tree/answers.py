@@ -100,7 +100,7 @@ class AnswerTap(Tap):
             return body
         answers = reply if isinstance(reply, list) else [reply]
         if len(answers) != len(self._generations):
-            self._refuse("answer_count", f"{len(answers)} answers to {len(self._generations)} generations")
+            self._refuse("answer_count", f"{len(answers)} answers came for {len(self._generations)} generations")
             return body
         for generation, answer in enumerate(answers):
             self._check_prompt(generation, answer)
@@ -132,7 +132,7 @@ class AnswerTap(Tap):
         generation = answer.get("index", self._without_index)
         if type(generation) is not int or generation not in self._generations:
             if not self._surplus:
-                self._refuse("answer_count", f"an event of answer {generation!r}")
+                self._refuse("answer_count", f"an event has the unexpected index {generation!r}")
             self._surplus = True
             return event.raw
         if generation in self._growing:
@@ -189,9 +189,7 @@ class AnswerTap(Tap):
         cut = [] if self._failed else [*self._growing]
         for generation in cut:
             if self._unreadable:
-                self._refuse(
-                    "not_json", f"an event of answer {generation} is no JSON, or has a number that JSON has not"
-                )
+                self._refuse("not_json", f"an event of answer {generation} is not JSON, which has no NaN and Infinity")
             else:
                 self._refuse("incomplete", f"the stream ended before answer {generation} did")
         self._growing.clear()

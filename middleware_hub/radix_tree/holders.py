@@ -109,7 +109,7 @@ class TextHolders:
             return await self.spellings(texts)
         status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: texts}))
         if status != 200:
-            raise OwnerUnavailable(f"process {owner} answers {status}")
+            raise OwnerUnavailable(f"process {owner} of the router answered {status} about recorded texts")
         told: list[Spellings] = orjson.loads(answer)
         return told
 

@@ -37,7 +37,7 @@ def read_request(body: object) -> GenerateRequest:
             raise NotRecordable("text_and_ids")
     request = GenerateRequest.read(body)
     if not all(prompt.text or prompt.ids for prompt in request.prompts):
-        raise BadRequest("a prompt must not be empty: an engine ends over one")
+        raise BadRequest("a prompt must not be empty: engines crash on empty prompts")
     wanted = request.body.get(LOGPROBS)
     if request.batch and isinstance(wanted, list) and len(wanted) != len(request.prompts):
         raise NotRecordable("return_logprob")

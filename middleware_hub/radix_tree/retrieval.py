@@ -203,7 +203,7 @@ class Retrieval:
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
         entry = self._cache.by_rid(rid)
         if entry is None:
-            raise NotFound(f"no generation {rid!r} is held")
+            raise NotFound(f"generation {rid!r} is unknown or was evicted")
         shown = self._cache.text_of(entry)
         if text is not None and text != shown:
             raise BadRequest(f"generation {rid!r} has another text")
@@ -243,7 +243,7 @@ def _check(asked: Any) -> None:
     if not isinstance(asked, Mapping):
         raise BadRequest("the request body must be a JSON object")
     if unknown := set(asked) - FIELDS:
-        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(FIELDS))}")
+        raise BadRequest(f"unknown field {min(unknown)!r}; known fields are {', '.join(sorted(FIELDS))}")
     for name, wanted in (("text", str), ("rid", str), ("strict", bool), ("return_logp", bool), ("texts", list)):
         if asked.get(name) is not None and not isinstance(asked[name], wanted):
             raise BadRequest(f"{name} must be a {wanted.__name__}")
@@ -255,9 +255,9 @@ def _check(asked: Any) -> None:
         _check_text(asked.get("text"))
         return
     if asked.get("text") is not None or asked.get("rid") is not None:
-        raise BadRequest("texts goes with neither text nor rid")
+        raise BadRequest("texts cannot be combined with text or rid")
     if not texts or len(texts) > MAX_TEXTS:
-        raise BadRequest(f"texts must hold 1 to {MAX_TEXTS} texts")
+        raise BadRequest(f"texts must have 1 to {MAX_TEXTS} texts")
     for text in texts:
         _check_text(text if isinstance(text, str) else "")
 
@@ -265,7 +265,7 @@ def _check(asked: Any) -> None:
 def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> None:
     given, rewards = asked.get("reward"), asked.get("rewards")
     if given is not None and texts is not None:
-        raise BadRequest("reward goes with text or rid; texts have rewards, one for each")
+        raise BadRequest("reward is for text or rid; with texts, send rewards, one for each text")
     if rewards is not None and (texts is None or not isinstance(rewards, list) or len(rewards) != len(texts)):
         raise BadRequest("rewards must be a list with one number or null for each of texts")
     for reward in (given, *(rewards or ())):
@@ -275,4 +275,4 @@ def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> 
 
 def _check_text(text: str | None) -> None:
     if text == "":
-        raise BadRequest("a text must be a string that is not empty")
+        raise BadRequest("a text must be a non-empty string")

@@ -20,11 +20,11 @@ class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
     evicted_tokens = counter("Tokens evicted.")
     retrievals = counter("Texts and ids retrieved.")
     ambiguous = counter("Retrievals by a text that several different trajectories spell.")
-    entries = gauge("Generations held.")
-    tokens = gauge("Tokens held, shared prefixes counted once.")
-    token_bytes = gauge("Bytes of the tokens held.")
-    text_characters = gauge("Characters of text held.")
-    passed_through = counter("Requests and answers left alone, by reason.", by="reason")
+    entries = gauge("Generations in memory.")
+    tokens = gauge("Tokens in memory, shared prefixes counted once.")
+    token_bytes = gauge("Bytes of the tokens in memory.")
+    text_characters = gauge("Characters of text in memory.")
+    passed_through = counter("Requests and answers that were not recorded, by reason.", by="reason")
     invalid_answers = counter("Of these, answers that contradict themselves, by worker.", by="worker")
 
 
@@ -32,7 +32,7 @@ class ArchiveStatistics(Statistics, prefix="miles_router_radix_tree_archive"):
     """Numbers of the texts on the disk. They are 0 until the first look-up. The store itself counts commits."""
 
     families = gauge("Families of generations on the disk, one for each first prompt.")
-    tokens = gauge("Tokens of these, and 16 for each generation; what families share is counted in each.")
-    row_bytes = gauge("Bytes of rows of these.")
+    tokens = gauge("Tokens of these families, plus 16 for each generation; shared prefixes count in each family.")
+    row_bytes = gauge("Bytes of rows of these families.")
     loaded = counter("Generations read from the disk.")
     failed = counter("Reads that failed, by error.", by="error")

@@ -71,7 +71,7 @@ class Aligner:
         fresh: RowArray | Blocks = own
         if prefix is not None:
             if prefix.count < start:
-                reason = f"rows {prefix.count} to {start - 1}: the client asked for those from {start} on"
+                reason = f"rows {prefix.count} to {start - 1} are missing: the client asked for rows from {start} on"
                 raise self._store.kind.invalid("without_gap", reason)
             # After an answer without tokens, a prompt that is in memory to its end has one row more than needed.
             count = min(prefix.count, max(tokens - 1, 0))
@@ -197,7 +197,7 @@ class Capture:
         Raises:
             RowsMissing: rows are required.
         """
-        self._refuse("unread", f"let it answer without Content-Encoding ({encoding}), which it was not asked for")
+        self._refuse("unread", f"turn off its Content-Encoding ({encoding}), which the router did not ask for")
 
     def _refuse(self, reason: str, remedy: str) -> None:
         error = MISSING[self.fields.kind](self.fields.kind, self.exchange.flight.worker_url, remedy)

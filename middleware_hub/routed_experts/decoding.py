@@ -57,7 +57,7 @@ class Decoder:
             if self._failure is not None or not self._take(block):
                 end = bytes(block).find(QUOTE)
                 if self._failure is None and not (end >= 0 and self._take(block[:end])):
-                    self._fail("are_rows", "they are no base64")
+                    self._fail("are_rows", "they are not base64")
                 if end >= 0:
                     return at + end
             at += len(block)
@@ -83,7 +83,7 @@ class Decoder:
         except (binascii.Error, ValueError):
             return False
         if len(raw) % SENT.itemsize:
-            self._fail("are_rows", "their base64 ends before its end, or within an id")
+            self._fail("are_rows", "their base64 has padding before its end, or ends within an id")
         elif raw:
             self._keep(np.frombuffer(raw, self._sent))
         return True
@@ -95,9 +95,7 @@ class Decoder:
         if self._kind.least < 0 and int(ids.min()) < self._kind.least:
             self._fail("of_the_model", f"an id is below {self._kind.least}")
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail(
-                "fit", f"they take more than the {self._limit} bytes that may be held (max_bytes, --max-answer-bytes)"
-            )
+            self._fail("fit", f"they take more than {self._limit} bytes (max_bytes, --max-answer-bytes)")
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
@@ -135,7 +133,7 @@ class Decoder:
     def end(self) -> None:
         """Finish decoding, and free unused memory of the last block."""
         if self._rest and not self._decode(memoryview(self._rest)):
-            self._fail("are_rows", "they are no base64")
+            self._fail("are_rows", "they are not base64")
         self._rest = b""
         if self._filled < len(self._block):
             self._block = self._block[: self._filled].copy()

@@ -70,7 +70,7 @@ class Delivery:
         start, stop = _range(query, max(match.tokens - 1, 0))
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
-            raise NOT_HELD[kind](f"no {kind.title} are held of it: {reason}")
+            raise NOT_HELD[kind](f"no {kind.title} of this trajectory are in memory: {reason}")
         write = functools.partial(self._written, form, rows, start, stop)
         small = (stop - start) * (rows.width or 0) < OFF_LOOP
         headers, body = write() if small else await asyncio.to_thread(write)
@@ -111,7 +111,7 @@ class Delivery:
         name = names[0]
         known = (name, *sources[name].fields, *COMMON)
         if unknown := query.keys() - set(known):
-            raise BadRequest(f"unknown field {min(unknown)!r}; known with {name} are {', '.join(known)}")
+            raise BadRequest(f"unknown field {min(unknown)!r}; known fields with {name} are {', '.join(known)}")
         if not isinstance(query[name], str):
             raise BadRequest(f"{name} must be a string")
         return sources[name], query[name]
@@ -123,7 +123,7 @@ class Delivery:
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])
         if rows is None:
-            raise NotFound(f"no {self._store.kind.title} of a generation {query['rid']!r} are held")
+            raise NotFound(f"no {self._store.kind.title} of generation {query['rid']!r} are in memory")
         return RowMatch(TrajectoryRows(rows), len(rows) + 1, query["rid"])
 
 
@@ -133,7 +133,7 @@ def _range(query: Mapping[str, Any], rows: int) -> tuple[int, int]:
         if type(value) is not int:
             raise BadRequest(f"{name} must be a whole number")
     if not 0 <= start <= stop <= rows:
-        raise BadRequest(f"rows {start} to {stop} are not within the {rows} of this trajectory")
+        raise BadRequest(f"rows {start} to {stop} are out of range: this trajectory has {rows} rows")
     return start, stop
 
 

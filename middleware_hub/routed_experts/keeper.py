@@ -51,11 +51,11 @@ class RowKeeper:
             raise ConfigError(f"{option}.max_bytes: must be at least 1, not {max_bytes}")
         own = f"{type(self).__module__}.{type(self).__name__}"
         if [spec.path.replace(":", ".") for spec in router.config.middlewares].count(own) > 1:
-            raise ConfigError(f"{option}: it is listed twice")
+            raise ConfigError(f"{option}: listed twice; list it once")
         self.app = app
         channel = router.rows[kind]
         if channel.sources:  # layers are built from the innermost outwards
-            raise ConfigError(f"{option}: list it behind the middlewares whose rollouts it serves")
+            raise ConfigError(f"{option}: list it after the middlewares whose rollouts it serves")
         channel.captures, channel.shape, channel.shape_option = True, shape, self.shape_option
         self.store = RowStore(kind, max_bytes)
         channel.max_bytes, channel.hold = max_bytes, self.store.restore

@@ -47,7 +47,7 @@ class RowReply(Tap):
             encoding = first_header(self.start["headers"], b"content-encoding") or b""
             self._capture.unread(encoding.decode("latin-1"))
         elif reason == "too_large":
-            raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes beside its rows")
+            raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes besides its rows")
 
     def _take_answers(self, remains: bytes) -> None:
         """Take the rows of every answer in a whole reply.
@@ -60,7 +60,7 @@ class RowReply(Tap):
             answers = self._reader.answers(orjson.loads(remains))
         except (orjson.JSONDecodeError, UnreadableAnswer) as error:
             if self._extractor.takers:
-                raise UpstreamInvalidResponse(f"the worker's answer is none of the engine's: {error!r}") from None
+                raise UpstreamInvalidResponse(f"the worker's answer has rows and cannot be read: {error!r}") from None
             return
         for answer in answers:
             if not self._take_rows(answer):
@@ -73,7 +73,7 @@ class RowReply(Tap):
             answer = self._reader.event(event, has_rows=has_rows)
         except UnreadableAnswer as error:
             if has_rows:
-                raise UpstreamInvalidResponse(f"the worker's event is none of the engine's: {error!r}") from None
+                raise UpstreamInvalidResponse(f"the worker's event has rows and cannot be read: {error!r}") from None
             return
         if answer is not None and not self._take_rows(answer) and answer.ended:
             self._capture.missing(answer.meta, aborted=answer.aborted)

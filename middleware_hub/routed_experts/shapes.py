@@ -146,13 +146,13 @@ class ShapeCheck:
             behind = largest > np.arange(start + at, start + at + len(largest))
             if behind.any():
                 place = int(behind.argmax())
-                reason = f"row {start + at + place} has {largest[place]}, which is behind it"
+                reason = f"row {start + at + place} has position {largest[place]}, which is behind its own"
                 raise self._kind.invalid("are_causal", reason)
 
     def _shaped(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
         shape, invalid = self._shape, self._kind.invalid
         if shape is not None and shape.choices is not None and largest >= shape.choices:
-            raise invalid("of_the_model", f"{largest} is none of the model's {shape.choices} {self._kind.ids}")
+            raise invalid("of_the_model", f"id {largest} is not one of the model's {shape.choices} {self._kind.ids}")
         width = engine if shape is None else RowWidth(shape.width, certain=True)
         if expected <= 0 or width.ids is None:
             return self._first(flat, start, expected, width)
@@ -160,15 +160,15 @@ class ShapeCheck:
             width.certain = flat.size == expected * width.ids
             if not width.certain:
                 first, width.ids = width.ids, None
-                reason = f"{flat.size} ids are no {expected} rows of {first}, as in this engine's first answer"
+                reason = f"{flat.size} ids are not {expected} rows of {first}, as in this engine's first answer"
                 raise invalid("of_the_model", reason)
         count, rest = divmod(flat.size, width.ids)
         if rest:
-            raise invalid("are_rows", f"{flat.size} ids are no whole number of rows of {width.ids} ids")
+            raise invalid("are_rows", f"{flat.size} ids are not a whole number of rows of {width.ids} ids")
         if count < expected:
             raise invalid("without_gap", f"rows {start + count} to {start + expected - 1} are missing")
         if count > expected:
-            raise invalid("without_overlap", f"{count} rows came for the {expected} from row {start} on")
+            raise invalid("without_overlap", f"the worker sent {count} rows for the {expected} from row {start} on")
         return flat.in_rows_of(width.ids)
 
     def _first(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
@@ -176,11 +176,11 @@ class ShapeCheck:
         invalid = self._kind.invalid
         if expected <= 0:
             if flat.size:
-                raise invalid("without_overlap", f"{flat.size} ids came where no row is missing")
+                raise invalid("without_overlap", f"the worker sent {flat.size} ids where no row was missing")
             return flat.in_rows_of(width.ids or 1)
         ids, rest = divmod(flat.size, expected)
         if rest:
-            raise invalid("are_rows", f"{flat.size} ids are no {expected} rows of equal length")
+            raise invalid("are_rows", f"{flat.size} ids are not {expected} rows of equal length")
         if not ids:
             raise invalid("without_gap", f"rows {start} to {start + expected - 1} are missing")
         width.ids = ids

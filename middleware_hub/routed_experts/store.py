@@ -64,7 +64,7 @@ class RowStore:
                 is no room.
         """
         if own.nbytes > self.max_bytes:
-            raise self.kind.invalid("fit", f"{own.nbytes} bytes are more than may be held (max_bytes)")
+            raise self.kind.invalid("fit", f"{own.nbytes} bytes are over the limit (max_bytes)")
         node = AlignedRows(own, self.kind, start=start, parent=parent)
         key = ref(node, self._forget)
         self._records[key] = _Record(rid, node.nbytes, node if keep else None, pins=1)

@@ -64,7 +64,7 @@ class ResumableStream(ResumableRequest):
                 generation.read_kept()
             except UnreadableAnswer as error:
                 self.give_up(error)
-                raise UpstreamBroken("the worker was lost, and what it had brought cannot be read") from error
+                raise UpstreamBroken("the worker was lost, and its events cannot be read") from error
             generation.all_shown()
             generation.facts = attempt.facts
 
@@ -74,7 +74,7 @@ class ResumableStream(ResumableRequest):
         with suppress(_Enough):
             await attempt.ask(following, self.scope, self.receive, body)
         if not following.has_end and not generation.done:
-            raise CannotResume("the worker's stream had no end")
+            raise CannotResume("the worker's stream ended without a finish reason")
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """Send the answer of a generation that no worker continues as its last event."""
@@ -170,7 +170,7 @@ class _OpeningStream(Tap):
     def unread(self, reason: str) -> None:
         super().unread(reason)
         if reason == TOO_LARGE and self.is_cut:
-            raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
+            raise UpstreamBroken("the worker's stream is over --max-answer-bytes and cannot be resumed")
 
     def _generation(self, index: object) -> ResumableGeneration | None:
         return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
@@ -224,7 +224,7 @@ class _CarriedOnStream(FollowingStream):
     async def _continue(self, answer: object, nbytes: int) -> None:
         generation = self._generation
         if self.has_end:
-            raise CannotResume("the worker's stream goes on behind its end")
+            raise CannotResume("the worker's stream continues after its finish reason")
         finish = generation.add(answer).get("finish_reason")
         self.keep(generation.index, nbytes, more=generation.incremental is not False)
         self.attempt.exchange.flight.rids.update(generation.rids)

@@ -202,7 +202,7 @@ class TextArchive:
         family = (before.family if before is not None else None) or Family.of(prompt, self._slots)
         # The family may have been deleted meanwhile, or another request may have created it.
         family = self._families.setdefault(family.name, family)
-        assert family.loaded, "a text is recorded that nobody has looked up"
+        assert family.loaded, "the family of a text must be loaded before the text is recorded"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
         self._rows.add(family, entry)

@@ -98,7 +98,7 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
     reused, reused_chars, own = header["reused"], header["reused_chars"], header["own"]
     above = NOTHING if parent is None else before[parent].record
     if reused > len(above.trajectory) or shared_chars > len(above.text):
-        raise ValueError(f"what it shares with {parent} is not there")
+        raise ValueError(f"the prefix shared with entry {parent} is missing")
     end = begin + header["text"]
     runs = [(upto, sampled, version) for upto, sampled, version in header["runs"]]
     block, kind = data[end:], FAR if header["far"] else NEAR
@@ -123,9 +123,9 @@ def _check_block(block: bytes, own: int, runs: list[tuple[int, bool, str | None]
     begins = [0, *(upto for upto, _, _ in runs)]
     sampled = sum(upto - begin for begin, (upto, each, _) in zip(begins, runs, strict=False) if each)
     if begins[-1] != own or begins != sorted(begins):
-        raise ValueError(f"runs of {begins[-1]} tokens are not those of {own}")
+        raise ValueError(f"the runs cover {begins[-1]} tokens, the entry has {own}")
     if len(block) != own * (IDS.itemsize + kind.itemsize) + sampled * LOGPROBS.itemsize:
-        raise ValueError(f"{len(block)} bytes are not those of {own} tokens")
+        raise ValueError(f"the block has {len(block)} bytes, which do not fit {own} tokens")
 
 
 def _rows(reasons: Mapping[str, str | None]) -> RowsByKind:

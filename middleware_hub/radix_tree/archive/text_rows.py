@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from middleware_hub.radix_tree.entry import Entry
 
 #: The rows of an entry whose record is not on the disk any more.
-ROWS_ARE_GONE = TrajectoryRows(None, "they were let go of for want of room before the router was restarted")
+ROWS_ARE_GONE = TrajectoryRows(None, "they were evicted before the router was restarted")
 
 
 class _StoredRows(NamedTuple):

@@ -91,7 +91,7 @@ class RolloutView:
         turns = self._rollout.turns
         leaf = next(reversed(turns), None) if leaf is None else leaf  # the newest turn has no continuation
         if leaf is None or leaf not in turns:
-            raise BadRequest(f"leaf must be the number of a turn that is held; there are {len(turns)}")
+            raise BadRequest(f"leaf must be the number of a turn in memory; the rollout has {len(turns)} turns")
         last = turns[leaf]
         line, trajectory = last.line(), last.entry.trajectory()
         ends = [*(turn.kept for turn in line[1:]), len(last.entry)]

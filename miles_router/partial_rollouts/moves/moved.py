@@ -116,7 +116,7 @@ class MovedAnswer(ResumableAnswer):
         try:
             answer = self._reply.read()
             if answer is None:
-                raise CannotResume("the worker's answer was broken off, or is no JSON")
+                raise CannotResume("the worker's answer was incomplete or not JSON")
             finish = finish_of(answer)
             if not await self._opening.was_cut(finish):
                 metrics.unmoved_generations["aborted" if is_abort(finish) else "ended"] += 1
@@ -145,7 +145,7 @@ class MovedAnswer(ResumableAnswer):
         self.exchange.notes[BEGUN_ANEW] = True
         flight = self.exchange.flight
         if flight.aborted:
-            raise UpstreamBroken("it was aborted, and its worker has not said what it had sampled") from error
+            raise UpstreamBroken("the request was aborted, and its worker did not return the sampled tokens") from error
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
         await self.app(self.scope, replay(self._body, self.receive), self.send)
 
