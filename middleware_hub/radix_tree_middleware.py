@@ -139,7 +139,7 @@ class RadixTreeMiddleware:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.goes_on = _kept_cache(prompts)
             if self.router.traces is not None:
-                before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
+                before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
                 self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
                 self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
             until_answered.enter_context(deliveries.left_on(exchange))
@@ -157,7 +157,7 @@ def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:
 
     A request has one prefix cache. Return the newest, so that no prompt finds keys and values older than its own.
     """
-    kept = [None if (before := prompt.goes_on_from) is None else before.cache for prompt in prompts]
+    kept = [None if (before := prompt.continued_entry) is None else before.cache for prompt in prompts]
     known = [cache for cache in kept if cache is not None]
     return max(known) if known and len(known) == len(kept) else None
 

@@ -79,12 +79,12 @@ class AnswerTap(Tap):
         #: For each generation, whether the client itself asked for logprobs.
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
         #: The generations of a stream that have not ended; None until the first event.
-        self._growing: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
+        self._open_answers: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
         self._without_index = 0 if len(self._generations) == 1 else None
-        self._failed = False  # the engine sent an error event
-        self._surplus = False  # an event had an unexpected index
-        self._odd = False  # an event was not part of an answer
-        self._unreadable = False  # an event was not JSON
+        self._error_event = False  # the engine sent an error event
+        self._unexpected_index = False  # an event had an unexpected index
+        self._other_events = False  # an event was not part of an answer
+        self._invalid_json = False  # an event was not JSON
 
     async def whole(self, body: bytes) -> bytes:
         """Record the answers of a JSON reply; return the body for the client.
@@ -96,11 +96,13 @@ class AnswerTap(Tap):
         try:
             reply = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            self._refuse("not_json", str(error))
+            self._pass_unrecorded("not_json", str(error))
             return body
         answers = reply if isinstance(reply, list) else [reply]
         if len(answers) != len(self._generations):
-            self._refuse("answer_count", f"{len(answers)} answers came for {len(self._generations)} generations")
+            self._pass_unrecorded(
+                "answer_count", f"{len(answers)} answers came for {len(self._generations)} generations"
+            )
             return body
         for generation, answer in enumerate(answers):
             self._check_prompt(generation, answer)
@@ -122,22 +124,22 @@ class AnswerTap(Tap):
             PromptNotRead: the engine read another prompt; the client gets an error event in place of the last event.
         """
         if event.is_last:
-            self._end()
+            self._check_ends()
         answer = event.parse()
         if not isinstance(answer, dict) or "output_ids" not in answer:
-            self._failed |= isinstance(answer, dict) and "error" in answer
-            self._odd |= bool(event.data) and not event.is_last
-            self._unreadable |= answer is None and bool(event.data) and not event.is_last
+            self._error_event |= isinstance(answer, dict) and "error" in answer
+            self._other_events |= bool(event.data) and not event.is_last
+            self._invalid_json |= answer is None and bool(event.data) and not event.is_last
             return event.raw
         generation = answer.get("index", self._without_index)
         if type(generation) is not int or generation not in self._generations:
-            if not self._surplus:
-                self._refuse("answer_count", f"an event has the unexpected index {generation!r}")
-            self._surplus = True
+            if not self._unexpected_index:
+                self._pass_unrecorded("answer_count", f"an event has the unexpected index {generation!r}")
+            self._unexpected_index = True
             return event.raw
-        if generation in self._growing:
+        if generation in self._open_answers:
             try:
-                await self._grow(generation, answer, len(event.data))
+                await self._add_event(generation, answer, len(event.data))
             except PromptNotRead as error:
                 await self.give(write_event(error.body(self._exchange.request_id)))
                 raise
@@ -145,40 +147,40 @@ class AnswerTap(Tap):
             return event.raw
         return write_event(without_logprobs(answer), event.name)
 
-    async def _grow(self, generation: int, answer: Mapping[str, object], nbytes: int) -> None:
-        growing = self._growing[generation]
+    async def _add_event(self, generation: int, answer: Mapping[str, object], nbytes: int) -> None:
+        growing = self._open_answers[generation]
         if growing is None:
-            growing = self._growing[generation] = GrowingAnswer()
+            growing = self._open_answers[generation] = GrowingAnswer()
         try:
             growing.skim(answer)
         except UnreadableAnswer as error:
-            self._forget(generation)
-            self._refuse(error.reason, str(error))
+            self._close_answer(generation)
+            self._pass_unrecorded(error.reason, str(error))
             return
         self.keep(generation, nbytes, more=growing.incremental is True)
         if growing.ended:
-            self._forget(generation)
+            self._close_answer(generation)
             self._check_prompt(generation, growing.with_versions())
             entry = await self._record(generation, growing.with_versions())
             if entry is not None and entry.family is not None:
                 await self.give_shown()
                 await self._recorder.archive.save([entry])
 
-    def _forget(self, generation: int) -> None:
-        del self._growing[generation]
+    def _close_answer(self, generation: int) -> None:
+        del self._open_answers[generation]
         self.keep(generation, 0, more=False)
 
     def unread(self, reason: str) -> None:
         """Count an unreadable reply, and stop recording: no answer that has begun is recorded."""
         super().unread(reason)
-        self._growing.clear()
+        self._open_answers.clear()
 
     async def ended(self) -> bytes:
         """Check that all answers have ended. Raises the same errors as `event`."""
-        self._end()
+        self._check_ends()
         return b""
 
-    def _end(self) -> None:
+    def _check_ends(self) -> None:
         """Count the answers of a stream that did not end, unless the engine sent an error.
 
         Streams with events that are not part of an answer pass.
@@ -186,14 +188,16 @@ class AnswerTap(Tap):
         Raises:
             UpstreamBroken: some answers did not end; the client must not take the stream as complete.
         """
-        cut = [] if self._failed else [*self._growing]
+        cut = [] if self._error_event else [*self._open_answers]
         for generation in cut:
-            if self._unreadable:
-                self._refuse("not_json", f"an event of answer {generation} is not JSON, which has no NaN and Infinity")
+            if self._invalid_json:
+                self._pass_unrecorded(
+                    "not_json", f"an event of answer {generation} is not JSON, which has no NaN and Infinity"
+                )
             else:
-                self._refuse("incomplete", f"the stream ended before answer {generation} did")
-        self._growing.clear()
-        if cut and not (self._odd or self._surplus):
+                self._pass_unrecorded("incomplete", f"the stream ended before answer {generation} did")
+        self._open_answers.clear()
+        if cut and not (self._other_events or self._unexpected_index):
             raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
 
     def _check_prompt(self, generation: int, answer: Any) -> None:
@@ -232,12 +236,12 @@ class AnswerTap(Tap):
                 self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])
             return entry
         except UnreadableAnswer as error:
-            self._refuse(error.reason, str(error))
+            self._pass_unrecorded(error.reason, str(error))
         except InvalidTrajectory as error:
-            self._refuse("invalid_tokens", str(error))
+            self._pass_unrecorded("invalid_tokens", str(error))
         return None
 
-    def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
+    def _pass_unrecorded(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
         if reason not in ("answer_count", INCOMPLETE):

@@ -57,7 +57,7 @@ def _audited_turn(turn: TextTurn, end: int) -> AuditedTurn:
         number=turn.number,
         start=turn.prompt,
         end=end,
-        pieces=entry.behind(turn.prompt)[0].pieces,
+        pieces=entry.suffix(turn.prompt)[0].pieces,
         worker=turn.facts.worker,
         cache_versions=entry.cache_versions,
         asked=entry.asked,

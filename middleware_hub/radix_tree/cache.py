@@ -84,7 +84,7 @@ class RadixTreeCache:
         self._entries = 0
         self._nbytes = 0
         self._clock = 0
-        self._holds = 0
+        self._eviction_pauses = 0
 
     def __len__(self) -> int:
         return self._entries
@@ -111,7 +111,7 @@ class RadixTreeCache:
         if entry is None:
             return NO_MATCH
         trajectory, ends = entry.prefix(tokens)
-        self._use(entry)
+        self._mark_used(entry)
         self.statistics.hits += 1
         self.statistics.reused_tokens += len(trajectory)
         return PrefixMatch(trajectory, ends, chars, entry)
@@ -122,7 +122,7 @@ class RadixTreeCache:
 
     def has(self, text: str) -> bool:
         """Return whether `retrieve` would find the text, without counting as a use."""
-        node = self._tree.at(text)
+        node = self._tree.find(text)
         return node is not None and bool(node.shown_entries or node.entries)
 
     def _longest(self, text: str, *, given: bool = True) -> tuple[Entry | None, int, int]:
@@ -132,7 +132,7 @@ class RadixTreeCache:
         """
         node, agreed = self._tree.descend(text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
-        for above in node.upwards():
+        for above in node.path_to_root():
             limit = min(agreed, above.depth)
             if limit <= best[2]:
                 break
@@ -140,7 +140,7 @@ class RadixTreeCache:
             ending = {*above.entries[-CANDIDATES:], *above.shown_entries[-CANDIDATES:]}
             candidates = {*ending, above.newest} if above is node else ending
             for entry in sorted(filter(None, candidates), key=_serial, reverse=True):
-                tokens, chars = entry.reusable(limit, whole=given and limit == len(text))
+                tokens, chars = entry.reusable_prefix(limit, whole=given and limit == len(text))
                 if chars > best[2]:
                     best = (entry, tokens, chars)
                 if chars == limit:
@@ -149,22 +149,22 @@ class RadixTreeCache:
 
     def retrieve(self, text: str) -> list[Entry]:
         """Return the entries whose shown text, or whole text, is exactly `text`; newest last."""
-        node = self._tree.at(text)
+        node = self._tree.find(text)
         if node is None:
             return []
         entries = sorted({*node.shown_entries, *node.entries}, key=_serial)
         if entries:
-            self._use(entries[-1])
+            self._mark_used(entries[-1])
         return entries
 
     def by_rid(self, rid: str) -> Entry | None:
         """Return the entry of the generation with this id (SGLang's `meta_info.id`), and count it as used."""
         entry = self._by_rid.get(rid)
         if entry is not None:
-            self._use(entry)
+            self._mark_used(entry)
         return entry
 
-    def find_rid(self, rid: str) -> Entry | None:
+    def peek_rid(self, rid: str) -> Entry | None:
         """Return the same as `by_rid`, without counting as a use."""
         return self._by_rid.get(rid)
 
@@ -175,20 +175,20 @@ class RadixTreeCache:
     def whole_text_of(self, entry: Entry) -> str:
         """Return the text of an entry with the spelling of its hidden tail."""
         assert entry.node is not None
-        labels = [node.label for node in entry.node.upwards()]
+        labels = [node.label for node in entry.node.path_to_root()]
         return "".join(reversed(labels))
 
     # Recording
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
+    def eviction_paused(self) -> Iterator[None]:
         """Evict nothing inside this context; evict what is over the budget at its exit."""
-        self._holds += 1
+        self._eviction_pauses += 1
         try:
             yield
         finally:
-            self._holds -= 1
-            self._evict()
+            self._eviction_pauses -= 1
+            self._evict_to_budget()
 
     @contextmanager
     def pinned(self, *entries: Entry | None) -> Iterator[None]:
@@ -202,14 +202,14 @@ class RadixTreeCache:
             for entry in pinned:
                 entry.pins -= 1
                 self._queue_if_leaf(entry)
-            self._evict()
+            self._evict_to_budget()
 
     def record(self, record: TextRecord, match: PrefixMatch = NO_MATCH) -> Entry | None:
         """Add a generation and return its entry, or None if it is larger than the whole budget.
 
         `match` is the prefix that its prompt reused: tokens taken from there need no comparison.
         """
-        parent, reused, reused_chars = self._shared(record, match)
+        parent, reused, reused_chars = self._find_parent(record, match)
         if len(record.trajectory) - reused + ENTRY_CHARGE > self._max_tokens:
             self.statistics.refused += 1
             return None
@@ -225,7 +225,7 @@ class RadixTreeCache:
         self._insert(entry, record.text)
         self.statistics.recorded += 1
         self.statistics.partial += not entry.finished
-        self._evict()
+        self._evict_to_budget()
         return entry
 
     # Restoring entries of an earlier process
@@ -235,7 +235,7 @@ class RadixTreeCache:
         """The serial of the last recording or use."""
         return self._clock
 
-    def go_on(self, clock: int, version: str | None, rank: int) -> None:
+    def continue_after(self, clock: int, version: str | None, rank: int) -> None:
         """Continue serials behind `clock`, and give `version` the rank that it had in an earlier process."""
         self._clock = max(self._clock, clock)
         if version is not None:
@@ -250,9 +250,9 @@ class RadixTreeCache:
         """
         reused, reused_chars = kept.reused, kept.reused_chars
         if parent is None:
-            parent, reused, reused_chars = self._shared(kept.record, NO_MATCH)
+            parent, reused, reused_chars = self._find_parent(kept.record, NO_MATCH)
         else:
-            parent = parent.part_at(reused)  # the parent itself may share more with its own parent now
+            parent = parent.entry_at(reused)  # the parent itself may share more with its own parent now
         entry = Entry(
             kept.record, parent=parent, reused=reused, reused_chars=reused_chars, rank=kept.rank, serial=kept.serial
         )
@@ -260,29 +260,29 @@ class RadixTreeCache:
         entry.last_used = self._clock
         self._insert(entry, kept.record.text)
         self.when_restored(entry)
-        self._evict()
+        self._evict_to_budget()
         return entry
 
     def evict_one(self) -> bool:
         """Evict one entry; return False where all entries left are pinned."""
         entry = self._queue.pop(self._newest_rank - self._keep_versions)
         if entry is not None:
-            self.drop(entry)
+            self.evict(entry)
         return entry is not None
 
-    def _shared(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
+    def _find_parent(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
         """Find the entry that shares most tokens with the generation: `(entry, tokens, characters)`."""
-        known = _taken_over(match.trajectory, record.trajectory)
+        known = _reused_tokens(match.trajectory, record.trajectory)
         node, _ = self._tree.descend(record.text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
         for candidate in filter(None, {node.newest, match.entry}):
             if candidate.node is None:
                 continue  # evicted since it was looked up
-            start = min(known, candidate.shared_with(match.entry)) if known and match.entry is not None else 0
-            common = start + _alike(*candidate.behind(start), record.trajectory[start:], record.ends[start:])
-            tokens, chars = candidate.cut_before(common) if common else (0, 0)
+            start = min(known, candidate.shared_tokens(match.entry)) if known and match.entry is not None else 0
+            common = start + _common_length(*candidate.suffix(start), record.trajectory[start:], record.ends[start:])
+            tokens, chars = candidate.prefix_within_tokens(common) if common else (0, 0)
             if tokens > best[1]:
-                best = (candidate.part_at(tokens), tokens, chars)
+                best = (candidate.entry_at(tokens), tokens, chars)
         return best
 
     def _insert(self, entry: Entry, text: str) -> None:
@@ -308,7 +308,7 @@ class RadixTreeCache:
 
     # Evicting
 
-    def _use(self, entry: Entry) -> None:
+    def _mark_used(self, entry: Entry) -> None:
         self._clock += 1
         entry.last_used = self._clock
         self._queue_if_leaf(entry)
@@ -317,12 +317,12 @@ class RadixTreeCache:
         if not entry.children and not entry.pins and entry.node is not None:
             self._queue.add(entry)
 
-    def _evict(self) -> None:
-        while not self._holds and self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
+    def _evict_to_budget(self) -> None:
+        while not self._eviction_pauses and self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
             if not self.evict_one():
                 return  # requests in flight pin all that is left
 
-    def drop(self, entry: Entry) -> None:
+    def evict(self, entry: Entry) -> None:
         """Evict this entry, which must be a leaf."""
         self._tree.remove(entry)
         entry.rows = NO_ROWS  # at once: a stale item in the queue may keep the entry alive
@@ -339,22 +339,22 @@ class RadixTreeCache:
             # Each use of the child was a use of the parent.
             parent.last_used = max(parent.last_used, entry.last_used)
             self._queue_if_leaf(parent)
-        for hear in self.when_evicted:
-            hear(entry)
+        for callback in self.when_evicted:
+            callback(entry)
 
 
 def _serial(entry: Entry) -> int:
     return entry.serial
 
 
-def _alike(one: Trajectory, ends: Ends, other: Trajectory, other_ends: Ends) -> int:
+def _common_length(one: Trajectory, ends: Ends, other: Trajectory, other_ends: Ends) -> int:
     """Return how many leading positions have equal ids and ends. Ends can differ: some clients see special tokens."""
     common = common_prefix(one, other)
     differ = np.flatnonzero(ends[:common] != other_ends[:common])
     return int(differ[0]) if len(differ) else common
 
 
-def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
+def _reused_tokens(matched: Trajectory, recorded: Trajectory) -> int:
     """Return how many leading tokens come from a match: their pieces are the same objects."""
     shared = 0
     for one, other in zip(matched.pieces, recorded.pieces, strict=False):

@@ -146,7 +146,7 @@ class Entry:
         parts.reverse()
         return parts
 
-    def shared_with(self, other: Entry) -> int:
+    def shared_tokens(self, other: Entry) -> int:
         """Return how many leading tokens both entries take from the same entries."""
         shared = 0
         for (mine, upto), (theirs, their_upto) in zip(self.lineage(), other.lineage(), strict=False):
@@ -161,7 +161,7 @@ class Entry:
         """Return the rows that memory has of the first `tokens` tokens, or of as many of them as it has."""
         return first_prefix((entry.rows.get(kind), min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
-    def part_at(self, tokens: int) -> Entry:
+    def entry_at(self, tokens: int) -> Entry:
         """Return the entry in the chain that owns the token at position `tokens - 1`."""
         entry = self
         while entry.parent is not None and tokens <= entry.reused:
@@ -185,7 +185,7 @@ class Entry:
         """Return all tokens of the generation, prompt included."""
         return self.prefix(len(self))[0]
 
-    def behind(self, start: int) -> tuple[Trajectory, Ends]:
+    def suffix(self, start: int) -> tuple[Trajectory, Ends]:
         """Return the tokens from position `start` on, and their ends."""
         parts = [(self, self.own)]
         while parts[-1][0].reused > start:
@@ -197,7 +197,7 @@ class Entry:
         whole = Trajectory(piece for entry, stop in parts for piece in entry.own_pieces(stop))
         return whole[skip:], np.concatenate([entry.own_ends[:stop] for entry, stop in parts])[skip:]
 
-    def cut_at(self, chars: int) -> tuple[int, int]:
+    def prefix_within_chars(self, chars: int) -> tuple[int, int]:
         """Find the longest prefix that spells at most `chars` characters and ends between two characters.
 
         Returns:
@@ -216,29 +216,29 @@ class Entry:
             return 0, 0
         return entry.reused, entry.reused_chars
 
-    def cut_before(self, tokens: int) -> tuple[int, int]:
+    def prefix_within_tokens(self, tokens: int) -> tuple[int, int]:
         """Find the longest prefix of at most `tokens` tokens that ends between characters: `(tokens, characters)`."""
-        entry = self.part_at(tokens)
+        entry = self.entry_at(tokens)
         ends = entry.own_ends
         possible = np.flatnonzero(ends[: tokens - entry.reused] != NO_CUT)
         if len(possible):
             return entry.reused + int(possible[-1]) + 1, int(ends[possible[-1]])
         return entry.reused, entry.reused_chars
 
-    def reusable(self, chars: int, *, whole: bool) -> tuple[int, int]:
+    def reusable_prefix(self, chars: int, *, whole: bool) -> tuple[int, int]:
         """Find the longest prefix within `chars` characters that ends behind a sampled token: `(tokens, characters)`.
 
         With `whole` (`chars` is the length of the text), the prefix may also end with a run of prompt tokens.
         """
-        tokens, reached = self.cut_at(chars)
+        tokens, reached = self.prefix_within_chars(chars)
         if not tokens:
             return 0, 0
-        part = self.part_at(tokens)
-        sampled = part.sampled_before(tokens)
+        part = self.entry_at(tokens)
+        sampled = part.end_of_sampled(tokens)
         closes = whole and reached == chars and any(part.reused + end == tokens for end, _, _ in part.runs)
         if closes or sampled == tokens:
             return tokens, reached
-        return self.cut_before(sampled) if sampled else (0, 0)
+        return self.prefix_within_tokens(sampled) if sampled else (0, 0)
 
     def prompt_length(self) -> int:
         """Return the number of prompt tokens: those before the first token that this generation sampled.
@@ -254,7 +254,7 @@ class Entry:
         shared = np.flatnonzero(self.prefix(self.reused)[0].loss_mask == 0)
         return int(shared[-1]) + 1 if len(shared) else 0
 
-    def sampled_before(self, tokens: int) -> int:
+    def end_of_sampled(self, tokens: int) -> int:
         """Return the position behind the last sampled one of `tokens` first tokens; 0 without a sampled one."""
         part: Entry | None = self
         while part is not None:

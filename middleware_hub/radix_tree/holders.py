@@ -99,7 +99,7 @@ class TextHolders:
             found.append([(entry.rid, digest(entry.trajectory().tokens)) for entry in entries])
         return found
 
-    async def spellings_at(self, scope: Scope, owner: int | None, texts: Sequence[str]) -> list[Spellings]:
+    async def spellings_of(self, scope: Scope, owner: int | None, texts: Sequence[str]) -> list[Spellings]:
         """Return the same as `spellings`, from the process `owner` (None: this one).
 
         Raises:
@@ -114,12 +114,12 @@ class TextHolders:
         return told
 
 
-def owner_of(answers: Answers, place: int) -> int | None:
+def best_process(answers: Answers, place: int) -> int | None:
     """Return the process that has most of the text at index `place`; None for the asking process, also by default."""
     return max(answers, key=lambda answer: answer[1][place])[0]
 
 
-def others_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
+def other_processes_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
     """Return the processes besides `owner` that have exactly this text."""
     return [each for each, held in answers if each != owner and held[place].exact]
 

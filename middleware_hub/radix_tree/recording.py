@@ -36,12 +36,12 @@ class TokenizedText:
         return None if self.match.entry is None else self.match.entry.held_rows(kind, len(self.match.trajectory))
 
     @property
-    def goes_on_from(self) -> Entry | None:
+    def continued_entry(self) -> Entry | None:
         """The entry that owns the last reused token, or None if the reused prefix has no sampled token."""
         entry, known = self.match.entry, self.match.trajectory
         if entry is None or all(piece.logprobs is None for piece in known.pieces):
             return None
-        return entry.part_at(len(known))
+        return entry.entry_at(len(known))
 
 
 class TextRecorder:
@@ -150,7 +150,7 @@ class TextRecorder:
         self.statistics.unaligned += not alignment.exact
         trajectory = prompt.trajectory.append(*sampled)
         chars = len(prompt.text)
-        before = prompt.goes_on_from
+        before = prompt.continued_entry
         record = TextRecord(
             text=prompt.text + alignment.text,
             shown_chars=chars + alignment.shown_chars,

@@ -50,7 +50,7 @@ class Node:
             return below if below.label[0] == char else None
         return below.get(char)
 
-    def adopt(self, child: Node) -> None:
+    def set_child(self, child: Node) -> None:
         """Add a child; replace one whose label begins with the same character."""
         below, char = self._below, child.label[0]
         if isinstance(below, dict):
@@ -60,7 +60,7 @@ class Node:
         else:
             self._below = {below.label[0]: below, char: child}
 
-    def disown(self, child: Node) -> None:
+    def remove_child(self, child: Node) -> None:
         if not isinstance(self._below, dict):
             self._below = None
             return
@@ -68,7 +68,7 @@ class Node:
         if len(self._below) == 1:
             (self._below,) = self._below.values()
 
-    def upwards(self) -> Iterator[Node]:
+    def path_to_root(self) -> Iterator[Node]:
         """Yield this node and its ancestors, up to the root."""
         node: Node | None = self
         while node is not None:
@@ -95,19 +95,19 @@ class TextTree:
             node, position = child, position + len(child.label)
         return node, position
 
-    def at(self, text: str) -> Node | None:
+    def find(self, text: str) -> Node | None:
         """Return the node exactly at the end of `text`, or None."""
         node, position = self.descend(text)
         return node if position == len(text) == node.depth else None
 
     def add(self, text: str, entry: Entry) -> None:
         """Add an entry at the end of its `text`, and at the end of its shown text."""
-        end = self._make(text)
-        place = end if entry.shown_chars == len(text) else self._make(text[: entry.shown_chars])
-        end.entries = _with(end.entries, entry)
-        place.shown_entries = _with(place.shown_entries, entry)
+        end = self._ensure_node(text)
+        place = end if entry.shown_chars == len(text) else self._ensure_node(text[: entry.shown_chars])
+        end.entries = _added(end.entries, entry)
+        place.shown_entries = _added(place.shown_entries, entry)
         entry.node = end
-        for node in end.upwards():
+        for node in end.path_to_root():
             if node.newest is not None and node.newest.serial > entry.serial:
                 break  # the nodes above have newer entries too
             node.newest = entry
@@ -117,10 +117,10 @@ class TextTree:
         end = entry.node
         assert end is not None
         place = self.shown_node(entry)
-        place.shown_entries = _without(place.shown_entries, entry)
-        end.entries = _without(end.entries, entry)
+        place.shown_entries = _removed(place.shown_entries, entry)
+        end.entries = _removed(end.entries, entry)
         entry.node = None
-        for node in list(end.upwards()):
+        for node in list(end.path_to_root()):
             if node.newest is entry:
                 node.newest = _newest(node)
         self._prune(end)
@@ -130,16 +130,16 @@ class TextTree:
     def shown_node(self, entry: Entry) -> Node:
         """Return the node at the end of an entry's shown text: the entry's node or an ancestor of it."""
         assert entry.node is not None
-        return next(node for node in entry.node.upwards() if node.depth <= entry.shown_chars)
+        return next(node for node in entry.node.path_to_root() if node.depth <= entry.shown_chars)
 
-    def _make(self, text: str) -> Node:
+    def _ensure_node(self, text: str) -> Node:
         node, position = self.descend(text)
         if position < node.depth:
             node = self._split(node, position)
         if position < len(text):
             child = Node(node, text[position:])
             self.characters += len(child.label)
-            node.adopt(child)
+            node.set_child(child)
             node = child
         return node
 
@@ -149,10 +149,10 @@ class TextTree:
         keep = len(node.label) - (node.depth - depth)
         upper = Node(node.parent, node.label[:keep])
         upper.newest = node.newest
-        node.parent.adopt(upper)
+        node.parent.set_child(upper)
         node.label = node.label[keep:]
         node.parent = upper
-        upper.adopt(node)
+        upper.set_child(node)
         return upper
 
     def _prune(self, node: Node) -> None:
@@ -164,7 +164,7 @@ class TextTree:
             children = node.children
             parent = node.parent
             if not children:
-                parent.disown(node)
+                parent.remove_child(node)
                 self.characters -= len(node.label)
                 node.parent = None
                 node = parent
@@ -173,7 +173,7 @@ class TextTree:
                 child.label = node.label + child.label
                 child.parent = parent
                 node.parent = None
-                parent.adopt(child)
+                parent.set_child(child)
                 return
             else:
                 return
@@ -187,14 +187,14 @@ class TextTree:
             waiting += node.children.values()
 
 
-def _with(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+def _added(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
     together = (*entries, entry)
     if entries and entries[-1].serial > entry.serial:  # restored from the disk, recorded by an earlier process
         return tuple(sorted(together, key=lambda each: each.serial))
     return together
 
 
-def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+def _removed(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
     place = entries.index(entry)
     return entries[:place] + entries[place + 1 :]
 

@@ -54,7 +54,7 @@ class Aligner:
         statistics, start = self._store.statistics, self._start
         try:
             own = self._check.rows(decoder.finish(), decoder.largest, start, tokens - 1 - start, self.width)
-            node = self._hold(own, prefix, tokens, rid)
+            node = self._store_rows(own, prefix, tokens, rid)
         except InvalidTrajectory as error:
             statistics.missing[error.invariant] += 1
             raise
@@ -65,7 +65,7 @@ class Aligner:
             statistics.saved_bytes += int(start * own.width * WIRE_BYTES)
         return node
 
-    def _hold(self, own: Blocks, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
+    def _store_rows(self, own: Blocks, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
         """Store the rows `own` that the engine sent, without those of `prefix` or of a sibling to the same prompt."""
         start, parent = self._start, None
         fresh: RowArray | Blocks = own
@@ -77,7 +77,7 @@ class Aligner:
             count = min(prefix.count, max(tokens - 1, 0))
             fresh = _compact(own[prefix.count - start :]) if prefix.count > start else own
             parent, start = prefix.rows, count
-        alike = self._alike(fresh, start, parent)
+        alike = self._equal_to_sibling(fresh, start, parent)
         if alike:
             parent, fresh, start = self._sibling, _compact(fresh[alike:]), start + alike
         node = self._store.add(fresh, start=start, parent=parent, rid=rid, keep=self._keep)
@@ -85,7 +85,7 @@ class Aligner:
             self._sibling = node
         return node
 
-    def _alike(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
+    def _equal_to_sibling(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
         """Return how many rows equal those of the previous answer, if both continue the same rows."""
         other = self._sibling
         if other is None or not other.held or other.parent is not parent or other.start != start:
@@ -133,7 +133,7 @@ class Capture:
         self._store = context.store
         self._aligner = Aligner(context.store, context.check, start=start, keep=delivery is None)
         self._delivery = delivery
-        self._room = exchange.max_answer_bytes
+        self._bytes_left = exchange.max_answer_bytes
         self._strings = 0
         self._decoder: Decoder | None = None  # of the last string
         if delivery is not None:
@@ -156,18 +156,18 @@ class Capture:
             UpstreamInvalidResponse: the reply has more strings than a request can have answers.
         """
         if self._decoder is not None:
-            self._room -= self._decoder.nbytes
+            self._bytes_left -= self._decoder.nbytes
         if self._strings == MAX_STRINGS:
             raise UpstreamInvalidResponse(
                 f"the worker's answer has over {MAX_STRINGS} strings of {self.fields.kind.ids}"
             )
         self._strings += 1
-        self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._room)))
+        self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._bytes_left)))
         return self._decoder
 
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
         """Hand an answer's rows to the layer that holds its trajectory, or store them under the generation's id."""
-        self._unname(meta)
+        self._release_id(meta)
         if self._delivery is not None:
             prefix = self._delivery.prefix_for(answer)
             self._delivery.unchecked[answer] = _AnswerRows(self._aligner, decoder, prefix)
@@ -185,9 +185,9 @@ class Capture:
         Raises:
             RowsMissing: rows are required, and the generation was not aborted before it began.
         """
-        self._unname(meta)
+        self._release_id(meta)
         if aborted:
-            self._lack("aborted", "the generation was aborted")
+            self._record_missing("aborted", "the generation was aborted")
         else:
             self._refuse("worker", self.fields.remedy)
 
@@ -201,18 +201,18 @@ class Capture:
 
     def _refuse(self, reason: str, remedy: str) -> None:
         error = MISSING[self.fields.kind](self.fields.kind, self.exchange.flight.worker_url, remedy)
-        self._lack(reason, str(error))
+        self._record_missing(reason, str(error))
         if self._context.required:
             raise error
 
-    def _lack(self, reason: str, message: str) -> None:
+    def _record_missing(self, reason: str, message: str) -> None:
         self._store.statistics.missing[reason] += 1
         if self._delivery is not None:
             self._delivery.missing = message
 
-    def _unname(self, meta: Mapping[str, Any]) -> None:
+    def _release_id(self, meta: Mapping[str, Any]) -> None:
         if isinstance(rid := meta.get("id"), str):
-            self._store.unname(rid)
+            self._store.release_id(rid)
 
 
 def _compact(own: RowArray) -> RowArray:

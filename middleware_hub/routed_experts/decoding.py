@@ -17,7 +17,7 @@ from miles_router.trajectory.rows import Blocks, RowArray, RowKind
 
 QUANTUM = 16  # characters: 12 bytes, three int32
 AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: stays in a core's cache
-SENT = np.dtype("<i4")
+WIRE_TYPE = np.dtype("<i4")
 UNSIGNED = np.dtype("<u4")  # a negative id appears as a very large one
 QUOTE = b'"'
 #: Bytes of a block of ids. The last block of an answer is shorter.
@@ -38,9 +38,9 @@ class Decoder:
         self._kind = kind
         self._limit = limit
         self._rest = b""
-        self._sent: np.dtype[np.integer[Any]] = SENT if kind.least < 0 else UNSIGNED
+        self._wire_type: np.dtype[np.integer[Any]] = WIRE_TYPE if kind.least < 0 else UNSIGNED
         self._type = kind.types[0]
-        self._most = int(np.iinfo(self._type).max)
+        self._largest_allowed = int(np.iinfo(self._type).max)
         self._full: list[RowArray] = []
         self._block: RowArray = np.empty(0, self._type)  # the block being filled
         self._filled = 0
@@ -53,21 +53,21 @@ class Decoder:
         """
         at = 0
         while at < len(data):
-            block = data[at : at + self._at_once(len(data))]
-            if self._failure is not None or not self._take(block):
+            block = data[at : at + self._next_length(len(data))]
+            if self._failure is not None or not self._decode_block(block):
                 end = bytes(block).find(QUOTE)
-                if self._failure is None and not (end >= 0 and self._take(block[:end])):
+                if self._failure is None and not (end >= 0 and self._decode_block(block[:end])):
                     self._fail("are_rows", "they are not base64")
                 if end >= 0:
                     return at + end
             at += len(block)
         return len(data)
 
-    def _at_once(self, size: int) -> int:
+    def _next_length(self, size: int) -> int:
         """Return how many characters to decode next: few behind a rest, which has to be joined with them in a copy."""
         return (QUANTUM if self._rest and size > AT_ONCE else AT_ONCE) - len(self._rest)
 
-    def _take(self, block: memoryview) -> bool:
+    def _decode_block(self, block: memoryview) -> bool:
         """Decode a block; return False if it is not base64."""
         characters = memoryview(b"".join((self._rest, block))) if self._rest else block
         whole = len(characters) - len(characters) % QUANTUM
@@ -82,15 +82,15 @@ class Decoder:
             raw = pybase64.b64decode(characters, validate=True)
         except (binascii.Error, ValueError):
             return False
-        if len(raw) % SENT.itemsize:
+        if len(raw) % WIRE_TYPE.itemsize:
             self._fail("are_rows", "their base64 has padding before its end, or ends within an id")
         elif raw:
-            self._keep(np.frombuffer(raw, self._sent))
+            self._append(np.frombuffer(raw, self._wire_type))
         return True
 
-    def _keep(self, ids: npt.NDArray[np.integer[Any]]) -> None:
+    def _append(self, ids: npt.NDArray[np.integer[Any]]) -> None:
         self.largest = max(self.largest, int(ids.max()))
-        if self.largest > self._most:
+        if self.largest > self._largest_allowed:
             self._widen()
         if self._kind.least < 0 and int(ids.min()) < self._kind.least:
             self._fail("of_the_model", f"an id is below {self._kind.least}")
@@ -119,9 +119,9 @@ class Decoder:
 
     def _widen(self) -> None:
         widest = self._kind.types[-1]
-        self._most = int(np.iinfo(widest).max)
-        if self.largest > self._most:
-            self._fail("of_the_model", f"an id is below {self._kind.least} or above {self._most}")
+        self._largest_allowed = int(np.iinfo(widest).max)
+        if self.largest > self._largest_allowed:
+            self._fail("of_the_model", f"an id is below {self._kind.least} or above {self._largest_allowed}")
             return
         self._full = [block.astype(widest) for block in (*self._full, self._block[: self._filled])]
         self._type, self._block, self._filled = widest, np.empty(0, widest), 0

@@ -63,7 +63,7 @@ class Delivery:
         try:
             match = source.find(query)
         except NotFound:
-            found = None if source.require is not None else await self._of_another(request.scope, asked)
+            found = None if source.require is not None else await self._ask_others(request.scope, asked)
             if found is None:
                 raise
             return found
@@ -94,7 +94,7 @@ class Delivery:
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         return headers, FORMATS[form](kind.name, array, start)
 
-    async def _of_another(self, scope: Scope, body: bytes) -> Response | None:
+    async def _ask_others(self, scope: Scope, body: bytes) -> Response | None:
         """Return the answer of the first other process that knows the trajectory, or None."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
@@ -104,7 +104,7 @@ class Delivery:
         return None
 
     def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
-        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._bring), **self._channel.sources}
+        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._load), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
             raise BadRequest(f"exactly one of {', '.join(sources)} is required")
@@ -116,7 +116,7 @@ class Delivery:
             raise BadRequest(f"{name} must be a string")
         return sources[name], query[name]
 
-    async def _bring(self, rid: str) -> None:
+    async def _load(self, rid: str) -> None:
         if self._channel.bring_rid is not None and self._store.by_rid(rid) is None:
             await self._channel.bring_rid(rid)
 

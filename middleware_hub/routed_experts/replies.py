@@ -127,7 +127,7 @@ class VerbatimReply(RowReply):
         self._remains: list[bytes] = []
         self._length = 0  # of the copy without rows
         self._waiting: list[bytes] = []  # bytes not sent to the client yet
-        self._clear = False  # rows were found in the current event
+        self._rows_found = False  # rows were found in the current event
 
     async def begun(self) -> None:
         await super().begun()
@@ -141,9 +141,9 @@ class VerbatimReply(RowReply):
         if not more:
             remains += self._extractor.end()
         if self.kind is Kind.JSON:
-            return self._whole_piece(remains, more=more)
+            return self._json_piece(remains, more=more)
         for raw in self.events.feed(remains):
-            self._clear = False
+            self._rows_found = False
             try:
                 self._take_event(Event.read(raw))
             except RowsMissing as error:
@@ -151,12 +151,12 @@ class VerbatimReply(RowReply):
                 return b""
         if self.events.pending > self.max_collected:
             self.unread("too_large")
-        if len(self._extractor.takers) > strings and not self._clear:
-            self._clear = self._extractor.has_marks(self.events.rest)
+        if len(self._extractor.takers) > strings and not self._rows_found:
+            self._rows_found = self._extractor.has_marks(self.events.rest)
         # Send the beginning of an event only if its end can follow: rows were found in it, or the event is complete.
-        return self._release(0 if self._clear or not more else self.events.pending + self._extractor.pending)
+        return self._take_waiting(0 if self._rows_found or not more else self.events.pending + self._extractor.pending)
 
-    def _whole_piece(self, remains: bytes, *, more: bool) -> bytes:
+    def _json_piece(self, remains: bytes, *, more: bool) -> bytes:
         """Return the bytes to send. Hold all back until it is certain that this worker sends rows."""
         self._remains.append(remains)
         self._length += len(remains)
@@ -164,7 +164,7 @@ class VerbatimReply(RowReply):
             self.unread("too_large")
         if not more:
             self._take_answers(b"".join(self._remains))
-        return self._release() if self._extractor.takers or not more else b""
+        return self._take_waiting() if self._extractor.takers or not more else b""
 
     async def _fail(self, error: RowsMissing, raw: bytes) -> None:
         """Send an error event in place of an event.
@@ -178,7 +178,7 @@ class VerbatimReply(RowReply):
             raise error
         await self.finish(waiting[:place] + self._error_event(error))
 
-    def _release(self, withheld: int = 0) -> bytes:
+    def _take_waiting(self, withheld: int = 0) -> bytes:
         """Return the waiting bytes, except for the last `withheld` ones."""
         waiting = b"".join(self._waiting)
         if not withheld:

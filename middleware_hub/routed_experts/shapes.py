@@ -133,7 +133,7 @@ class ShapeCheck:
                 model; `without_gap`: rows are missing; `without_overlap`: too many rows; `are_rows`: not a whole number
                 of rows; `are_causal`: a position behind the row's own.
         """
-        rows = self._shaped(flat, largest, start, expected, engine)
+        rows = self._in_rows(flat, largest, start, expected, engine)
         if self._kind.causal:
             self._check_causal(rows, start)
         return rows
@@ -149,13 +149,13 @@ class ShapeCheck:
                 reason = f"row {start + at + place} has position {largest[place]}, which is behind its own"
                 raise self._kind.invalid("are_causal", reason)
 
-    def _shaped(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
+    def _in_rows(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
         shape, invalid = self._shape, self._kind.invalid
         if shape is not None and shape.choices is not None and largest >= shape.choices:
             raise invalid("of_the_model", f"id {largest} is not one of the model's {shape.choices} {self._kind.ids}")
         width = engine if shape is None else RowWidth(shape.width, certain=True)
         if expected <= 0 or width.ids is None:
-            return self._first(flat, start, expected, width)
+            return self._learn_width(flat, start, expected, width)
         if not width.certain:
             width.certain = flat.size == expected * width.ids
             if not width.certain:
@@ -171,7 +171,7 @@ class ShapeCheck:
             raise invalid("without_overlap", f"the worker sent {count} rows for the {expected} from row {start} on")
         return flat.in_rows_of(width.ids)
 
-    def _first(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
+    def _learn_width(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
         """Return rows of an answer that defines the width, or that should have no rows."""
         invalid = self._kind.invalid
         if expected <= 0:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Key = ref[AlignedRows]
 #: Limit of generations: one without rows of its own takes no bytes, but a record.
-MOST = 1_000_000
+MAX_RECORDS = 1_000_000
 
 
 @dataclass
@@ -71,7 +71,7 @@ class RowStore:
         self.nbytes += node.nbytes
         if rid is not None:
             self._by_rid[rid] = key
-        self._use(node)
+        self._mark_used(node)
         self._make_room()
         self._records[key].pins -= 1
         if self.nbytes > self.max_bytes:
@@ -85,7 +85,7 @@ class RowStore:
         """Add the rows of a restored trajectory, under `rid` unless a later generation has it. Raises like `add`."""
         return self.add(own, start=start, parent=parent, rid=None if rid in self._by_rid else rid, keep=False)
 
-    def unname(self, rid: str) -> None:
+    def release_id(self, rid: str) -> None:
         """Remove an id from earlier rows, since a new generation has it."""
         key = self._by_rid.pop(rid, None)
         if key is not None and (record := self._records.get(key)) is not None:
@@ -96,7 +96,7 @@ class RowStore:
         key = self._by_rid.get(rid)
         node = key() if key is not None else None
         if node is not None:
-            self._use(node)
+            self._mark_used(node)
         return node
 
     @contextmanager
@@ -104,7 +104,7 @@ class RowStore:
         """Protect these rows, and those that they continue, from eviction inside this context."""
         records = []
         for node in nodes:
-            self._use(node)
+            self._mark_used(node)
             # Where a node's own rows were evicted, the answer will continue the nearest rows before it.
             record = next((self._records[key] for each in node.line if (key := ref(each)) in self._records), None)
             if record is not None:
@@ -116,7 +116,7 @@ class RowStore:
             for record in records:
                 record.pins -= 1
 
-    def _use(self, node: AlignedRows) -> None:
+    def _mark_used(self, node: AlignedRows) -> None:
         """Move rows to the end, parents behind their children, so that the first of all rows has no children."""
         for each in node.line:
             key = ref(each)
@@ -126,7 +126,7 @@ class RowStore:
     def _make_room(self) -> None:
         pinned: set[Key] = set()
         while True:
-            if self.nbytes <= self.max_bytes and len(self._records) <= MOST:
+            if self.nbytes <= self.max_bytes and len(self._records) <= MAX_RECORDS:
                 return
             key, record = next(iter(self._records.items()))
             node = key()
@@ -134,7 +134,7 @@ class RowStore:
                 return  # requests in flight pin all that is left, or it is continued by pinned rows
             if record.pins and node is not None:
                 pinned.add(key)
-                self._use(node)
+                self._mark_used(node)
             else:
                 self._evict(key)
 

@@ -15,7 +15,7 @@ from miles_router.generation.generation import ResumableGeneration
 from miles_router.partial_rollouts.request import ResumableRequest
 
 #: While at most this many bytes of a reply have arrived, they are searched for its finish reasons.
-BEGINNING = 2 * 1024 * 1024
+SEARCHED_BYTES = 2 * 1024 * 1024
 
 
 class ResumableAnswer(ResumableRequest):
@@ -72,7 +72,7 @@ class _OpeningAnswer(Tap):
         await super().send(message)
         self._received += len(message.get("body", b""))
         unclear = message.get("more_body", False) and not self.passing and not self._request.services.resume_lost
-        if unclear and self._received <= BEGINNING:
+        if unclear and self._received <= SEARCHED_BYTES:
             ends = finish_reasons(self.collected, len(self._request.generations), beginning=True)
             if ends is not None and not any(map(is_abort, ends)):
                 await self.let_go()

@@ -28,9 +28,9 @@ from miles_router.generation.seam import Seam
 from miles_router.partial_rollouts.request import ResumableRequest
 
 #: Fields of the last event only.
-OF_THE_LAST_EVENT = (VERSIONS, *ROWS)
+LAST_EVENT_FIELDS = (VERSIONS, *ROWS)
 #: An incomplete event is searched for its finish reason between these sizes, in bytes. Shorter ones arrive at once.
-LONG, LOOKED_AT = 256 * 1024, 4 * 1024 * 1024
+MIN_SEARCHED, MAX_SEARCHED = 256 * 1024, 4 * 1024 * 1024
 
 
 class ResumableStream(ResumableRequest):
@@ -47,13 +47,13 @@ class ResumableStream(ResumableRequest):
                 unknown = any(each.opaque for each in running)
                 if opening.passing or (running and not self.services.resume_lost) or unknown:
                     raise
-                self._lose(running, opening.attempt)
+                self._prepare_lost(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
             await self.carry_on([each for each in self.generations if each.abort is not None] + running)
             await opening.finish(LAST_EVENT)
 
-    def _lose(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
+    def _prepare_lost(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
         """Prepare generations for resuming after their worker was lost; the client has all events that arrived.
 
         Raises:
@@ -71,7 +71,7 @@ class ResumableStream(ResumableRequest):
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """Relay the events of a continuation."""
         following = _CarriedOnStream(self, attempt, generation, seam)
-        with suppress(_Enough):
+        with suppress(_StreamNotNeeded):
             await attempt.ask(following, self.scope, self.receive, body)
         if not following.has_end and not generation.done:
             raise CannotResume("the worker's stream ended without a finish reason")
@@ -100,7 +100,7 @@ class ResumableStream(ResumableRequest):
         await self.opening.give(write_event(shown))
 
 
-class _Enough(Exception):
+class _StreamNotNeeded(Exception):
     """Raised inside a stream that is not needed any further, so that its worker stops generating."""
 
 
@@ -129,10 +129,10 @@ class _OpeningStream(Tap):
 
     async def send(self, message: Message) -> None:
         await super().send(message)
-        if LONG < self.events.pending <= LOOKED_AT and self._ends():
+        if MIN_SEARCHED < self.events.pending <= MAX_SEARCHED and self._is_ending():
             await self.let_go()
 
-    def _ends(self) -> bool:
+    def _is_ending(self) -> bool:
         """Return whether the incomplete event is the last one of the only generation, and the generation was not cut.
 
         The event may contain the expert ids of a long rollout, so collecting it here is avoided.
@@ -244,13 +244,13 @@ class _CarriedOnStream(FollowingStream):
             generation.done = True
             await self._request.emit(generation, joined)
         else:
-            await self._more(joined)
+            await self._emit_certain(joined)
         if stopped and not self.has_end:
-            raise _Enough
+            raise _StreamNotNeeded
 
-    async def _more(self, joined: Mapping[str, Any]) -> None:
+    async def _emit_certain(self, joined: Mapping[str, Any]) -> None:
         """Send an event with what has arrived; hold back text that the next tokens may still change."""
         generation = self._generation
         until = generation.shown_text if generation.forming or generation.halved else None
-        meta = {name: value for name, value in joined["meta_info"].items() if name not in OF_THE_LAST_EVENT}
+        meta = {name: value for name, value in joined["meta_info"].items() if name not in LAST_EVENT_FIELDS}
         await self._request.emit(generation, {**joined, "meta_info": meta}, until=until)

@@ -53,7 +53,7 @@ class TextArchive:
         self._index = RootIndex()
         self._opened = store is None
         self._opening = asyncio.Lock()
-        self._began = 0  # the last serial that an earlier process recorded
+        self._earlier_serial = 0  # the last serial that an earlier process recorded
         self._dirty: dict[tuple[int, str], Family] = {}  # families with something to delete from the disk
         self._sweeping: asyncio.Task[None] | None = None
         self.statistics = ArchiveStatistics(
@@ -76,8 +76,8 @@ class TextArchive:
             if not self._opened:
                 await self._open()
             if self._index:
-                for family in self._index.within(text):
-                    await self._bring(family)
+                for family in self._index.matching(text):
+                    await self._load_family(family)
 
     async def load_rid(self, rid: str) -> None:
         """Bring the newest generation with this id into memory. Raises the same errors as `load`."""
@@ -95,8 +95,8 @@ class TextArchive:
     async def _load_rid(self, rid: str) -> None:
         if not self._opened:
             await self._open()
-        known = self._cache.find_rid(rid)
-        if self._store is None or not self._index or (known is not None and known.serial > self._began):
+        known = self._cache.peek_rid(rid)
+        if self._store is None or not self._index or (known is not None and known.serial > self._earlier_serial):
             return
         digest = _digest(rid)
         places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._slots]
@@ -108,7 +108,7 @@ class TextArchive:
                     serial, name = number, (slot, owner)
         family = self._families.get(name)
         if family is not None and not family.loaded:
-            await self._bring(family)
+            await self._load_family(family)
 
     async def _open(self) -> None:
         async with self._opening:
@@ -126,10 +126,10 @@ class TextArchive:
                 self._index.add(family)
                 self.tokens += family.tokens
                 self._rows.nbytes += family.rows.nbytes
-                self._cache.go_on(family.serial, family.version, family.rank)
-                self._began = family.serial
+                self._cache.continue_after(family.serial, family.version, family.rank)
+                self._earlier_serial = family.serial
             self._opened = True
-            self._bound()
+            self._enforce_limits()
 
     @staticmethod
     def _read_head(owner: str, slot: int, head: bytes) -> Family:
@@ -138,7 +138,7 @@ class TextArchive:
         except (KeyError, TypeError, ValueError) as error:
             raise StateDamaged(f"texts {owner!r} cannot be read: {error!r}") from error
 
-    async def _bring(self, family: Family) -> None:
+    async def _load_family(self, family: Family) -> None:
         async with family.lock:
             if family.loaded:
                 return
@@ -147,7 +147,7 @@ class TextArchive:
             self._count(family, -family.tokens)
             family.loaded = True
             restored: dict[int, Entry] = {}
-            with self._cache.holding():  # evict only once the family is complete
+            with self._cache.eviction_paused():  # evict only once the family is complete
                 for each in entries:
                     parent = None if each.parent is None else restored[each.parent]
                     entry = restored[each.serial] = self._cache.restore(each, parent)
@@ -161,7 +161,7 @@ class TextArchive:
                 self._rows.restore(family, rows)
             self.statistics.loaded += len(restored)
             if family.rows.gone:
-                self._sweep_later(family)
+                self._schedule_sweep(family)
 
     async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[int, RowsRead]]:
         """Read a family's entries, and the rows of its generations by the number of their record."""
@@ -178,7 +178,7 @@ class TextArchive:
                 entries[serial] = read_entry(serial, found[serial], entries)
                 await pace.step()
             newest = {each.record.rid: serial for serial, each in entries.items()}
-            ids = {serial: rid for rid, serial in newest.items() if self._cache.find_rid(rid) is None}
+            ids = {serial: rid for rid, serial in newest.items() if self._cache.peek_rid(rid) is None}
             for number, each_rows in self._rows.read(records, ids):
                 rows[number] = each_rows
                 await pace.step()
@@ -206,7 +206,7 @@ class TextArchive:
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
         self._rows.add(family, entry)
-        self._bound()
+        self._enforce_limits()
 
     async def save(self, entries: Iterable[Entry]) -> None:
         """Return when these entries are durable.
@@ -215,7 +215,7 @@ class TextArchive:
             StateError: an entry could not be written. It stays in memory; the next commit of its family includes it.
         """
         families = {entry.family.name: entry.family for entry in entries if entry.family is not None}
-        await _all(self._save(family) for family in families.values())
+        await _gather(self._save(family) for family in families.values())
 
     async def _save(self, family: Family) -> None:
         async with family.lock:
@@ -240,12 +240,12 @@ class TextArchive:
         if family.rows.stale:  # delete first: the unsaved rows are written behind it
             works.append(store.delete(family.owner, slot=slot, large_alone=True))
         if family.entries or not family.loaded:
-            entries = {serial: self._written(entry) for serial, entry in put.items()}
+            entries = {serial: self._entry_bytes(entry) for serial, entry in put.items()}
             blobs = {HEAD: family.head(), **entries, **dict.fromkeys(gone)}
             works.append(store.append(family.owner, blobs, large=family.rows.changes(), slot=slot))
         else:
             works.append(store.delete(family.owner, slot=slot))
-        await _all([*works, *(store.append(owner, changes, slot=slot) for owner, changes in going.items())])
+        await _gather([*works, *(store.append(owner, changes, slot=slot) for owner, changes in going.items())])
         for serial, entry in put.items():
             if family.unsaved.get(serial) is entry:
                 del family.unsaved[serial]
@@ -256,7 +256,7 @@ class TextArchive:
         family.rows.gone -= rows_gone
         family.rows.stale = False
 
-    def _written(self, entry: Entry) -> bytes:
+    def _entry_bytes(self, entry: Entry) -> bytes:
         parent = parent_in_family(entry)
         parent_text = None if parent is None else self._cache.whole_text_of(parent)
         return written_entry(entry, self._cache.whole_text_of(entry), parent_text, with_rows=self._rows.write)
@@ -266,14 +266,14 @@ class TextArchive:
     def _evicted(self, entry: Entry) -> None:
         if entry.family is not None:
             self._count(entry.family, -entry.family.remove(entry))
-            self._sweep_later(entry.family)
+            self._schedule_sweep(entry.family)
 
     def _evicted_rows(self, rows: AlignedRows) -> None:
         family = self._rows.family_of(rows)
         if family is not None:
-            self._sweep_later(family)
+            self._schedule_sweep(family)
 
-    def _bound(self) -> None:
+    def _enforce_limits(self) -> None:
         """Delete the oldest families that are not loaded, down to the disk's limit; then evict from memory.
 
         Rows on the disk are limited to what memory may hold of rows. Their deletion deletes no texts.
@@ -281,7 +281,7 @@ class TextArchive:
         for family in list(self._index) if self._rows.nbytes > self._rows.max_bytes else ():
             if self._rows.nbytes > self._rows.max_bytes and family.rows.nbytes and not family.lock.locked():
                 self._rows.forget(family)
-                self._sweep_later(family)
+                self._schedule_sweep(family)
         for family in list(self._index) if self.tokens > self._max_tokens else ():
             if self.tokens <= self._max_tokens:
                 return
@@ -290,11 +290,11 @@ class TextArchive:
                 self._count(family, -family.tokens)
                 family.loaded = family.stale = True
                 self._rows.forget(family)
-                self._sweep_later(family)
+                self._schedule_sweep(family)
         while self.tokens > self._max_tokens and self._cache.evict_one():
             pass
 
-    def _sweep_later(self, family: Family) -> None:
+    def _schedule_sweep(self, family: Family) -> None:
         self._dirty[family.name] = family
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = spawn(self._sweep(), name="delete texts")
@@ -302,23 +302,23 @@ class TextArchive:
     async def _sweep(self) -> None:
         while self._dirty:
             dirty, self._dirty = list(self._dirty.values()), {}
-            for result in await asyncio.gather(*map(self._tidy, dirty), return_exceptions=True):
+            for result in await asyncio.gather(*map(self._sweep_family, dirty), return_exceptions=True):
                 if isinstance(result, StateError):  # the family's next commit or sweep tries again
                     logger.warning("texts_not_deleted", extra={"fields": {"reason": str(result)}})
                 elif isinstance(result, BaseException):
                     raise result
 
-    async def _tidy(self, family: Family) -> None:
+    async def _sweep_family(self, family: Family) -> None:
         async with family.lock:
             if family.stale:
-                await self._find_stale(family)
+                await self._list_stale(family)
             self._rows.sweep(family)
             if family.gone or family.rows.gone or family.rows.stale:
                 await self._commit(family)
             if family.loaded and not family.entries and not family.gone and self._families.get(family.name) is family:
                 del self._families[family.name]
 
-    async def _find_stale(self, family: Family) -> None:
+    async def _list_stale(self, family: Family) -> None:
         assert self._store is not None
         for serial, blob in (await self._store.load(family.owner, slot=family.slot)).items():
             if serial != HEAD and serial not in family.entries:
@@ -343,7 +343,7 @@ def _rid_owner(digest: str) -> str:
     return RID_OWNERS + digest[:2]
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _gather(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Start all coroutines in order and wait for all. Raise the first failure."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):

@@ -49,7 +49,7 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
         with_rows: whether its rows are written, too.
     """
     parent = parent_in_family(entry)
-    own = entry if parent is not None else _alone(entry, text)
+    own = entry if parent is not None else _without_parent(entry, text)
     shared = own.reused_chars
     if parent_text is None or not text.startswith(parent_text[:shared]):
         shared = 0
@@ -75,7 +75,7 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
     return with_header(header, (spelled, own.block))
 
 
-def _alone(entry: Entry, text: str) -> Entry:
+def _without_parent(entry: Entry, text: str) -> Entry:
     """Return a copy of the entry that owns all of its tokens."""
     if entry.parent is None:
         return entry

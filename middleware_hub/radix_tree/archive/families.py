@@ -149,7 +149,7 @@ class RootIndex:
             del self._lengths[family.chars]
             self._sorted = None
 
-    def within(self, text: str) -> list[Family]:
+    def matching(self, text: str) -> list[Family]:
         """Return the families whose root this text begins with; hash collisions and long roots can add others."""
         if not self._families:
             return []

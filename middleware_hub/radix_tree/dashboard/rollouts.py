@@ -56,7 +56,7 @@ class TextRollouts:
                     model if isinstance(model, str) else None,
                 )
             )
-            self._begin(rollout)
+            self._ensure_listed(rollout)
             rollout.flights.append(exchange.flight)
             rollouts.append(rollout)
         try:
@@ -65,7 +65,7 @@ class TextRollouts:
             for rollout in rollouts:
                 rollout.flights.remove(exchange.flight)
                 rollout.used_at = time.time()
-                self._end(rollout)
+                self._remove_if_over(rollout)
 
     def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
         """Add a recorded generation to its rollout, and count its tokens for the run."""
@@ -88,7 +88,7 @@ class TextRollouts:
         trained: Counter[str | None] = Counter()
         while turn is not None:
             if tokens > turn.read or first_reading:
-                trained += self._unread(turn, tokens).count_read(tokens)
+                trained += self._uncounted_turn(turn, tokens).count_read(tokens)
             turn, tokens = _sampled_within(turn.before, min(tokens, turn.kept))
         if trained.total():
             self._router.run.train(trained)
@@ -100,7 +100,7 @@ class TextRollouts:
                 spans = each.trajectory.weight_versions
                 self._router.run.reward(spans[-1].version if spans else None, reward)
 
-    def _unread(self, turn: TextTurn, tokens: int) -> TextTurn:
+    def _uncounted_turn(self, turn: TextTurn, tokens: int) -> TextTurn:
         """Return this turn, or if its first `tokens` tokens are counted, an equal turn where they are not."""
         node = turn.entry.node
         if turn.read < tokens or node is None:
@@ -111,7 +111,7 @@ class TextRollouts:
 
     def _turn_before(self, prompt: TokenizedText) -> tuple[TextTurn | None, int]:
         """Return the turn that a prompt continues, and how many of the turn's tokens the prompt keeps."""
-        if prompt.goes_on_from is None or prompt.match.entry is None:
+        if prompt.continued_entry is None or prompt.match.entry is None:
             return None, 0
         turn, kept = _sampled_within(self._turns.get(prompt.match.entry), len(prompt.match.trajectory))
         return turn, kept if turn is not None else 0
@@ -119,14 +119,14 @@ class TextRollouts:
     def _restored(self, entry: Entry) -> None:
         """Add the turn of a restored generation. Its shared tokens determine which turn it continues."""
         prompt = entry.prompt_length()
-        shared = entry.sampled_before(prompt)
-        before, kept = _sampled_within(self._turns.get(entry.part_at(shared)) if shared else None, shared)
+        shared = entry.end_of_sampled(prompt)
+        before, kept = _sampled_within(self._turns.get(entry.entry_at(shared)) if shared else None, shared)
         rollout = before.rollout if before is not None else TextRollout(time.time())
-        self._begin(rollout)
+        self._ensure_listed(rollout)
         facts = NOTHING_KNOWN._replace(worker=entry.worker)
         self._add(rollout, entry, before, kept if before is not None else 0, prompt, facts)
 
-    def _begin(self, rollout: TextRollout) -> None:
+    def _ensure_listed(self, rollout: TextRollout) -> None:
         if rollout.id not in self._by_id:
             self._by_id[rollout.id] = rollout
             self._shelf.add(rollout.place, rollout)
@@ -154,9 +154,9 @@ class TextRollouts:
             turn.after.clear()
             if turn.before is not None:
                 turn.before.after.pop(turn, None)
-            self._end(turn.rollout)
+            self._remove_if_over(turn.rollout)
 
-    def _end(self, rollout: TextRollout) -> None:
+    def _remove_if_over(self, rollout: TextRollout) -> None:
         """Remove a rollout that has no turns and no requests in flight."""
         if not rollout.turns and not rollout.flights and self._by_id.pop(rollout.id, None) is not None:
             self._shelf.remove(rollout.place)

@@ -67,7 +67,7 @@ class TextTurn:
 
     def spans(self) -> list[dict[str, Any]]:
         """Return the sampled spans by weight version."""
-        return version_spans(self.entry.behind(self.prompt)[0].pieces, self.prompt, self.facts.worker)
+        return version_spans(self.entry.suffix(self.prompt)[0].pieces, self.prompt, self.facts.worker)
 
     def sampled(self) -> Counter[str | None]:
         """Return how many tokens each weight version sampled in this turn."""
@@ -95,7 +95,7 @@ class TextTurn:
         """Return whether both sampled the same ids behind prompts of one length, up to the position `tokens`."""
         if self.prompt != other.prompt or min(len(self.entry), len(other.entry)) < tokens:
             return False
-        mine, theirs = (each.entry.behind(each.prompt)[0][: tokens - each.prompt] for each in (self, other))
+        mine, theirs = (each.entry.suffix(each.prompt)[0][: tokens - each.prompt] for each in (self, other))
         return np.array_equal(mine.tokens, theirs.tokens)
 
     def row(self) -> TurnRow:

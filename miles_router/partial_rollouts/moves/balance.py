@@ -15,7 +15,7 @@ SLACK = 1.25
 Place = TypeVar("Place")
 
 
-def relocation(loads: Mapping[Place, int], movable: Mapping[Place, Collection[object]]) -> tuple[Place, Place] | None:
+def choose_move(loads: Mapping[Place, int], movable: Mapping[Place, Collection[object]]) -> tuple[Place, Place] | None:
     """Return the place with the most requests among those with `movable` ones, and the place with the fewest.
 
     Return None if a move between them does not pay.

@@ -27,7 +27,7 @@ Reason = Literal[
 #: Engines name requests by 32 hexadecimal digits, and abort all whose name begins with the given one.
 LONG_NAME = 16
 #: Positions that an engine keeps free: SGLang 0.5.23 takes prompts of up to its context length minus 6.
-ROOM = 8
+RESERVED_POSITIONS = 8
 #: Upper bound of JSON bytes for a token, as an id or as escaped text.
 TOKEN_BYTES = 16
 
@@ -52,7 +52,7 @@ def check_size(body: bytes, engines: Iterable[Facts]) -> None:
         raise Immovable("too_long")
 
 
-def movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
+def read_movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
     """Read a request that any of these engines can resume exactly, wherever it is cut.
 
     Raises:
@@ -103,5 +103,5 @@ def _check_engine(request: GenerateRequest, facts: Facts) -> None:
     if budget is not None and not isinstance(budget, int):  # the client's own value, which is not checked elsewhere
         raise Immovable("unreadable")
     longest = len(prompt.ids) if prompt.ids is not None else len((prompt.text or "").encode("utf-8", "replace"))
-    if budget is None or facts.context_length is None or longest + budget > facts.context_length - ROOM:
+    if budget is None or facts.context_length is None or longest + budget > facts.context_length - RESERVED_POSITIONS:
         raise Immovable("too_long")

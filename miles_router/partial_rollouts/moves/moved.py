@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 #: Limits of repeated attempts: all failures, and answers that do not continue the generation.
 TRIES, REFUSALS = 8, 2
 #: Seconds before the next attempt: at first (doubled each time), and at most.
-SOON, LATE = 0.1, 5.0
+FIRST_DELAY, LAST_DELAY = 0.1, 5.0
 #: The exchange note of a request that was moved without success: it does not move again.
 BEGUN_ANEW = "miles_router.begun_anew"
 #: Seconds between checks for a pause.
-LOOK = 0.25
+PAUSE_CHECK_SECONDS = 0.25
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class MovedAnswer(ResumableAnswer):
             await self._carry_on_from(answer)
         except (CannotResume, UnreadableAnswer) as error:
             metrics.unmoved_generations["begun_anew"] += 1
-            await self._begin_anew(error)
+            await self._send_again(error)
         else:
             await self._reply.give_to(self.send, orjson.dumps(self.answers[0]))
 
@@ -139,7 +139,7 @@ class MovedAnswer(ResumableAnswer):
         self.answers = [answer]
         await self.carry_on([generation])
 
-    async def _begin_anew(self, error: Exception) -> None:
+    async def _send_again(self, error: Exception) -> None:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
@@ -174,7 +174,9 @@ class MovedAnswer(ResumableAnswer):
             where = {"source": self._relocation.source, "target": flight.preferred}
             fields = {"request_id": self.exchange.request_id, **where}
             logger.debug("generation_moved", extra={"fields": fields})
-        if not await self._before_a_pause(super().sample(attempt, generation, seam, body), lambda: flight.stop is None):
+        if not await self._run_until_pause(
+            super().sample(attempt, generation, seam, body), lambda: flight.stop is None
+        ):
             return  # it waits at the gate
         self._tries = self._refusals = 0
         self.exchange.flight.worker_url = flight.worker_url
@@ -205,7 +207,7 @@ class MovedAnswer(ResumableAnswer):
             raise CannotResume(str(error)) from error
         exchange.flight.preferred = self._relocation.source
         with Watch(self.receive, 0):
-            await asyncio.sleep(min(LATE, SOON * 2**self._tries))
+            await asyncio.sleep(min(LAST_DELAY, FIRST_DELAY * 2**self._tries))
         return True
 
     async def _next_request(
@@ -217,15 +219,15 @@ class MovedAnswer(ResumableAnswer):
         async def ask() -> None:
             bodies.append(await super(MovedAnswer, self)._next_request(generation, questions, seam))
 
-        return bodies[-1] if await self._before_a_pause(ask(), lambda: True) else None
+        return bodies[-1] if await self._run_until_pause(ask(), lambda: True) else None
 
-    async def _before_a_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
+    async def _run_until_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
         """Run `work` and return True; cancel it and return False if a cutting pause comes while `waits()` is true."""
         gate, cuts = self.services.router.gate, self._relocation.cuts
         task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
         try:
             while not task.done() and (gate.cuts == cuts or not waits()):
-                await asyncio.wait({task}, timeout=LOOK)
+                await asyncio.wait({task}, timeout=PAUSE_CHECK_SECONDS)
         finally:
             if not task.done():
                 await cancelled(task)
