@@ -1,6 +1,6 @@
-"""IndexerTopkMiddleware: the positions that sparse attention chose for each token, kept for replay in training.
+"""IndexerTopkMiddleware: keeps the positions that sparse attention chose for each token, for replay in training.
 
-It keeps them as RoutedExpertsMiddleware keeps experts, by the same code; the two may be listed together.
+It shares its code with RoutedExpertsMiddleware; both may be listed together.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from miles_router.middlewares import ASGIApp, Router
 
 
 class IndexerTopkMiddleware(RowKeeper):
-    """The keeper of chosen positions. It is listed last, inside of the layers that hold trajectories.
+    """The layer that keeps chosen positions. List it last, inside the layers that hold trajectories.
 
     Args:
-        indexer_shape: the model's, as LAYERSxTOPK (61x2048); without it, that of the checkpoint's config.json.
-        required: whether an answer without chosen positions is an error; if not, samples say that theirs are missing.
-        max_bytes: bytes of rows held; the least recently used go first.
+        indexer_shape: the model's shape as LAYERSxTOPK (61x2048); by default from the checkpoint's config.json.
+        required: whether an answer without chosen positions is an error; if not, samples report them as missing.
+        max_bytes: limit of rows in memory; the least recently used are evicted first.
     """
 
     fields = INDEXER_FIELDS

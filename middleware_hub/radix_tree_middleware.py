@@ -1,8 +1,8 @@
-"""RadixTreeMiddleware: text rollouts with exact tokens. `/generate` as always, `/retrieve_from_text` for the trainer.
+"""RadixTreeMiddleware: text rollouts with exact tokens, over `/generate`, and `/retrieve_from_text` for the trainer.
 
-A client sends and receives plain text. The engine is given ids: those it was given and those it sampled before, where
-the text continues an earlier generation, and the encoding of what is new. Every generation is recorded with its ids,
-logprobs, loss mask and weight versions under the text that the client saw.
+Clients send and receive plain text. Where a prompt continues an earlier generation, the engine is given the recorded
+ids of it, and the encoding of the rest. Every generation is recorded with its ids, logprobs, loss mask and weight
+versions, under the text that the client saw.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RadixTreeMiddleware:
     """The text-keyed token cache.
 
     Args:
-        max_tokens: tokens held; a prefix that trajectories share is counted once. At most 12 bytes each and text.
-        keep_versions: how many weight versions before the newest are kept when room is needed; older ones go first.
+        max_tokens: tokens in memory; a shared prefix counts once. Each takes at most 12 bytes, plus its text.
+        keep_versions: when room is needed, generations of weight versions older than this many are evicted first.
     """
 
     one_model = True
@@ -93,16 +93,15 @@ class RadixTreeMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """While it runs, long texts are encoded in processes of their own, and tokenizers of workers compared."""
+        """Run the processes that encode long texts, the archive, and the comparison of workers' tokenizers."""
         async with self._encoder.lifespan(), self._archive.running(), self._agreement.running():
             yield
 
     def routes(self) -> Sequence[BaseRoute]:
-        """`POST /retrieve_from_text`, and audits of text rollouts."""
         return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"]), *audit_routes(self._audits)]
 
     def owner_name(self, scope: Scope) -> str | None:
-        """What a text is, and whose, its body says."""
+        """Return `BODY_SAYS` for paths where the process is chosen by the texts in the body, else None."""
         recorded = scope["path"] == PATH and scope["method"] in METHODS
         return BODY_SAYS if recorded or scope["path"] == RETRIEVE else None
 
@@ -111,7 +110,7 @@ class RadixTreeMiddleware:
         await self._holders.require(scope, texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give ids for text on the way in, record on the way out; every other path is none of our business."""
+        """Replace a text prompt by ids, and record the answers. Pass every other path through."""
         if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in METHODS:
             await self.app(scope, receive, send)
             return
@@ -121,10 +120,10 @@ class RadixTreeMiddleware:
             request = read_request(exchange.loads(body))
             if self.router.owners.several and not self.router.owners.is_forwarded(scope):
                 await self._require(scope, request)
-            with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
+            with Watch(receive):  # stops encoding a long text when its client has left
                 prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
         except InvalidTrajectory as error:
-            raise BadRequest(f"input_ids: {error}") from None  # an engine ends over them
+            raise BadRequest(f"input_ids: {error}") from None  # an engine's process ends over such ids
         except (NotRecordable, UnknownShape) as error:
             self.router.owners.prefer(scope)
             self.cache.statistics.passed_through[error.reason] += 1
@@ -140,7 +139,7 @@ class RadixTreeMiddleware:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.continued_cache = _kept_cache(prompts)
             if self.router.traces is not None:
-                before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
+                before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
                 self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
                 self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
             until_answered.enter_context(deliveries.left_on(exchange))
@@ -154,9 +153,11 @@ class RadixTreeMiddleware:
 
 
 def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:
-    """The prefix cache that a request keeps, all of whose prompts go on from recorded generations: the newest of
-    theirs, for it has one alone, and none is to find older keys and values than its own."""
-    kept = [None if (before := prompt.goes_on_from) is None else before.cache for prompt in prompts]
+    """Return the prefix cache to use for a request whose prompts all continue recorded generations, else None.
+
+    A request has one prefix cache. Return the newest, so that no prompt finds keys and values older than its own.
+    """
+    kept = [None if (before := prompt.continued_entry) is None else before.cache for prompt in prompts]
     known = [cache for cache in kept if cache is not None]
     return max(known) if known and len(known) == len(kept) else None
 

@@ -1,4 +1,4 @@
-"""RoutedExpertsMiddleware: the experts that routed each token, kept for replay in training (R3)."""
+"""RoutedExpertsMiddleware: keeps the experts that routed each token, for replay in training (R3)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from miles_router.middlewares import ASGIApp, Router
 
 
 class RoutedExpertsMiddleware(RowKeeper):
-    """The keeper of routed experts. It is listed last, inside of the layers that hold trajectories.
+    """The layer that keeps routed experts. List it last, inside the layers that hold trajectories.
 
     Args:
-        moe_shape: the model's, as LAYERSxEXPERTSxTOPK (48x128x8); without it, that of the checkpoint's config.json.
-        required: whether an answer without routed experts is an error; if not, samples say that theirs are missing.
-        max_bytes: bytes of rows held; the least recently used go first.
+        moe_shape: the model's shape as LAYERSxEXPERTSxTOPK (48x128x8); by default from the checkpoint's config.json.
+        required: whether an answer without routed experts is an error; if not, samples report them as missing.
+        max_bytes: limit of rows in memory; the least recently used are evicted first.
     """
 
     fields = EXPERT_FIELDS

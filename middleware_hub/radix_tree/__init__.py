@@ -1,16 +1,17 @@
 """The parts of RadixTreeMiddleware, from the bottom up:
 
-entry       one recorded generation: its own tokens, and the prefix that it shares
-text_tree   a radix tree over characters: where entries end, which is the newest below a point
-eviction    which leaf goes first
+entry       one recorded generation: its own tokens, and the prefix that it shares with another entry
+text_tree   a radix tree over characters, which finds the entries that a text continues
+eviction    the order in which entries are evicted
 cache       look-up, recording and retrieval under a token budget
-archive     what outlives the process (`--state-dir`)
-recording   texts to ids through the cache, and answers into records of it
-requests    which requests of `/generate` are recorded
-answers     the relay of their answers: recorded, and given on without what nobody asked for
+archive     entries on the disk (`--state-dir`)
+recording   convert texts to ids through the cache, and record answers in it
+requests    decide which `/generate` requests are recorded
+answers     relay and record the answers, and remove logprobs that the client did not ask for
 retrieval   `POST /retrieve_from_text`
-audits      text rollouts against what engines say of them now
-statistics  what is counted
+holders     find the process that has recorded a text
+audits      compare text rollouts with what engines compute for them now
+statistics  counters and gauges
 
 `middleware_hub.tokenizing` says which characters each token spells.
 """

@@ -1,5 +1,7 @@
-"""The answers to one request, on their way to the client: each is recorded before the client has all of it, and given
-on without the logprobs that only the record asked for."""
+"""The relay of the answers to one `/generate` request.
+
+Each answer is recorded before the client has all of it. Logprobs that only the record needs are removed on the way.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +34,24 @@ from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
 
-#: Why an answer is not recorded that `GenerateAnswer` does not refuse.
+#: Why an answer that `GenerateAnswer` accepts is not recorded.
 AnswerReason = Literal["answer_count", "incomplete", "prompt_not_read"]
 
 
 class AnswerTap(Tap):
-    """Records the answers to one request. An answer that cannot be recorded exactly is counted and logged, and its
-    client gets it all the same.
+    """A relay that records the answers to one request.
+
+    An answer that cannot be recorded exactly is counted and logged; the client gets it all the same.
 
     Args:
         send: the client's side.
-        router: counts replies that cannot be read, and traces turns.
-        recorder: where the answers go.
-        exchange: the request's record, for the log.
-        request: as the client sent it.
-        prompts: what the engine is given for each of its prompts.
-        deliveries: where the answers' rows come from.
-        rollouts: what the generations are part of.
+        router: its metrics count unreadable replies, its traces show the answers.
+        recorder: records the answers.
+        exchange: the request's exchange.
+        request: the request as the client sent it.
+        prompts: the tokens that the engine is given for each prompt.
+        deliveries: the source of the answers' rows.
+        rollouts: the text rollouts that the generations belong to.
     """
 
     layer = "radix_tree"
@@ -73,31 +76,33 @@ class AnswerTap(Tap):
         self._deliveries = deliveries
         self._rollouts = rollouts
         self._generations = range(request.generations)
-        #: For each of them, whether its client asked for logprobs itself.
+        #: For each generation, whether the client itself asked for logprobs.
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
-        #: Of a stream: those that have not ended; None where nothing has come.
-        self._growing: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
+        #: The generations of a stream that have not ended; None until the first event.
+        self._open_answers: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
         self._without_index = 0 if len(self._generations) == 1 else None
-        self._failed = False  # the engine says itself that there is no answer
-        self._surplus = False  # events came of answers that nobody asked for
-        self._odd = False  # events came that are of no answer
-        self._unreadable = False  # events came that are no JSON
+        self._error_event = False  # the engine sent an error event
+        self._unexpected_index = False  # an event had an unexpected index
+        self._other_events = False  # an event was not part of an answer
+        self._invalid_json = False  # an event was not JSON
 
     async def whole(self, body: bytes) -> bytes:
-        """Record the answers of a JSON reply.
+        """Record the answers of a JSON reply; return the body for the client.
 
         Raises:
-            StateError: they cannot be made to outlive the process; the client is given none of them.
-            PromptNotRead: the engine read another prompt; none is recorded.
+            StateError: an answer could not be made durable; the client gets none of them.
+            PromptNotRead: the engine read another prompt; no answer is recorded.
         """
         try:
             reply = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            self._refuse("not_json", str(error))
+            self._pass_unrecorded("not_json", str(error))
             return body
         answers = reply if isinstance(reply, list) else [reply]
         if len(answers) != len(self._generations):
-            self._refuse("answer_count", f"{len(answers)} answers to {len(self._generations)} generations")
+            self._pass_unrecorded(
+                "answer_count", f"{len(answers)} answers came for {len(self._generations)} generations"
+            )
             return body
         for generation, answer in enumerate(answers):
             self._check_prompt(generation, answer)
@@ -111,30 +116,30 @@ class AnswerTap(Tap):
         return orjson.dumps(answers if isinstance(reply, list) else answers[0])
 
     async def event(self, event: Event) -> bytes:
-        """Take what an event says of its answer, and record the answer with the last one.
+        """Add an event to its answer, and record the answer with its last event; return the bytes for the client.
 
         Raises:
-            StateError: it cannot be made to outlive the process; the client is not given its last event.
-            UpstreamBroken: the stream ends, and its answers have not.
-            PromptNotRead: the engine read another prompt; the client is told so in an event in place of the last.
+            StateError: the answer could not be made durable; the client does not get its last event.
+            UpstreamBroken: the stream ended before its answers did.
+            PromptNotRead: the engine read another prompt; the client gets an error event in place of the last event.
         """
         if event.is_last:
-            self._end()
+            self._check_ends()
         answer = event.parse()
         if not isinstance(answer, dict) or "output_ids" not in answer:
-            self._failed |= isinstance(answer, dict) and "error" in answer
-            self._odd |= bool(event.data) and not event.is_last
-            self._unreadable |= answer is None and bool(event.data) and not event.is_last
+            self._error_event |= isinstance(answer, dict) and "error" in answer
+            self._other_events |= bool(event.data) and not event.is_last
+            self._invalid_json |= answer is None and bool(event.data) and not event.is_last
             return event.raw
         generation = answer.get("index", self._without_index)
         if type(generation) is not int or generation not in self._generations:
-            if not self._surplus:
-                self._refuse("answer_count", f"an event of answer {generation!r}")
-            self._surplus = True
+            if not self._unexpected_index:
+                self._pass_unrecorded("answer_count", f"an event has the unexpected index {generation!r}")
+            self._unexpected_index = True
             return event.raw
-        if generation in self._growing:
+        if generation in self._open_answers:
             try:
-                await self._grow(generation, answer, len(event.data))
+                await self._add_event(generation, answer, len(event.data))
             except PromptNotRead as error:
                 await self.give(write_event(error.body(self._exchange.request_id)))
                 raise
@@ -142,60 +147,61 @@ class AnswerTap(Tap):
             return event.raw
         return write_event(without_logprobs(answer), event.name)
 
-    async def _grow(self, generation: int, answer: Mapping[str, object], nbytes: int) -> None:
-        growing = self._growing[generation]
+    async def _add_event(self, generation: int, answer: Mapping[str, object], nbytes: int) -> None:
+        growing = self._open_answers[generation]
         if growing is None:
-            growing = self._growing[generation] = GrowingAnswer()
+            growing = self._open_answers[generation] = GrowingAnswer()
         try:
             growing.skim(answer)
         except UnreadableAnswer as error:
-            self._forget(generation)
-            self._refuse(error.reason, str(error))
+            self._close_answer(generation)
+            self._pass_unrecorded(error.reason, str(error))
             return
         self.keep(generation, nbytes, more=growing.incremental is True)
         if growing.ended:
-            self._forget(generation)
+            self._close_answer(generation)
             self._check_prompt(generation, growing.with_versions())
             entry = await self._record(generation, growing.with_versions())
             if entry is not None and entry.family is not None:
                 await self.give_shown()
                 await self._recorder.archive.save([entry])
 
-    def _forget(self, generation: int) -> None:
-        del self._growing[generation]
+    def _close_answer(self, generation: int) -> None:
+        del self._open_answers[generation]
         self.keep(generation, 0, more=False)
 
     def unread(self, reason: str) -> None:
-        """None of what has come is recorded."""
+        """Count an unreadable reply, and stop recording: no answer that has begun is recorded."""
         super().unread(reason)
-        self._growing.clear()
+        self._open_answers.clear()
 
     async def ended(self) -> bytes:
-        """See that all answers have ended. Raises as `event`."""
-        self._end()
+        """Check that all answers have ended. Raises the same errors as `event`."""
+        self._check_ends()
         return b""
 
-    def _end(self) -> None:
-        """Count the answers that did not end, unless the engine has said why; their client learns that it has not all.
-        What is no stream of answers passes.
+    def _check_ends(self) -> None:
+        """Count the answers of a stream that did not end, unless the engine sent an error.
+
+        Streams with events that are not part of an answer pass.
 
         Raises:
-            UpstreamBroken: some did not end.
+            UpstreamBroken: some answers did not end; the client must not take the stream as complete.
         """
-        cut = [] if self._failed else [*self._growing]
+        cut = [] if self._error_event else [*self._open_answers]
         for generation in cut:
-            if self._unreadable:
-                self._refuse(
-                    "not_json", f"an event of answer {generation} is no JSON, or has a number that JSON has not"
+            if self._invalid_json:
+                self._pass_unrecorded(
+                    "not_json", f"an event of answer {generation} is not JSON, which has no NaN and Infinity"
                 )
             else:
-                self._refuse("incomplete", f"the stream ended before answer {generation} did")
-        self._growing.clear()
-        if cut and not (self._odd or self._surplus):
+                self._pass_unrecorded("incomplete", f"the stream ended before answer {generation} did")
+        self._open_answers.clear()
+        if cut and not (self._other_events or self._unexpected_index):
             raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
 
     def _check_prompt(self, generation: int, answer: Any) -> None:
-        """Compare how long the prompt was and what the engine says that it read of it.
+        """Compare the length of the prompt with the number of prompt tokens that the engine reports.
 
         Raises:
             PromptNotRead: they differ.
@@ -230,12 +236,12 @@ class AnswerTap(Tap):
                 self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])
             return entry
         except UnreadableAnswer as error:
-            self._refuse(error.reason, str(error))
+            self._pass_unrecorded(error.reason, str(error))
         except InvalidTrajectory as error:
-            self._refuse("invalid_tokens", str(error))
+            self._pass_unrecorded("invalid_tokens", str(error))
         return None
 
-    def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
+    def _pass_unrecorded(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
         if reason not in ("answer_count", INCOMPLETE):
@@ -245,7 +251,7 @@ class AnswerTap(Tap):
 
 
 def _has_begun(answer: Any) -> bool:
-    """Return False for an answer that was aborted before its first token: its prompt may not have been read."""
+    """Return False for an answer that was aborted before its first token: the engine may not have read its prompt."""
     if not isinstance(answer, dict) or answer.get("output_ids"):
         return isinstance(answer, dict)
     meta = answer.get("meta_info")

@@ -1,5 +1,7 @@
-"""Text rollouts as they are held now, against what engines say of them. No layer wrote their prompts, so that there is
-nothing to render anew."""
+"""Compare text rollouts in memory with what engines compute for the same tokens.
+
+Clients write the prompts, so no chat template is compared.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ NO_MESSAGES = "no_messages"
 
 
 class TextAuditor:
-    """Audits the text rollouts of one router."""
+    """The audit source of one router's text rollouts."""
 
     def __init__(self, rollouts: TextRollouts, asker: Asker) -> None:
         self._rollouts = rollouts
         self._lines = LineAuditor(asker)
 
     async def held(self) -> AsyncIterator[HeldEpisode]:
-        """As of `AuditSource`; those that are in memory."""
+        """Yield the rollouts in memory that have turns."""
         for rollout in self._rollouts:
             if rollout.turns:
                 yield HeldEpisode(rollout.id, len(rollout.turns), rollout.used_at)
 
     async def audit(self, episode_id: str, limit: int) -> AuditReport | None:
-        """As of `AuditSource`."""
+        """Audit the newest `limit` leaves of a rollout; return None if the rollout is unknown."""
         rollout = self._rollouts.get(episode_id)
         if rollout is None:
             return None
@@ -55,7 +57,7 @@ def _audited_turn(turn: TextTurn, end: int) -> AuditedTurn:
         number=turn.number,
         start=turn.prompt,
         end=end,
-        pieces=entry.behind(turn.prompt)[0].pieces,
+        pieces=entry.suffix(turn.prompt)[0].pieces,
         worker=turn.facts.worker,
         cache_versions=entry.cache_versions,
         asked=entry.asked,
@@ -64,7 +66,7 @@ def _audited_turn(turn: TextTurn, end: int) -> AuditedTurn:
 
 
 def _before(first: TextTurn, trajectory: Trajectory) -> AuditedTurn:
-    """What the first turn of a line was given: sampled tokens in it are those of generations that are held no more."""
+    """Return the first turn's prompt. Sampled tokens in it belong to evicted generations."""
     given = trajectory[: first.prompt].pieces
     return AuditedTurn(-1 - first.number, 0, first.prompt, given, None, (), None, chat=False)
 

@@ -1,7 +1,7 @@
 """The text-keyed cache: text decides which tokens exist, the cache decides which ids spell that text.
 
 match     the recorded ids for the beginning of a text; the caller encodes the rest
-record    a generation, which shares the tokens that it has in common with another
+record    add a generation, which shares its common prefix with another entry
 retrieve  the generations of a text, or of an id
 """
 
@@ -22,16 +22,16 @@ from miles_router.middlewares.rows import NO_ROWS
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 
-#: What an entry is charged besides its own tokens, so that entries without any (a generation repeated token for token)
-#: are bounded too.
+#: Tokens that each entry costs besides its own. They bound entries without own tokens (a generation repeated token for
+#: token), too.
 ENTRY_CHARGE = 16
-#: Of entries that end at one place (generations of one text), how many of the newest are looked at.
+#: How many of the newest entries are compared where several entries end at one node (generations of one text).
 CANDIDATES = 4
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The beginning of a text that recorded tokens spell: `chars` characters, and for each token where it ends."""
+    """A recorded prefix of a text: its tokens, the end of each in characters, and the `chars` characters they spell."""
 
     trajectory: Trajectory
     ends: Ends
@@ -41,7 +41,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True)
 class RestoredEntry:
-    """What was recorded before: all that makes an entry, and the serial of what it hung on."""
+    """An entry that was read from the disk; `parent` is the serial of the entry whose prefix it shares."""
 
     record: TextRecord
     serial: int
@@ -55,11 +55,10 @@ NO_MATCH = PrefixMatch(Trajectory(), np.zeros(0, dtype=np.uint32), 0, None)
 
 
 class RadixTreeCache:
-    """Recorded generations under a token budget.
+    """A cache of recorded generations under a token budget.
 
     Args:
-        max_tokens: own tokens of all entries together and `ENTRY_CHARGE` for each entry; a prefix that entries share is
-            counted once.
+        max_tokens: limit of own tokens of all entries, plus `ENTRY_CHARGE` for each entry; a shared prefix counts once.
         keep_versions: weight versions before `current - keep_versions` are evicted first.
     """
 
@@ -76,72 +75,72 @@ class RadixTreeCache:
         self._tree = TextTree()
         self._queue = EvictionQueue()
         self._by_rid: dict[str, Entry] = {}
-        self._ranks: dict[str, int] = {}  # of weight versions, in the order in which they were first seen
+        self._ranks: dict[str, int] = {}  # weight version -> its position in the order of first appearance
         self._newest_rank = -1
-        #: Hear of each entry that is evicted.
+        #: Called with each entry that is evicted.
         self.when_evicted: list[Callable[[Entry], None]] = []
-        #: Hears of each entry that is held again.
+        #: Called with each entry that is restored from the disk.
         self.when_restored: Callable[[Entry], None] = lambda entry: None
         self._entries = 0
         self._nbytes = 0
         self._clock = 0
-        self._holds = 0
+        self._eviction_pauses = 0
 
     def __len__(self) -> int:
         return self._entries
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the token blocks; the texts are held besides, once for each distinct run of characters."""
+        """Bytes of the token blocks. Texts take memory besides, once for each distinct run of characters."""
         return self._nbytes
 
     @property
     def characters(self) -> int:
-        """Characters of text held."""
         return self._tree.characters
 
     # Looking up
 
     def match(self, text: str) -> PrefixMatch:
-        """The longest prefix of `text` that should be given to the engine in recorded ids.
+        """Return the longest recorded prefix of `text` whose ids the engine should be given.
 
-        It ends behind a token that was sampled, or at the end of the text. Where the common text ends inside tokens
-        that were only given, those are left to the caller's encoding: nothing was sampled in them, and a cut where two
-        texts happen to part would give the engine ids that encoding this text would never give.
+        The prefix ends behind a sampled token, or at the end of the text. Where texts diverge inside a run of prompt
+        tokens, the caller encodes that run: a cut there could give ids that encoding this text never gives.
         """
         self.statistics.lookups += 1
         entry, tokens, chars = self._longest(text)
         if entry is None:
             return NO_MATCH
         trajectory, ends = entry.prefix(tokens)
-        self._use(entry)
+        self._mark_used(entry)
         self.statistics.hits += 1
         self.statistics.reused_tokens += len(trajectory)
         return PrefixMatch(trajectory, ends, chars, entry)
 
     def sampled_chars(self, text: str) -> int:
-        """Return how many of a text's first characters are spelled up to a sampled token. To look is no use of one."""
+        """Return how many first characters recorded tokens spell, up to a sampled one, without counting as a use."""
         return self._longest(text, given=False)[2]
 
     def has(self, text: str) -> bool:
-        """Return whether `retrieve` would find a text. To look is no use of an entry."""
-        node = self._tree.at(text)
+        """Return whether `retrieve` would find the text, without counting as a use."""
+        node = self._tree.find(text)
         return node is not None and bool(node.shown_entries or node.entries)
 
     def _longest(self, text: str, *, given: bool = True) -> tuple[Entry | None, int, int]:
-        """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`. The prefix ends with a
-        sampled token or, if `given`, with all of the text."""
+        """Find the entry with the longest reusable prefix of `text`: `(entry, tokens, characters)`.
+
+        The prefix ends with a sampled token, or if `given`, with all of the text.
+        """
         node, agreed = self._tree.descend(text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
-        for above in node.upwards():
+        for above in node.path_to_root():
             limit = min(agreed, above.depth)
             if limit <= best[2]:
                 break
-            # Below `agreed` any entry will do, the newest is taken; but one that ends here may reach further than it.
+            # Any entry below `agreed` will do: take the newest. But an entry that ends here may reach further.
             ending = {*above.entries[-CANDIDATES:], *above.shown_entries[-CANDIDATES:]}
             candidates = {*ending, above.newest} if above is node else ending
             for entry in sorted(filter(None, candidates), key=_serial, reverse=True):
-                tokens, chars = entry.reusable(limit, whole=given and limit == len(text))
+                tokens, chars = entry.reusable_prefix(limit, whole=given and limit == len(text))
                 if chars > best[2]:
                     best = (entry, tokens, chars)
                 if chars == limit:
@@ -149,51 +148,51 @@ class RadixTreeCache:
         return best
 
     def retrieve(self, text: str) -> list[Entry]:
-        """Entries whose shown text, or whole text, is exactly `text`; newest last."""
-        node = self._tree.at(text)
+        """Return the entries whose shown text, or whole text, is exactly `text`; newest last."""
+        node = self._tree.find(text)
         if node is None:
             return []
         entries = sorted({*node.shown_entries, *node.entries}, key=_serial)
         if entries:
-            self._use(entries[-1])
+            self._mark_used(entries[-1])
         return entries
 
     def by_rid(self, rid: str) -> Entry | None:
-        """The entry of the generation with this id (SGLang's `meta_info.id`)."""
+        """Return the entry of the generation with this id (SGLang's `meta_info.id`), and count it as used."""
         entry = self._by_rid.get(rid)
         if entry is not None:
-            self._use(entry)
+            self._mark_used(entry)
         return entry
 
-    def find_rid(self, rid: str) -> Entry | None:
-        """The same, without counting as use."""
+    def peek_rid(self, rid: str) -> Entry | None:
+        """Return the same as `by_rid`, without counting as a use."""
         return self._by_rid.get(rid)
 
     def text_of(self, entry: Entry) -> str:
-        """The text that the client saw of an entry."""
+        """Return the text of an entry that the client saw."""
         return self.whole_text_of(entry)[: entry.shown_chars]
 
     def whole_text_of(self, entry: Entry) -> str:
-        """The same with the spelling of its hidden tail."""
+        """Return the text of an entry with the spelling of its hidden tail."""
         assert entry.node is not None
-        labels = [node.label for node in entry.node.upwards()]
+        labels = [node.label for node in entry.node.path_to_root()]
         return "".join(reversed(labels))
 
     # Recording
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """While this is entered, nothing is evicted."""
-        self._holds += 1
+    def eviction_paused(self) -> Iterator[None]:
+        """Evict nothing inside this context; evict what is over the budget at its exit."""
+        self._eviction_pauses += 1
         try:
             yield
         finally:
-            self._holds -= 1
-            self._evict()
+            self._eviction_pauses -= 1
+            self._evict_to_budget()
 
     @contextmanager
     def pinned(self, *entries: Entry | None) -> Iterator[None]:
-        """While this is entered, these entries are not evicted."""
+        """Protect these entries from eviction inside this context."""
         pinned = [entry for entry in entries if entry is not None]
         for entry in pinned:
             entry.pins += 1
@@ -203,14 +202,14 @@ class RadixTreeCache:
             for entry in pinned:
                 entry.pins -= 1
                 self._queue_if_leaf(entry)
-            self._evict()
+            self._evict_to_budget()
 
     def record(self, record: TextRecord, match: PrefixMatch = NO_MATCH) -> Entry | None:
-        """Hold a generation. Gives None if it is larger than the whole budget.
+        """Add a generation and return its entry, or None if it is larger than the whole budget.
 
-        `match` is what it continued: tokens that came from there need no comparison.
+        `match` is the prefix that its prompt reused: tokens taken from there need no comparison.
         """
-        parent, reused, reused_chars = self._shared(record, match)
+        parent, reused, reused_chars = self._find_parent(record, match)
         if len(record.trajectory) - reused + ENTRY_CHARGE > self._max_tokens:
             self.statistics.refused += 1
             return None
@@ -226,34 +225,34 @@ class RadixTreeCache:
         self._insert(entry, record.text)
         self.statistics.recorded += 1
         self.statistics.partial += not entry.finished
-        self._evict()
+        self._evict_to_budget()
         return entry
 
-    # Going on behind another process
+    # Restoring entries of an earlier process
 
     @property
     def clock(self) -> int:
-        """The serial of what was recorded or used last."""
+        """The serial of the last recording or use."""
         return self._clock
 
-    def go_on(self, clock: int, version: str | None, rank: int) -> None:
-        """Something that was recorded before has this serial, and this weight version had this rank."""
+    def continue_after(self, clock: int, version: str | None, rank: int) -> None:
+        """Continue serials behind `clock`, and give `version` the rank that it had in an earlier process."""
         self._clock = max(self._clock, clock)
         if version is not None:
             self._ranks.setdefault(version, rank)
             self._newest_rank = max(self._newest_rank, rank)
 
     def restore(self, kept: RestoredEntry, parent: Entry | None) -> Entry:
-        """Hold again what was recorded before.
+        """Add an entry that was read from the disk.
 
         Args:
-            parent: the entry that it hung on; where it hung on none that is known, what it shares is found out anew.
+            parent: the entry whose prefix it shares; None where it is unknown, so that the shared prefix is searched.
         """
         reused, reused_chars = kept.reused, kept.reused_chars
         if parent is None:
-            parent, reused, reused_chars = self._shared(kept.record, NO_MATCH)
+            parent, reused, reused_chars = self._find_parent(kept.record, NO_MATCH)
         else:
-            parent = parent.part_at(reused)  # which may share more than it did
+            parent = parent.entry_at(reused)  # the parent itself may share more with its own parent now
         entry = Entry(
             kept.record, parent=parent, reused=reused, reused_chars=reused_chars, rank=kept.rank, serial=kept.serial
         )
@@ -261,29 +260,29 @@ class RadixTreeCache:
         entry.last_used = self._clock
         self._insert(entry, kept.record.text)
         self.when_restored(entry)
-        self._evict()
+        self._evict_to_budget()
         return entry
 
     def evict_one(self) -> bool:
-        """Evict what goes first; False where all is pinned."""
+        """Evict one entry; return False where all entries left are pinned."""
         entry = self._queue.pop(self._newest_rank - self._keep_versions)
         if entry is not None:
-            self.drop(entry)
+            self.evict(entry)
         return entry is not None
 
-    def _shared(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
-        """The entry with which the generation has most tokens in common: `(entry, tokens, characters)`."""
-        known = _taken_over(match.trajectory, record.trajectory)
+    def _find_parent(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
+        """Find the entry that shares most tokens with the generation: `(entry, tokens, characters)`."""
+        known = _reused_tokens(match.trajectory, record.trajectory)
         node, _ = self._tree.descend(record.text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
         for candidate in filter(None, {node.newest, match.entry}):
             if candidate.node is None:
                 continue  # evicted since it was looked up
-            start = min(known, candidate.shared_with(match.entry)) if known and match.entry is not None else 0
-            common = start + _alike(*candidate.behind(start), record.trajectory[start:], record.ends[start:])
-            tokens, chars = candidate.cut_before(common) if common else (0, 0)
+            start = min(known, candidate.shared_tokens(match.entry)) if known and match.entry is not None else 0
+            common = start + _common_length(*candidate.suffix(start), record.trajectory[start:], record.ends[start:])
+            tokens, chars = candidate.prefix_within_tokens(common) if common else (0, 0)
             if tokens > best[1]:
-                best = (candidate.part_at(tokens), tokens, chars)
+                best = (candidate.entry_at(tokens), tokens, chars)
         return best
 
     def _insert(self, entry: Entry, text: str) -> None:
@@ -299,7 +298,7 @@ class RadixTreeCache:
         self._queue.add(entry)
 
     def _rank(self, trajectory: Trajectory) -> int:
-        """The place of the newest weight version, in the order in which versions were first seen."""
+        """Return the highest rank of the trajectory's weight versions; versions seen first get the next ranks."""
         versions = [piece.version for piece in trajectory.pieces if piece.version is not None]
         for version in versions:
             if version not in self._ranks:
@@ -309,7 +308,7 @@ class RadixTreeCache:
 
     # Evicting
 
-    def _use(self, entry: Entry) -> None:
+    def _mark_used(self, entry: Entry) -> None:
         self._clock += 1
         entry.last_used = self._clock
         self._queue_if_leaf(entry)
@@ -318,15 +317,15 @@ class RadixTreeCache:
         if not entry.children and not entry.pins and entry.node is not None:
             self._queue.add(entry)
 
-    def _evict(self) -> None:
-        while not self._holds and self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
+    def _evict_to_budget(self) -> None:
+        while not self._eviction_pauses and self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
             if not self.evict_one():
-                return  # all that is left is pinned by requests in flight
+                return  # requests in flight pin all that is left
 
-    def drop(self, entry: Entry) -> None:
-        """Let go of an entry that nothing hangs on."""
+    def evict(self, entry: Entry) -> None:
+        """Evict this entry, which must be a leaf."""
         self._tree.remove(entry)
-        entry.rows = NO_ROWS  # at once: a stale place in the queue may hold on to the entry
+        entry.rows = NO_ROWS  # at once: a stale item in the queue may keep the entry alive
         if self._by_rid.get(entry.rid) is entry:
             del self._by_rid[entry.rid]
         self._entries -= 1
@@ -337,26 +336,26 @@ class RadixTreeCache:
         parent = entry.parent
         if parent is not None:
             parent.children -= 1
-            # The parent was used whenever its child was.
+            # Each use of the child was a use of the parent.
             parent.last_used = max(parent.last_used, entry.last_used)
             self._queue_if_leaf(parent)
-        for hear in self.when_evicted:
-            hear(entry)
+        for callback in self.when_evicted:
+            callback(entry)
 
 
 def _serial(entry: Entry) -> int:
     return entry.serial
 
 
-def _alike(one: Trajectory, ends: Ends, other: Trajectory, other_ends: Ends) -> int:
-    """How many leading positions agree, in the characters they spell too: a special token is shown to some clients."""
+def _common_length(one: Trajectory, ends: Ends, other: Trajectory, other_ends: Ends) -> int:
+    """Return how many leading positions have equal ids and ends. Ends can differ: some clients see special tokens."""
     common = common_prefix(one, other)
     differ = np.flatnonzero(ends[:common] != other_ends[:common])
     return int(differ[0]) if len(differ) else common
 
 
-def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
-    """How many leading tokens were taken over from a match: those whose pieces are the very same objects."""
+def _reused_tokens(matched: Trajectory, recorded: Trajectory) -> int:
+    """Return how many leading tokens come from a match: their pieces are the same objects."""
     shared = 0
     for one, other in zip(matched.pieces, recorded.pieces, strict=False):
         if one is not other:

@@ -1,8 +1,9 @@
-"""One recorded generation: the tokens that are its own, and the entry whose first tokens it shares.
+"""One recorded generation: its own tokens, and the entry whose first tokens it shares.
 
-Own tokens lie in one block of bytes: ids int32, logprobs float32 of those that were sampled, ends uint16 from
-`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are wanted.
-Characters and tokens count from the beginning of the text, own tokens from `reused`.
+The block of own tokens holds, in this order: ids (int32), logprobs of the sampled ones (float32), and ends. Ends are
+uint16 offsets from `reused_chars`, or uint32 positions where an offset is too large or a token has no end (`NO_CUT`).
+numpy arrays are made from the block on demand. Characters and tokens count from the beginning of the text, own tokens
+from `reused`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ class TextRecord:
     """A generation to record.
 
     Attributes:
-        text: its whole text: what the client saw, and behind it the spelling of the hidden tail.
-        shown_chars: how many of its characters the client saw.
+        text: the prompt and the answer that the client saw, and behind them the spelling of the hidden tail.
+        shown_chars: how many characters of `text` the client saw.
         ends: for each token, how many characters of the text are spelled up to and with it, or `NO_CUT`.
         rid: the engine's name of the generation.
-        finish: why it ended: `stop`, `length` or `abort`.
-        rows: its rows, where they are captured.
-        cache: the prefix cache that the engine sampled it with; what goes on from it keeps that.
-        cache_versions: the weight versions that may have filled what it found there, and what it goes on from did.
-        asked: how it was asked for; None where nobody knows.
-        worker: that sampled it; None where nobody knows.
+        finish: the finish reason: `stop`, `length` or `abort`.
+        rows: the captured rows.
+        cache: the number of the prefix cache that the engine used; generations that continue this one keep using it.
+        cache_versions: the weight versions that may have filled what the engine found in its prefix cache, and what the
+            engine found for the generation that this one continues.
+        asked: how the client asked for sampling, or None if unknown.
+        worker: the worker that sampled the generation, or None if unknown.
     """
 
     text: str
@@ -59,7 +61,7 @@ class TextRecord:
 
 
 class Entry:
-    """What was given and sampled in one generation, from the first token on. Written once."""
+    """One recorded generation: its prompt and sampled tokens. Tokens never change after construction."""
 
     __slots__ = (
         "asked",
@@ -107,32 +109,35 @@ class Entry:
         self.worker = record.worker
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
-        self.rows = record.rows  # of all its tokens but the last, where they are captured
+        self.rows = record.rows  # captured rows, of all tokens but the last
         self.children = 0
         self.pins = 0
         self.last_used = serial
         self.node: Node | None = None
-        self.family: Family | None = None  # with which it outlives the process, where it does
+        self.family: Family | None = None  # its family in the store, if it is persisted
 
     def __len__(self) -> int:
         return self.reused + self.own
 
     @property
     def finished(self) -> bool:
-        """Whether the engine ended it by itself; an aborted generation is recorded as partial."""
+        """Whether the engine finished the generation; an aborted one is recorded as partial."""
         return self.finish in ("stop", "length")
 
     @property
     def own_ends(self) -> Ends:
-        """For each own token the characters of the text up to it, or NO_CUT."""
+        """For each own token, the number of characters of the text up to and with it, or `NO_CUT`."""
         return unpacked_ends(self.block, self.own, self.end_type, self.reused_chars)
 
     def own_pieces(self, stop: int) -> list[Piece]:
-        """Own tokens `[0, stop)`."""
+        """Return own tokens `[0, stop)`."""
         return unpacked_pieces(self.block, self.own, self.runs, stop)
 
     def lineage(self) -> list[tuple[Entry, int]]:
-        """The entries that make up this one, first to last, each with how many tokens have come from up to it."""
+        """Return the chain of entries that this one consists of, root first.
+
+        Each comes with the number of tokens, from the beginning, that the chain up to it contributes.
+        """
         parts = [(self, len(self))]
         entry = self
         while entry.parent is not None:
@@ -141,8 +146,8 @@ class Entry:
         parts.reverse()
         return parts
 
-    def shared_with(self, other: Entry) -> int:
-        """How many leading tokens both have from the same entries."""
+    def shared_tokens(self, other: Entry) -> int:
+        """Return how many leading tokens both entries take from the same entries."""
         shared = 0
         for (mine, upto), (theirs, their_upto) in zip(self.lineage(), other.lineage(), strict=False):
             if mine is not theirs:
@@ -153,18 +158,18 @@ class Entry:
         return shared
 
     def held_rows(self, kind: RowKind, tokens: int) -> RowPrefix | None:
-        """The rows held of the first `tokens` tokens, or of as many of them as possible."""
+        """Return the rows that memory has of the first `tokens` tokens, or of as many of them as it has."""
         return first_prefix((entry.rows.get(kind), min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
-    def part_at(self, tokens: int) -> Entry:
-        """The entry that the last of the first `tokens` tokens is own to."""
+    def entry_at(self, tokens: int) -> Entry:
+        """Return the entry in the chain that owns the token at position `tokens - 1`."""
         entry = self
         while entry.parent is not None and tokens <= entry.reused:
             entry = entry.parent
         return entry
 
     def prefix(self, tokens: int) -> tuple[Trajectory, Ends]:
-        """The first `tokens` positions and their ends."""
+        """Return the first `tokens` tokens and their ends."""
         pieces: list[Piece] = []
         ends: list[Ends] = []
         for entry, upto in self.lineage():
@@ -177,11 +182,11 @@ class Entry:
         return Trajectory(pieces), np.concatenate(ends) if ends else np.zeros(0, dtype=np.uint32)
 
     def trajectory(self) -> Trajectory:
-        """All of it."""
+        """Return all tokens of the generation, prompt included."""
         return self.prefix(len(self))[0]
 
-    def behind(self, start: int) -> tuple[Trajectory, Ends]:
-        """The positions behind the first `start` and their ends."""
+    def suffix(self, start: int) -> tuple[Trajectory, Ends]:
+        """Return the tokens from position `start` on, and their ends."""
         parts = [(self, self.own)]
         while parts[-1][0].reused > start:
             entry = parts[-1][0]
@@ -192,9 +197,12 @@ class Entry:
         whole = Trajectory(piece for entry, stop in parts for piece in entry.own_pieces(stop))
         return whole[skip:], np.concatenate([entry.own_ends[:stop] for entry, stop in parts])[skip:]
 
-    def cut_at(self, chars: int) -> tuple[int, int]:
-        """The longest prefix that spells at most `chars` characters of the text and ends between characters:
-        `(tokens, characters)`. Tokens without width at its very end are not part of it."""
+    def prefix_within_chars(self, chars: int) -> tuple[int, int]:
+        """Find the longest prefix that spells at most `chars` characters and ends between two characters.
+
+        Returns:
+            `(tokens, characters)`. Zero-width tokens at the very end are not part of the prefix.
+        """
         entry: Entry = self
         while entry.parent is not None and chars <= entry.reused_chars:
             entry = entry.parent
@@ -208,33 +216,35 @@ class Entry:
             return 0, 0
         return entry.reused, entry.reused_chars
 
-    def cut_before(self, tokens: int) -> tuple[int, int]:
-        """The longest prefix of at most `tokens` tokens that ends between characters: `(tokens, characters)`."""
-        entry = self.part_at(tokens)
+    def prefix_within_tokens(self, tokens: int) -> tuple[int, int]:
+        """Find the longest prefix of at most `tokens` tokens that ends between characters: `(tokens, characters)`."""
+        entry = self.entry_at(tokens)
         ends = entry.own_ends
         possible = np.flatnonzero(ends[: tokens - entry.reused] != NO_CUT)
         if len(possible):
             return entry.reused + int(possible[-1]) + 1, int(ends[possible[-1]])
         return entry.reused, entry.reused_chars
 
-    def reusable(self, chars: int, *, whole: bool) -> tuple[int, int]:
-        """The longest prefix within `chars` characters that ends behind a sampled token, or, where these are the whole
-        text in question, with a given run: `(tokens, characters)`."""
-        tokens, reached = self.cut_at(chars)
+    def reusable_prefix(self, chars: int, *, whole: bool) -> tuple[int, int]:
+        """Find the longest prefix within `chars` characters that ends behind a sampled token: `(tokens, characters)`.
+
+        With `whole` (`chars` is the length of the text), the prefix may also end with a run of prompt tokens.
+        """
+        tokens, reached = self.prefix_within_chars(chars)
         if not tokens:
             return 0, 0
-        part = self.part_at(tokens)
-        sampled = part.sampled_before(tokens)
+        part = self.entry_at(tokens)
+        sampled = part.end_of_sampled(tokens)
         closes = whole and reached == chars and any(part.reused + end == tokens for end, _, _ in part.runs)
         if closes or sampled == tokens:
             return tokens, reached
-        return self.cut_before(sampled) if sampled else (0, 0)
+        return self.prefix_within_tokens(sampled) if sampled else (0, 0)
 
     def prompt_length(self) -> int:
-        """Return how many tokens were given before the first one that this generation sampled.
+        """Return the number of prompt tokens: those before the first token that this generation sampled.
 
-        No entry records it. Where no given token stands between the shared tokens and the sampled ones, the generation
-        is a sibling that sampled the last of the shared tokens too, unless it goes on behind all of its parent.
+        The number is derived from the runs. Without prompt tokens of its own, the entry either continues all of its
+        parent, or is a sibling of it. A sibling sampled the last of the shared tokens too.
         """
         given = [end for end, sampled, _ in self.runs if not sampled]
         if given:
@@ -244,8 +254,8 @@ class Entry:
         shared = np.flatnonzero(self.prefix(self.reused)[0].loss_mask == 0)
         return int(shared[-1]) + 1 if len(shared) else 0
 
-    def sampled_before(self, tokens: int) -> int:
-        """Behind the last sampled one of the first `tokens` tokens; 0 where there is none."""
+    def end_of_sampled(self, tokens: int) -> int:
+        """Return the position behind the last sampled one of `tokens` first tokens; 0 without a sampled one."""
         part: Entry | None = self
         while part is not None:
             begin, last = part.reused, 0
@@ -260,20 +270,20 @@ class Entry:
 
 
 def _packed(ends: Ends, base: int) -> tuple[np.dtype[np.unsignedinteger[Any]], bytes]:
-    """Ends as bytes, in the smaller type where each is known and near `base`."""
+    """Return the type and bytes of ends: the smaller type where every end is known and near `base`."""
     if len(ends) and int(ends.min()) >= base and int(ends.max()) - base <= np.iinfo(NEAR).max:
         return NEAR, (ends - np.uint32(base)).astype(NEAR).tobytes()
     return FAR, ends.astype(FAR).tobytes()
 
 
 def unpacked_ends(block: bytes, own: int, kind: np.dtype[np.unsignedinteger[Any]], base: int) -> Ends:
-    """The ends of the tokens in a block, whose first one begins at character `base`."""
+    """Return the ends of the tokens in a block, whose text begins at character `base`."""
     ends = np.frombuffer(block, kind, own, len(block) - own * kind.itemsize)
     return ends if kind is FAR else np.add(ends, base, dtype=np.uint32)
 
 
 def unpacked_pieces(block: bytes, own: int, runs: Sequence[TokenRun], stop: int) -> list[Piece]:
-    """Tokens `[0, stop)` of those in a block."""
+    """Return tokens `[0, stop)` of a block of `own` tokens."""
     tokens = np.frombuffer(block, IDS, own)
     pieces = []
     begin, place = 0, 4 * own

@@ -1,4 +1,4 @@
-"""Which leaf goes first: those of weight versions no longer wanted, then the one not used for the longest time."""
+"""The order of eviction: first entries of old weight versions, then the least recently used."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from collections.abc import Iterator
 
 from middleware_hub.radix_tree.entry import Entry
 
-#: Places in a queue that are never worth tidying.
+#: A heap up to this length is not cleaned of stale items.
 SMALL = 64
-Waiting = tuple[int, int, Entry]  # (last used, serial, entry) when it was put in
+QueueItem = tuple[int, int, Entry]  # (last used, serial, entry), as they were when the item was queued
 
 
 class EvictionQueue:
-    """Entries that nothing hangs on, per weight version in order of use. Stale places are dropped when they come up."""
+    """A queue of evictable entries (leaves): a heap for each weight version. Stale items are dropped at the top."""
 
     def __init__(self) -> None:
-        self._heaps: dict[int, list[Waiting]] = {}
-        self._tidy_at: dict[int, int] = {}
+        self._heaps: dict[int, list[QueueItem]] = {}
+        self._clean_at: dict[int, int] = {}
 
     def add(self, entry: Entry) -> None:
-        """An entry has become a leaf, or was used."""
+        """Queue an entry that has become a leaf, or a leaf that was used."""
         heap = self._heaps.setdefault(entry.rank, [])
         heapq.heappush(heap, (entry.last_used, entry.serial, entry))
-        if len(heap) > self._tidy_at.get(entry.rank, SMALL):  # each use leaves a stale place behind
-            heap[:] = [waiting for waiting in heap if _holds(waiting)]
+        if len(heap) > self._clean_at.get(entry.rank, SMALL):  # each use leaves a stale item behind
+            heap[:] = [item for item in heap if _is_current(item)]
             heapq.heapify(heap)
-            self._tidy_at[entry.rank] = max(SMALL, 2 * len(heap))
+            self._clean_at[entry.rank] = max(SMALL, 2 * len(heap))
 
     def pop(self, oldest_wanted: int) -> Entry | None:
-        """The leaf to evict next: the least recently used of versions before `oldest_wanted`, else of all."""
+        """Remove and return the least recently used leaf of versions before `oldest_wanted`, else of all versions.
+
+        Return None where the queue is empty.
+        """
         tops = list(self._tops())
         stale = [top for top in tops if top[2].rank < oldest_wanted]
         chosen = min(stale or tops, default=None)
@@ -38,17 +41,17 @@ class EvictionQueue:
         heapq.heappop(self._heaps[chosen[2].rank])
         return chosen[2]
 
-    def _tops(self) -> Iterator[Waiting]:
+    def _tops(self) -> Iterator[QueueItem]:
         for rank, heap in list(self._heaps.items()):
-            while heap and not _holds(heap[0]):
+            while heap and not _is_current(heap[0]):
                 heapq.heappop(heap)
             if heap:
                 yield heap[0]
             else:
                 del self._heaps[rank]
-                self._tidy_at.pop(rank, None)
+                self._clean_at.pop(rank, None)
 
 
-def _holds(waiting: Waiting) -> bool:
-    used, _, entry = waiting
+def _is_current(item: QueueItem) -> bool:
+    used, _, entry = item
     return used == entry.last_used and not entry.children and not entry.pins and entry.node is not None

@@ -1,7 +1,8 @@
-"""Which process of a router has recorded a text. Nothing is told in advance: the process where a request lands asks all
-others, and the one that has most of the text answers it.
+"""Find the process of a router that has recorded a text.
 
-A record is there before the last byte of its answer has gone out, so whoever can know a text finds its record.
+Processes do not announce their texts. The process where a request lands asks all others, and the one that has most of
+the text answers the request. A generation is recorded before the last byte of its answer is sent, so a client that
+knows the text always finds its record.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from miles_router.middlewares import Pace, Scope
 from miles_router.middlewares.state import Elsewhere, Owners
 from miles_router.trajectory.pieces import Tokens
 
-#: Where it is asked, and the fields of the two questions: what a process has of texts, and which generations have them.
+#: The path of the questions, and their fields: how much a process has of each text, and which generations spell it.
 QUESTION, HOLDS, SPELLS = b"/retrieve_from_text", "holds", "spells"
 DIGEST_BYTES = 8
 
 
 class Held(NamedTuple):
-    """What a process has of a text.
+    """What one process has recorded of a text.
 
     Attributes:
         exact: whether a generation has exactly this text.
-        chars: of its first characters, so many are spelled by recorded tokens, the last of which was sampled.
+        chars: the number of first characters that recorded tokens spell, up to a sampled token.
     """
 
     exact: bool = False
     chars: int = 0
 
 
-#: Of one text: ids of generations, each with a digest of its tokens.
+#: For one text: ids of generations, each with a digest of its tokens.
 Spellings: TypeAlias = Sequence[tuple[str, str]]
-#: What each process has of the texts that were asked for, this one first, which is None.
+#: For each process, what it has of the texts in question. The asking process comes first, as None.
 Answers: TypeAlias = list[tuple[int | None, list[Held]]]
 
 
 class TextHolders:
-    """Asks for one layer. With one process it finds everything here."""
+    """The look-up of texts in all processes. A router with one process looks only into its own cache."""
 
     def __init__(self, recorder: TextRecorder, owners: Owners) -> None:
         self._recorder = recorder
@@ -52,7 +53,7 @@ class TextHolders:
         """Return what this process has of each text.
 
         Raises:
-            StateError: nobody can tell.
+            StateError: the store cannot be read.
         """
         found, pace = [], Pace()
         for text in texts:
@@ -63,12 +64,13 @@ class TextHolders:
         return found
 
     async def require(self, scope: Scope, texts: Sequence[str]) -> None:
-        """Go on only in the process that has most of the prompts of a request. New ones go where their key is at home.
+        """Return if this process has most of a request's prompts. New prompts belong to the process of the request's
+        key.
 
         Raises:
-            Elsewhere: another process has more of them.
-            OwnerUnavailable: a process does not say what it has.
-            StateError: as `held`.
+            Elsewhere: another process has more of the prompts.
+            OwnerUnavailable: another process did not answer.
+            StateError: the store cannot be read.
         """
         answers = await self.ask(scope, texts)
         reused = [sum(each.chars for each in held) for _, held in answers]
@@ -80,7 +82,7 @@ class TextHolders:
             self._owners.prefer(scope)
 
     async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
-        """Return what each process has. Raises as `require`, but Elsewhere."""
+        """Return what each process has of the texts. Raises the same errors as `require`, except Elsewhere."""
         own: tuple[int | None, list[Held]] = (None, await self.held(texts))
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]
@@ -89,7 +91,7 @@ class TextHolders:
         return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]
 
     async def spellings(self, texts: Sequence[str]) -> list[Spellings]:
-        """Return the ids of generations of this process with exactly these texts, each with a digest of its tokens."""
+        """Return this process's generations with exactly these texts: ids, each with a digest of its tokens."""
         found, pace = list[Spellings](), Pace()
         for text in texts:
             await pace.step()
@@ -97,31 +99,31 @@ class TextHolders:
             found.append([(entry.rid, digest(entry.trajectory().tokens)) for entry in entries])
         return found
 
-    async def spellings_at(self, scope: Scope, owner: int | None, texts: Sequence[str]) -> list[Spellings]:
-        """Return those of a process.
+    async def spellings_of(self, scope: Scope, owner: int | None, texts: Sequence[str]) -> list[Spellings]:
+        """Return the same as `spellings`, from the process `owner` (None: this one).
 
         Raises:
-            OwnerUnavailable: it does not answer.
+            OwnerUnavailable: the process did not answer.
         """
         if owner is None:
             return await self.spellings(texts)
         status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: texts}))
         if status != 200:
-            raise OwnerUnavailable(f"process {owner} answers {status}")
+            raise OwnerUnavailable(f"process {owner} of the router answered {status} about recorded texts")
         told: list[Spellings] = orjson.loads(answer)
         return told
 
 
-def owner_of(answers: Answers, place: int) -> int | None:
-    """Return the process that has a text, or most of it; None where that is the one that asked, or nobody."""
+def best_process(answers: Answers, place: int) -> int | None:
+    """Return the process that has most of the text at index `place`; None for the asking process, also by default."""
     return max(answers, key=lambda answer: answer[1][place])[0]
 
 
-def others_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
-    """Return who has a text exactly, beside its owner."""
+def other_processes_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
+    """Return the processes besides `owner` that have exactly this text."""
     return [each for each, held in answers if each != owner and held[place].exact]
 
 
 def digest(tokens: Tokens) -> str:
-    """Return by what ids are known to be the same."""
+    """Return a digest by which processes compare token ids."""
     return blake2b(tokens.tobytes(), digest_size=DIGEST_BYTES).hexdigest()

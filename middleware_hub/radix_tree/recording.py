@@ -1,4 +1,4 @@
-"""Texts to ids through the cache, and answers into records of it: the middleware's work, without HTTP."""
+"""Convert texts to ids through the cache, and record answers in it: the middleware's work, without HTTP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from miles_router.trajectory.rows import RowKind
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A text in the tokens that the engine is given for it, with where each ends; `match` is what was recorded of it
-    before."""
+    """A prompt's text and the tokens that the engine is given for it; `match` is the recorded prefix in them."""
 
     text: str
     trajectory: Trajectory
@@ -33,21 +32,20 @@ class TokenizedText:
     match: PrefixMatch
 
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
-        """The rows that are held of its first tokens."""
+        """Return the rows in memory of the reused prefix."""
         return None if self.match.entry is None else self.match.entry.held_rows(kind, len(self.match.trajectory))
 
     @property
-    def goes_on_from(self) -> Entry | None:
-        """The generation whose sampled tokens it goes on from; None for a new one, also where its prompt was given
-        before."""
+    def continued_entry(self) -> Entry | None:
+        """The entry that owns the last reused token, or None if the reused prefix has no sampled token."""
         entry, known = self.match.entry, self.match.trajectory
         if entry is None or all(piece.logprobs is None for piece in known.pieces):
             return None
-        return entry.part_at(len(known))
+        return entry.entry_at(len(known))
 
 
 class TextRecorder:
-    """Turns texts into ids through the cache, and answers into records of it."""
+    """The cache as a tokenizer of prompts and a record of answers."""
 
     def __init__(self, cache: RadixTreeCache, archive: TextArchive, encoder: AsyncEncoder) -> None:
         self.cache = cache
@@ -56,16 +54,15 @@ class TextRecorder:
 
     @property
     def statistics(self) -> CacheStatistics:
-        """The cache's numbers."""
         return self.cache.statistics
 
     async def tokenize(self, prompt: Prompt) -> TokenizedText:
-        """The tokens of a prompt.
+        """Return the tokens of a prompt: recorded ids as far as they go.
 
         Raises:
-            InvalidTrajectory: the client's own ids are none.
-            TextTooLong: it is too long.
-            StateError: nobody can tell what is recorded of it.
+            InvalidTrajectory: the client sent ids that cannot be token ids.
+            TextTooLong: the prompt is too long.
+            StateError: the store cannot be read.
         """
         if prompt.ids is not None:
             return await self._tokenize_ids(prompt.ids)
@@ -73,7 +70,7 @@ class TextRecorder:
         return await self.tokenize_text(prompt.text)
 
     async def text_of(self, prompt: Prompt) -> str:
-        """A prompt as text. Raises as `tokenize`."""
+        """Return a prompt as text. Raises the same errors as `tokenize`."""
         if prompt.text is not None:
             self._encoder.check(len(prompt.text))
             return prompt.text
@@ -83,11 +80,11 @@ class TextRecorder:
         return (await self._encoder.spell_whole(prompt.ids)).text
 
     async def tokenize_text(self, text: str) -> TokenizedText:
-        """The tokens recorded for a text as far as they go, and the encoding of the rest.
+        """Return the recorded tokens of a text as far as they go, and the encoding of the rest.
 
         Raises:
-            TextTooLong: it is too long, however much of it is recorded.
-            StateError: nobody can tell how much that is.
+            TextTooLong: the text is too long, recorded or not.
+            StateError: the store cannot be read.
         """
         self._encoder.check(len(text))
         await self.archive.load(text)
@@ -100,7 +97,7 @@ class TextRecorder:
         return TokenizedText(text, match.trajectory.append(Piece.given(encoding.ids)), ends, match)
 
     async def _tokenize_ids(self, ids: Sequence[int]) -> TokenizedText:
-        """Ids of the client's own: given as they are, sampled as far as they are those of a recorded trajectory."""
+        """Keep the client's ids. Where they equal a recorded prefix, take its pieces, which know the sampled tokens."""
         self._encoder.check(len(ids))  # before any work is done for them
         given = Piece.given(ids)
         spelling = await self._encoder.spell_whole(ids)
@@ -124,23 +121,25 @@ class TextRecorder:
         asked: AskedSampling | None = None,
         worker: str | None = None,
     ) -> Entry | None:
-        """Hold what an answer added to its prompt; None where it added nothing or finds no room. `archive.save` makes
-        it outlive the process.
+        """Record an answer behind its prompt. `archive.save` makes the entry durable.
 
         Args:
             params: the prompt's sampling parameters.
-            take_rows: gives the rows of so many tokens, prompt included, of the generation of this id.
-            cache: the prefix cache that the engine sampled it with,
-            cache_versions: and the weight versions that may have filled what it found there.
-            asked: how it was asked for.
-            worker: whose answer it is.
+            take_rows: returns the rows of a generation, given its number of tokens (prompt included) and its id.
+            cache: the number of the prefix cache that the engine used.
+            cache_versions: the weight versions that may have filled what the engine found there.
+            asked: how the client asked for sampling.
+            worker: the worker that answered.
+
+        Returns:
+            The new entry, or None if the answer has no tokens or does not fit into the cache.
 
         Raises:
-            InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
+            InvalidTrajectory: the answer's ids or logprobs are impossible values.
         """
         if not answer.ids:
             return None
-        sampled = _sampled(answer)  # before it is spelled: a tokenizer cannot spell what is no id
+        sampled = _sampled(answer)  # check first: a tokenizer cannot spell invalid ids
         alignment = await self._encoder.align(
             answer.ids,
             answer.text,
@@ -151,7 +150,7 @@ class TextRecorder:
         self.statistics.unaligned += not alignment.exact
         trajectory = prompt.trajectory.append(*sampled)
         chars = len(prompt.text)
-        before = prompt.goes_on_from
+        before = prompt.continued_entry
         record = TextRecord(
             text=prompt.text + alignment.text,
             shown_chars=chars + alignment.shown_chars,
@@ -172,6 +171,6 @@ class TextRecorder:
 
 
 def _sampled(answer: GenerateAnswer) -> list[Piece]:
-    """The sampled tokens, one piece a weight version."""
+    """Return the sampled tokens, one piece for each weight version."""
     runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
     return [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]

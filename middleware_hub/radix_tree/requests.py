@@ -1,4 +1,4 @@
-"""Which requests of `/generate` are recorded, and what their clients want to see of the answers. Pure."""
+"""Decide which `/generate` requests are recorded, and which logprobs their clients asked for. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RequestReason = Literal["beyond_text", "text_and_ids", "return_logprob"]
 
 
 class NotRecordable(ValueError):
-    """A request that goes to a worker as it came. `reason` is one of few words, which label metrics."""
+    """A request that the layer forwards unchanged and does not record. `reason` labels metrics."""
 
     def __init__(self, reason: RequestReason) -> None:
         super().__init__(reason)
@@ -22,12 +22,11 @@ class NotRecordable(ValueError):
 
 
 def read_request(body: object) -> GenerateRequest:
-    """Read a parsed request whose prompts are texts or ids and nothing else. Media fields that hold nothing are left
-    out of it.
+    """Read a parsed request whose prompts are texts or ids only. Ignore media fields without content.
 
     Raises:
-        NotRecordable, UnknownShape: the request is another one; the engine may still know what to do with it.
-        BadRequest: a prompt is empty, over which a worker ends.
+        NotRecordable, UnknownShape: the request is of another kind, which the engine may still understand.
+        BadRequest: a prompt is empty; a worker's process ends when it gets one.
     """
     if isinstance(body, Mapping):
         if absent := [name for name in BEYOND_TEXT if name in body and is_absent(body[name])]:
@@ -38,7 +37,7 @@ def read_request(body: object) -> GenerateRequest:
             raise NotRecordable("text_and_ids")
     request = GenerateRequest.read(body)
     if not all(prompt.text or prompt.ids for prompt in request.prompts):
-        raise BadRequest("a prompt must not be empty: an engine ends over one")
+        raise BadRequest("a prompt must not be empty: engines crash on empty prompts")
     wanted = request.body.get(LOGPROBS)
     if request.batch and isinstance(wanted, list) and len(wanted) != len(request.prompts):
         raise NotRecordable("return_logprob")
@@ -46,5 +45,5 @@ def read_request(body: object) -> GenerateRequest:
 
 
 def wants_logprobs(request: GenerateRequest, generation: int) -> bool:
-    """Whether the client itself asked for the logprobs of this generation."""
+    """Return whether the client itself asked for the logprobs of this generation."""
     return bool(request.field(LOGPROBS, request.prompt_of(generation)))

@@ -16,7 +16,15 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.holders import HOLDS, SPELLS, Answers, TextHolders, digest, others_with, owner_of
+from middleware_hub.radix_tree.holders import (
+    HOLDS,
+    SPELLS,
+    Answers,
+    TextHolders,
+    best_process,
+    digest,
+    other_processes_with,
+)
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
@@ -33,7 +41,7 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "
 
 
 class Retrieval:
-    """Answers from one cache."""
+    """The handler of `POST /retrieve_from_text`, on one cache."""
 
     def __init__(self, recorder: TextRecorder, rollouts: TextRollouts, holders: TextHolders, owners: Owners) -> None:
         self._recorder = recorder
@@ -43,26 +51,28 @@ class Retrieval:
         self._cache = recorder.cache
 
     async def answer(self, request: Request) -> Response:
-        """One text, or with `texts` a list of them; safetensors where the client accepts `application/octet-stream`.
+        """Answer with the tokens of one text, or of each text in `texts`.
+
+        The reply is safetensors where the client accepts `application/octet-stream`, else JSON.
 
         Raises:
             BadRequest: a field is missing, unknown or of the wrong type.
-            NotFound: no such `rid`; with `strict`, a text that no recorded tokens spell from end to end.
-            StateError: nobody can tell what is recorded.
+            NotFound: the `rid` is unknown; with `strict`, recorded tokens do not spell all of the text.
+            StateError: the store cannot be read.
         """
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
         if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and asked.keys() & {HOLDS, SPELLS}:
-            return Response(orjson.dumps(await self._told(asked)), media_type=JSON)
+            return Response(orjson.dumps(await self._answer_process(asked)), media_type=JSON)
         _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
             if texts is None:
-                found = [await self._wherever(request.scope, asked, strict=strict)]
+                found = [await self._retrieve_anywhere(request.scope, asked, strict=strict)]
             elif self._owners.several:
-                found = await self._of_several(request.scope, texts, pace, strict=strict)
+                found = await self._retrieve_many(request.scope, texts, pace, strict=strict)
             else:
-                found = [await self._one_of_many(text, pace, strict=strict) for text in texts]
+                found = [await self._retrieve_paced(text, pace, strict=strict) for text in texts]
             self._rollouts.rewarded(found, [asked.get("reward")] if texts is None else asked.get("rewards") or ())
             if BINARY in request.headers.get("accept", ""):
                 write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY
@@ -72,8 +82,8 @@ class Retrieval:
             large = sum(map(len, found)) > AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
-    async def _told(self, asked: Mapping[str, Any]) -> list[Any]:
-        """What another process of the router wants to know."""
+    async def _answer_process(self, asked: Mapping[str, Any]) -> list[Any]:
+        """Answer the question of another process of the router (`HOLDS` or `SPELLS`)."""
         texts = asked.get(HOLDS, asked.get(SPELLS))
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise BadRequest(f"{HOLDS} and {SPELLS} must be a list of texts")
@@ -82,45 +92,45 @@ class Retrieval:
         return await self._holders.spellings(texts)
 
     async def require(self, scope: Scope, text: str) -> None:
-        """Go on only in the process that has what this text continues.
+        """Return if this process has most of what the text continues.
 
         Raises:
-            Elsewhere: another has it, and answers.
+            Elsewhere: another process has it, and answers.
         """
-        owner = owner_of(await self._holders.ask(scope, [text]), 0)
+        owner = best_process(await self._holders.ask(scope, [text]), 0)
         if owner is not None:
             raise Elsewhere(owner)
 
-    async def _wherever(self, scope: Scope, asked: Mapping[str, Any], *, strict: bool) -> Retrieved:
-        """One, from the process that has it. An id says nothing about that: the others are asked."""
+    async def _retrieve_anywhere(self, scope: Scope, asked: Mapping[str, Any], *, strict: bool) -> Retrieved:
+        """Retrieve one text or id from the process that has it. For an unknown id, ask all other processes."""
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
-            return await self._by_text(scope, text or "", strict=strict)
-        if not await self._has(rid):
+            return await self._retrieve_text(scope, text or "", strict=strict)
+        if not await self._has_rid(rid):
             named = orjson.dumps({"rid": rid} if text is None else {"rid": rid, "text": text})
             for other in self._owners.others(scope):
                 with suppress(NotFound):
                     return (await self._ask(other, scope, named, many=False))[0]
-        return await self._one(text, rid, strict=strict)
+        return await self._retrieve_here(text, rid, strict=strict)
 
-    async def _by_text(self, scope: Scope, text: str, *, strict: bool) -> Retrieved:
+    async def _retrieve_text(self, scope: Scope, text: str, *, strict: bool) -> Retrieved:
         answers = await self._holders.ask(scope, [text])
-        owner = owner_of(answers, 0)
+        owner = best_process(answers, 0)
         if owner is None:
-            found = await self._one(text, None, strict=strict)
-        elif others_with(answers, 0, owner):
+            found = await self._retrieve_here(text, None, strict=strict)
+        elif other_processes_with(answers, 0, owner):
             (found,) = await self._ask(owner, scope, orjson.dumps({"text": text, "strict": strict}), many=False)
         else:
             raise Elsewhere(owner)
-        return (await self._with_others(scope, answers, [found]))[0]
+        return (await self._add_candidates(scope, answers, [found]))[0]
 
-    async def _with_others(self, scope: Scope, answers: Answers, found: Sequence[Retrieved]) -> list[Retrieved]:
-        """With the generations of other processes that have these texts and other tokens."""
+    async def _add_candidates(self, scope: Scope, answers: Answers, found: Sequence[Retrieved]) -> list[Retrieved]:
+        """Add candidates: generations of other processes that have the same texts in other tokens."""
         asked: dict[int | None, list[int]] = {}
         for place in range(len(found)):
-            for other in others_with(answers, place, owner_of(answers, place)):
+            for other in other_processes_with(answers, place, best_process(answers, place)):
                 asked.setdefault(other, []).append(place)
-        works = [self._holders.spellings_at(scope, each, [found[n].text for n in asked[each]]) for each in asked]
+        works = [self._holders.spellings_of(scope, each, [found[n].text for n in asked[each]]) for each in asked]
         others: dict[int, list[str]] = {}
         for places, told in zip(asked.values(), await asyncio.gather(*works), strict=True):
             for place, spellings in zip(places, told, strict=True):
@@ -130,25 +140,24 @@ class Retrieval:
         self._cache.statistics.ambiguous += ambiguous
         return [replace(one, candidates=(*others.get(n, ()), *one.candidates)) for n, one in enumerate(found)]
 
-    async def _has(self, rid: str) -> bool:
+    async def _has_rid(self, rid: str) -> bool:
         await self._recorder.archive.load_rid(rid)
         return self._cache.by_rid(rid) is not None
 
-    async def _of_several(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
-        """Many texts, each from the process that has it."""
+    async def _retrieve_many(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
         answers = await self._holders.ask(scope, texts)
         for place in range(len(texts)):
-            places.setdefault(owner_of(answers, place), []).append(place)
+            places.setdefault(best_process(answers, place), []).append(place)
         for owner, theirs in places.items():
             if owner is None:
-                each = [await self._one_of_many(texts[place], pace, strict=strict) for place in theirs]
+                each = [await self._retrieve_paced(texts[place], pace, strict=strict) for place in theirs]
             else:
                 body = orjson.dumps({"texts": [texts[place] for place in theirs], "strict": strict})
                 each = await self._ask(owner, scope, body, many=True)
             found.update(zip(theirs, each, strict=True))
-        return await self._with_others(scope, answers, [found[place] for place in range(len(texts))])
+        return await self._add_candidates(scope, answers, [found[place] for place in range(len(texts))])
 
     async def _ask(self, owner: int, scope: Scope, body: bytes, *, many: bool) -> list[Retrieved]:
         status, _, answer = await self._owners.ask(owner, scope, body, accept=BINARY)
@@ -161,15 +170,15 @@ class Retrieval:
         refused.status, refused.type = status, error["type"]
         raise refused
 
-    async def _one_of_many(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
+    async def _retrieve_paced(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
         await pace.step()
-        return await self._one(text, None, strict=strict)
+        return await self._retrieve_here(text, None, strict=strict)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
-        """The newest generation with exactly this text; its `rid` tells which that is.
+        """Return the rows of the newest generation with exactly this text, and its `rid`.
 
         Raises:
-            NotFound: no generation has it.
+            NotFound: no generation has this text.
         """
         _check_text(asked["text"])
         entries = self._cache.retrieve(asked["text"])
@@ -178,7 +187,7 @@ class Retrieval:
         newest = entries[-1]
         return RowMatch(newest.rows.get(kind) or TrajectoryRows(None), len(newest), newest.rid)
 
-    async def _one(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
+    async def _retrieve_here(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
         self._cache.statistics.retrievals += 1
         if text is not None:
             await self._recorder.archive.load(text)
@@ -202,7 +211,7 @@ class Retrieval:
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
         entry = self._cache.by_rid(rid)
         if entry is None:
-            raise NotFound(f"no generation {rid!r} is held")
+            raise NotFound(f"generation {rid!r} is unknown or was evicted")
         shown = self._cache.text_of(entry)
         if text is not None and text != shown:
             raise BadRequest(f"generation {rid!r} has another text")
@@ -210,7 +219,7 @@ class Retrieval:
         return _of_entry(entry, shown, entry.trajectory(), (rid,))
 
     def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
-        """The newest of several; those that differ from it in their ids make the answer ambiguous."""
+        """Return the newest entry. Older entries with other ids make the answer ambiguous."""
         newest = entries[-1]
         trajectory = newest.trajectory()
         others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]
@@ -242,7 +251,7 @@ def _check(asked: Any) -> None:
     if not isinstance(asked, Mapping):
         raise BadRequest("the request body must be a JSON object")
     if unknown := set(asked) - FIELDS:
-        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(FIELDS))}")
+        raise BadRequest(f"unknown field {min(unknown)!r}; known fields are {', '.join(sorted(FIELDS))}")
     for name, wanted in (("text", str), ("rid", str), ("strict", bool), ("return_logp", bool), ("texts", list)):
         if asked.get(name) is not None and not isinstance(asked[name], wanted):
             raise BadRequest(f"{name} must be a {wanted.__name__}")
@@ -254,9 +263,9 @@ def _check(asked: Any) -> None:
         _check_text(asked.get("text"))
         return
     if asked.get("text") is not None or asked.get("rid") is not None:
-        raise BadRequest("texts goes with neither text nor rid")
+        raise BadRequest("texts cannot be combined with text or rid")
     if not texts or len(texts) > MAX_TEXTS:
-        raise BadRequest(f"texts must hold 1 to {MAX_TEXTS} texts")
+        raise BadRequest(f"texts must have 1 to {MAX_TEXTS} texts")
     for text in texts:
         _check_text(text if isinstance(text, str) else "")
 
@@ -264,7 +273,7 @@ def _check(asked: Any) -> None:
 def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> None:
     given, rewards = asked.get("reward"), asked.get("rewards")
     if given is not None and texts is not None:
-        raise BadRequest("reward goes with text or rid; texts have rewards, one for each")
+        raise BadRequest("reward is for text or rid; with texts, send rewards, one for each text")
     if rewards is not None and (texts is None or not isinstance(rewards, list) or len(rewards) != len(texts)):
         raise BadRequest("rewards must be a list with one number or null for each of texts")
     for reward in (given, *(rewards or ())):
@@ -274,4 +283,4 @@ def _check_rewards(asked: Mapping[str, Any], texts: Sequence[object] | None) -> 
 
 def _check_text(text: str | None) -> None:
     if text == "":
-        raise BadRequest("a text must be a string that is not empty")
+        raise BadRequest("a text must be a non-empty string")

@@ -1,4 +1,4 @@
-"""The numbers of the cache, and of what of it outlives the process, for `GET /metrics` and `GET /router/info`."""
+"""The numbers of the cache and of its archive, for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from miles_router.middlewares import Statistics, counter, gauge
 
 
 class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
-    """What was looked up, recorded and evicted since the start, and what is held now."""
+    """Counters of look-ups, recordings and evictions since the start, and gauges of what memory holds now."""
 
     lookups = counter("Texts looked up.")
     hits = counter("Look-ups that found recorded tokens to reuse.")
@@ -20,20 +20,19 @@ class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
     evicted_tokens = counter("Tokens evicted.")
     retrievals = counter("Texts and ids retrieved.")
     ambiguous = counter("Retrievals by a text that several different trajectories spell.")
-    entries = gauge("Generations held.")
-    tokens = gauge("Tokens held, shared prefixes counted once.")
-    token_bytes = gauge("Bytes of the tokens held.")
-    text_characters = gauge("Characters of text held.")
-    passed_through = counter("Requests and answers left alone, by reason.", by="reason")
+    entries = gauge("Generations in memory.")
+    tokens = gauge("Tokens in memory, shared prefixes counted once.")
+    token_bytes = gauge("Bytes of the tokens in memory.")
+    text_characters = gauge("Characters of text in memory.")
+    passed_through = counter("Requests and answers that were not recorded, by reason.", by="reason")
     invalid_answers = counter("Of these, answers that contradict themselves, by worker.", by="worker")
 
 
 class ArchiveStatistics(Statistics, prefix="miles_router_radix_tree_archive"):
-    """What the disk has of recorded texts; nothing is known before the first text is looked for. Commits count where
-    those of all layers do."""
+    """Numbers of the texts on the disk. They are 0 until the first look-up. The store itself counts commits."""
 
     families = gauge("Families of generations on the disk, one for each first prompt.")
-    tokens = gauge("Tokens of these, and 16 for each generation; what families share is counted in each.")
-    row_bytes = gauge("Bytes of rows of these.")
+    tokens = gauge("Tokens of these families, plus 16 for each generation; shared prefixes count in each family.")
+    row_bytes = gauge("Bytes of rows of these families.")
     loaded = counter("Generations read from the disk.")
     failed = counter("Reads that failed, by error.", by="error")

@@ -1,8 +1,8 @@
-"""A radix tree over characters. A node stands where texts part, and where an entry's text or its shown text ends.
+"""A radix tree over characters. A node marks where texts diverge, or where an entry's text or shown text ends.
 
-An edge holds the characters between two nodes as one string, so a step down compares whole runs of text at memory
-speed, and a look-up takes as many steps as there are partings on its way, whatever the length of the text. A trie with
-a node for each character or block would cost a Python object for each of them.
+An edge holds the characters between two nodes as one string, so that a step compares a run of text at memory speed. The
+steps of a look-up depend on the number of branchings, not on the length of the text. A trie with a node for each
+character or block would need a Python object for each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from middleware_hub.radix_tree.entry import Entry
 
 
 class Node:
-    """A place in the tree. `label` is the text between the parent and here, `depth` the characters from the root to
-    here. Most nodes have no child or one, so a dictionary is made for the second.
+    """A node of the tree. `label` is the text between the parent and this node, `depth` the characters from the root.
+
+    Most nodes have at most one child, so a dictionary is made only for the second.
     """
 
     __slots__ = ("_below", "depth", "entries", "label", "newest", "parent", "shown_entries")
@@ -27,21 +28,21 @@ class Node:
         # In order of recording:
         self.entries: tuple[Entry, ...] = ()  # entries whose text, hidden tail included, ends here
         self.shown_entries: tuple[Entry, ...] = ()  # entries whose shown text ends here
-        self.newest: Entry | None = None  # of all entries whose text reaches or passes here
+        self.newest: Entry | None = None  # of all entries whose text reaches or passes this node
 
     def __repr__(self) -> str:
         return f"<Node at {self.depth}, {len(self.children)} children, {len(self.shown_entries)} shown>"
 
     @property
     def children(self) -> Mapping[str, Node]:
-        """The nodes below, by the first character of their labels."""
+        """The child nodes by the first character of their labels."""
         below = self._below
         if below is None:
             return {}
         return {below.label[0]: below} if isinstance(below, Node) else below
 
     def child(self, char: str) -> Node | None:
-        """The node below whose label begins with this character."""
+        """Return the child whose label begins with `char`, or None."""
         below = self._below
         if below is None:
             return None
@@ -49,8 +50,8 @@ class Node:
             return below if below.label[0] == char else None
         return below.get(char)
 
-    def adopt(self, child: Node) -> None:
-        """Take a child, in place of one whose label begins with the same character."""
+    def set_child(self, child: Node) -> None:
+        """Add a child; replace one whose label begins with the same character."""
         below, char = self._below, child.label[0]
         if isinstance(below, dict):
             below[char] = child
@@ -59,8 +60,7 @@ class Node:
         else:
             self._below = {below.label[0]: below, char: child}
 
-    def disown(self, child: Node) -> None:
-        """Take a child off."""
+    def remove_child(self, child: Node) -> None:
         if not isinstance(self._below, dict):
             self._below = None
             return
@@ -68,8 +68,8 @@ class Node:
         if len(self._below) == 1:
             (self._below,) = self._below.values()
 
-    def upwards(self) -> Iterator[Node]:
-        """This node and all above it."""
+    def path_to_root(self) -> Iterator[Node]:
+        """Yield this node and its ancestors, up to the root."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -77,14 +77,14 @@ class Node:
 
 
 class TextTree:
-    """Texts and the entries at their ends."""
+    """A tree of texts with the entries at their ends."""
 
     def __init__(self) -> None:
         self.root = Node(None, "")
         self.characters = 0  # held in labels
 
     def descend(self, text: str) -> tuple[Node, int]:
-        """As far as `text` leads: the node at or below that point, and how many characters agree."""
+        """Follow `text` from the root; return the node at or below where it diverges, and how many characters agree."""
         node, position = self.root, 0
         while position < len(text):
             child = node.child(text[position])
@@ -95,32 +95,32 @@ class TextTree:
             node, position = child, position + len(child.label)
         return node, position
 
-    def at(self, text: str) -> Node | None:
-        """The node exactly at the end of `text`, if there is one."""
+    def find(self, text: str) -> Node | None:
+        """Return the node exactly at the end of `text`, or None."""
         node, position = self.descend(text)
         return node if position == len(text) == node.depth else None
 
     def add(self, text: str, entry: Entry) -> None:
-        """Put an entry at the end of its `text`, and at the end of what the client saw of it."""
-        end = self._make(text)
-        place = end if entry.shown_chars == len(text) else self._make(text[: entry.shown_chars])
-        end.entries = _with(end.entries, entry)
-        place.shown_entries = _with(place.shown_entries, entry)
+        """Add an entry at the end of its `text`, and at the end of its shown text."""
+        end = self._ensure_node(text)
+        place = end if entry.shown_chars == len(text) else self._ensure_node(text[: entry.shown_chars])
+        end.entries = _added(end.entries, entry)
+        place.shown_entries = _added(place.shown_entries, entry)
         entry.node = end
-        for node in end.upwards():
+        for node in end.path_to_root():
             if node.newest is not None and node.newest.serial > entry.serial:
-                break  # and so it is for all above
+                break  # the nodes above have newer entries too
             node.newest = entry
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out, and every node that only it needed."""
+        """Remove an entry, and every node that only this entry needed."""
         end = entry.node
         assert end is not None
         place = self.shown_node(entry)
-        place.shown_entries = _without(place.shown_entries, entry)
-        end.entries = _without(end.entries, entry)
+        place.shown_entries = _removed(place.shown_entries, entry)
+        end.entries = _removed(end.entries, entry)
         entry.node = None
-        for node in list(end.upwards()):
+        for node in list(end.path_to_root()):
             if node.newest is entry:
                 node.newest = _newest(node)
         self._prune(end)
@@ -128,41 +128,43 @@ class TextTree:
             self._prune(place)
 
     def shown_node(self, entry: Entry) -> Node:
-        """The node at the end of an entry's shown text: its end, or one above it."""
+        """Return the node at the end of an entry's shown text: the entry's node or an ancestor of it."""
         assert entry.node is not None
-        return next(node for node in entry.node.upwards() if node.depth <= entry.shown_chars)
+        return next(node for node in entry.node.path_to_root() if node.depth <= entry.shown_chars)
 
-    def _make(self, text: str) -> Node:
+    def _ensure_node(self, text: str) -> Node:
         node, position = self.descend(text)
         if position < node.depth:
             node = self._split(node, position)
         if position < len(text):
             child = Node(node, text[position:])
             self.characters += len(child.label)
-            node.adopt(child)
+            node.set_child(child)
             node = child
         return node
 
     def _split(self, node: Node, depth: int) -> Node:
-        """A new node in the middle of the edge that leads to `node`."""
+        """Insert a node at `depth`, in the middle of the edge that leads to `node`."""
         assert node.parent is not None
         keep = len(node.label) - (node.depth - depth)
         upper = Node(node.parent, node.label[:keep])
         upper.newest = node.newest
-        node.parent.adopt(upper)
+        node.parent.set_child(upper)
         node.label = node.label[keep:]
         node.parent = upper
-        upper.adopt(node)
+        upper.set_child(node)
         return upper
 
     def _prune(self, node: Node) -> None:
-        """Remove a node nobody needs, or join it with its only child, and look at its parent then. What was removed has
-        no parent."""
+        """Remove a node without entries and children, then check its parent; merge a node with its only child.
+
+        Removed nodes have no parent afterwards.
+        """
         while node.parent is not None and not node.entries and not node.shown_entries:
             children = node.children
             parent = node.parent
             if not children:
-                parent.disown(node)
+                parent.remove_child(node)
                 self.characters -= len(node.label)
                 node.parent = None
                 node = parent
@@ -171,13 +173,13 @@ class TextTree:
                 child.label = node.label + child.label
                 child.parent = parent
                 node.parent = None
-                parent.adopt(child)
+                parent.set_child(child)
                 return
             else:
                 return
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, parents first."""
+        """Yield every node, parents first."""
         waiting = [self.root]
         while waiting:
             node = waiting.pop()
@@ -185,14 +187,14 @@ class TextTree:
             waiting += node.children.values()
 
 
-def _with(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+def _added(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
     together = (*entries, entry)
-    if entries and entries[-1].serial > entry.serial:  # one that was recorded before the process began
+    if entries and entries[-1].serial > entry.serial:  # restored from the disk, recorded by an earlier process
         return tuple(sorted(together, key=lambda each: each.serial))
     return together
 
 
-def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+def _removed(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
     place = entries.index(entry)
     return entries[:place] + entries[place + 1 :]
 
@@ -203,7 +205,7 @@ def _newest(node: Node) -> Entry | None:
 
 
 def common_length(label: str, text: str, position: int) -> int:
-    """How many characters of `label` stand in `text` at `position`, found by halving, so compared at memory speed."""
+    """Return how many characters of `label` occur in `text` at `position`; bisect, to compare at memory speed."""
     low, high = 0, min(len(label), len(text) - position)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""One request's rows: from what was asked for and what was taken out of its answers to rows that are held."""
+"""The capture of one request's rows: from the strings in its answers to checked rows in memory."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
 
 logger = logging.getLogger(__name__)
 
-#: Characters of base64 for each id.
+#: Bytes of base64 for each id.
 WIRE_BYTES = 16 / 3
-#: Strings of ids in one reply: one for each answer, and more where its generation was cut.
+#: Limit of id strings in one reply: one for each answer, and more where a generation has several attempts.
 MAX_STRINGS = 4 * MAX_GENERATIONS
 
 
 class Aligner:
-    """Holds the rows of one request's answers against their tokens and against what is held already.
+    """Checks the rows of one request's answers against their tokens, and stores what is new.
 
     Args:
-        start: the row that was asked for first.
-        keep: by the store, since no layer has these trajectories.
+        start: the first row that the engine was asked for.
+        keep: whether the store keeps the rows alive, since no other layer holds the trajectories.
     """
 
     def __init__(self, store: RowStore, check: ShapeCheck, *, start: int, keep: bool) -> None:
-        #: What the worker that answers has shown of its rows; matters only where nobody has said the model's shape.
+        #: The row width of the answering engine. Used only where the model's shape is not configured.
         self.width = RowWidth()
         self._store = store
         self._check = check
         self._start = start
         self._keep = keep
-        self._sibling: AlignedRows | None = None  # of the last answer that was not like the one before
+        self._sibling: AlignedRows | None = None  # the last answer's rows that did not begin like the ones before
 
     def align(self, decoder: Decoder, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
-        """The rows of an answer of `tokens` tokens, of whose prompt `prefix` is held.
+        """Return the rows of an answer of `tokens` tokens (prompt included); `prefix` holds the rows of its prompt.
 
         Raises:
-            InvalidTrajectory: they do not fit; the invariant names how.
+            InvalidTrajectory: the rows do not fit; its invariant names the reason.
         """
         statistics, start = self._store.statistics, self._start
         try:
             own = self._check.rows(decoder.finish(), decoder.largest, start, tokens - 1 - start, self.width)
-            node = self._hold(own, prefix, tokens, rid)
+            node = self._store_rows(own, prefix, tokens, rid)
         except InvalidTrajectory as error:
             statistics.missing[error.invariant] += 1
             raise
@@ -65,20 +65,19 @@ class Aligner:
             statistics.saved_bytes += int(start * own.width * WIRE_BYTES)
         return node
 
-    def _hold(self, own: Blocks, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
-        """`own` are the rows that came. Those held already are not held twice, nor those that came with another answer
-        to the same prompt."""
+    def _store_rows(self, own: Blocks, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
+        """Store the rows `own` that the engine sent, without those of `prefix` or of a sibling to the same prompt."""
         start, parent = self._start, None
         fresh: RowArray | Blocks = own
         if prefix is not None:
             if prefix.count < start:
-                reason = f"rows {prefix.count} to {start - 1}: the client asked for those from {start} on"
+                reason = f"rows {prefix.count} to {start - 1} are missing: the client asked for rows from {start} on"
                 raise self._store.kind.invalid("without_gap", reason)
-            # Of a prompt that is held to its end, and that nothing was sampled behind, one row more is held.
+            # After an answer without tokens, a prompt that is in memory to its end has one row more than needed.
             count = min(prefix.count, max(tokens - 1, 0))
             fresh = _compact(own[prefix.count - start :]) if prefix.count > start else own
             parent, start = prefix.rows, count
-        alike = self._alike(fresh, start, parent)
+        alike = self._equal_to_sibling(fresh, start, parent)
         if alike:
             parent, fresh, start = self._sibling, _compact(fresh[alike:]), start + alike
         node = self._store.add(fresh, start=start, parent=parent, rid=rid, keep=self._keep)
@@ -86,8 +85,8 @@ class Aligner:
             self._sibling = node
         return node
 
-    def _alike(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
-        """How many rows are those of the answer before, if it went on from the same: answers come prompt by prompt."""
+    def _equal_to_sibling(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
+        """Return how many rows equal those of the previous answer, if both continue the same rows."""
         other = self._sibling
         if other is None or not other.held or other.parent is not parent or other.start != start:
             return 0
@@ -96,7 +95,7 @@ class Aligner:
 
 @dataclass(frozen=True)
 class _AnswerRows:
-    """The ids of one answer. It knows nothing of the delivery that it lies in: nothing that nobody takes stays."""
+    """The undecoded rows of one answer. No reference to the delivery: rows that no layer takes must be freed."""
 
     aligner: Aligner
     decoder: Decoder
@@ -108,20 +107,22 @@ class _AnswerRows:
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What the captures of all requests have in common."""
+    """The parts that the captures of all requests share."""
 
     fields: RowFields
     store: RowStore
     check: ShapeCheck
-    #: What is known of the engine at a URL (`Fleet.facts`).
+    #: Returns the facts of the engine at a URL (`Fleet.facts`).
     facts: Callable[[str], Awaitable[Facts]]
     #: Whether an answer without rows is an error.
     required: bool
 
 
 class Capture:
-    """What comes with the answers of one request. Without a `delivery` no other layer holds them: they are kept here,
-    under the ids of their generations."""
+    """The capture of one request's rows.
+
+    Without a `delivery`, no other layer holds the trajectories: the store keeps the rows under the generations' ids.
+    """
 
     def __init__(
         self, context: CaptureContext, exchange: Exchange, delivery: RowDelivery | None, *, start: int
@@ -132,39 +133,41 @@ class Capture:
         self._store = context.store
         self._aligner = Aligner(context.store, context.check, start=start, keep=delivery is None)
         self._delivery = delivery
-        self._room = exchange.max_answer_bytes
+        self._bytes_left = exchange.max_answer_bytes
         self._strings = 0
-        self._decoder: Decoder | None = None  # the last one
+        self._decoder: Decoder | None = None  # of the last string
         if delivery is not None:
-            delivery.unchecked.clear()  # of a first try, which a pause cut
+            delivery.unchecked.clear()  # rows of an attempt that a pause cut
 
     async def begin(self) -> None:
-        """The head of a reply has come, and its connection holds the process that gives it: what has been learned of
-        the rows of just this one counts."""
+        """Look up the learned row width of the answering engine process.
+
+        The head of the reply has arrived, and its open connection proves that it is still the same process.
+        """
         url = self.exchange.flight.worker_url
         if self._context.check.learns and url is not None:
             facts = await self._context.facts(url)
             self._aligner.width = facts.learned(RowWidths)[self.fields.kind]
 
     def decoder(self) -> Decoder:
-        """For the next string of ids. All of one reply's have room for its bound together.
+        """Return a decoder for the next string of ids. All strings of a reply share `max_answer_bytes`.
 
         Raises:
-            UpstreamInvalidResponse: the reply has more of them than answers can be asked for.
+            UpstreamInvalidResponse: the reply has more strings than a request can have answers.
         """
         if self._decoder is not None:
-            self._room -= self._decoder.nbytes
+            self._bytes_left -= self._decoder.nbytes
         if self._strings == MAX_STRINGS:
             raise UpstreamInvalidResponse(
                 f"the worker's answer has over {MAX_STRINGS} strings of {self.fields.kind.ids}"
             )
         self._strings += 1
-        self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._room)))
+        self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._bytes_left)))
         return self._decoder
 
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
-        """An answer's ids: handed to the layer that holds its trajectory, or kept."""
-        self._unname(meta)
+        """Hand an answer's rows to the layer that holds its trajectory, or store them under the generation's id."""
+        self._release_id(meta)
         if self._delivery is not None:
             prefix = self._delivery.prefix_for(answer)
             self._delivery.unchecked[answer] = _AnswerRows(self._aligner, decoder, prefix)
@@ -177,41 +180,41 @@ class Capture:
             logger.warning(f"{self.fields.kind.name}_not_kept", extra={"fields": fields})
 
     def missing(self, meta: Mapping[str, Any], *, aborted: bool) -> None:
-        """An answer has come without; `meta` is what it says of itself.
+        """Handle an answer without rows; `meta` is its `meta_info`.
 
         Raises:
-            RowsMissing: they are required, and the generation was not merely aborted before it began.
+            RowsMissing: rows are required, and the generation was not aborted before it began.
         """
-        self._unname(meta)
+        self._release_id(meta)
         if aborted:
-            self._lack("aborted", "the generation was aborted")
+            self._record_missing("aborted", "the generation was aborted")
         else:
             self._refuse("worker", self.fields.remedy)
 
     def unread(self, encoding: str) -> None:
-        """A reply has come that cannot be read, since it is compressed.
+        """Handle a compressed reply, which cannot be read.
 
         Raises:
             RowsMissing: rows are required.
         """
-        self._refuse("unread", f"let it answer without Content-Encoding ({encoding}), which it was not asked for")
+        self._refuse("unread", f"turn off its Content-Encoding ({encoding}), which the router did not ask for")
 
     def _refuse(self, reason: str, remedy: str) -> None:
         error = MISSING[self.fields.kind](self.fields.kind, self.exchange.flight.worker_url, remedy)
-        self._lack(reason, str(error))
+        self._record_missing(reason, str(error))
         if self._context.required:
             raise error
 
-    def _lack(self, reason: str, message: str) -> None:
+    def _record_missing(self, reason: str, message: str) -> None:
         self._store.statistics.missing[reason] += 1
         if self._delivery is not None:
             self._delivery.missing = message
 
-    def _unname(self, meta: Mapping[str, Any]) -> None:
+    def _release_id(self, meta: Mapping[str, Any]) -> None:
         if isinstance(rid := meta.get("id"), str):
-            self._store.unname(rid)
+            self._store.release_id(rid)
 
 
 def _compact(own: RowArray) -> RowArray:
-    """Rows that keep no more memory alive than their own."""
+    """Return rows that do not keep a larger array alive."""
     return own if own.base is None else own.copy()

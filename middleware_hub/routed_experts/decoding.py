@@ -1,7 +1,7 @@
-"""Base64 of int32 decoded piece by piece, as it arrives, into the smallest type that holds the ids.
+"""Decode base64 of int32 chunk by chunk, as it arrives, into the smallest integer type that holds the ids.
 
-The whole string never exists here, and no id becomes a Python object: a piece is decoded and narrowed in the
-processor's cache by pybase64 and numpy, which takes less time than the kernel needs to bring it in.
+The whole string never exists in memory, and no id becomes a Python object. pybase64 and numpy decode and narrow a chunk
+in the processor's cache, faster than the kernel delivers it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import pybase64
 from miles_router.trajectory.rows import Blocks, RowArray, RowKind
 
 QUANTUM = 16  # characters: 12 bytes, three int32
-AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: what stays in a core's cache
-SENT = np.dtype("<i4")
-UNSIGNED = np.dtype("<u4")  # what is negative shows as very large
+AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: stays in a core's cache
+WIRE_TYPE = np.dtype("<i4")
+UNSIGNED = np.dtype("<u4")  # a negative id appears as a very large one
 QUOTE = b'"'
-#: Bytes of a block of ids. The last one of an answer is as long as what is in it.
+#: Bytes of a block of ids. The last block of an answer is shorter.
 BLOCK = 1 << 18
 
 
 class Decoder:
-    """Takes the characters of one string; gives the ids in it.
+    """A decoder of one string of ids.
 
     Args:
-        kind: what rows they are.
-        limit: bytes of ids that are kept; of what is longer, nothing is, and `finish` says so.
+        kind: the kind of the rows.
+        limit: bytes of ids to keep. Of a longer string nothing is kept, and `finish` raises.
     """
 
     def __init__(self, kind: RowKind, limit: int) -> None:
@@ -38,38 +38,37 @@ class Decoder:
         self._kind = kind
         self._limit = limit
         self._rest = b""
-        self._sent: np.dtype[np.integer[Any]] = SENT if kind.least < 0 else UNSIGNED
+        self._wire_type: np.dtype[np.integer[Any]] = WIRE_TYPE if kind.least < 0 else UNSIGNED
         self._type = kind.types[0]
-        self._most = int(np.iinfo(self._type).max)
+        self._largest_allowed = int(np.iinfo(self._type).max)
         self._full: list[RowArray] = []
-        self._block: RowArray = np.empty(0, self._type)  # being filled
+        self._block: RowArray = np.empty(0, self._type)  # the block being filled
         self._filled = 0
-        self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
+        self._failure: tuple[str, str] | None = None  # not the exception: its traceback would reference this decoder
 
     def feed(self, data: memoryview) -> int:
-        """More characters, up to a quotation mark; how many they are. What is wrong with them is told at the end.
+        """Decode characters up to a quotation mark; return how many were consumed. `finish` reports invalid data.
 
-        The mark is searched for only where decoding meets something that is no base64.
+        The mark is searched for only where decoding fails.
         """
         at = 0
         while at < len(data):
-            block = data[at : at + self._at_once(len(data))]
-            if self._failure is not None or not self._take(block):
+            block = data[at : at + self._next_length(len(data))]
+            if self._failure is not None or not self._decode_block(block):
                 end = bytes(block).find(QUOTE)
-                if self._failure is None and not (end >= 0 and self._take(block[:end])):
-                    self._fail("are_rows", "they are no base64")
+                if self._failure is None and not (end >= 0 and self._decode_block(block[:end])):
+                    self._fail("are_rows", "they are not base64")
                 if end >= 0:
                     return at + end
             at += len(block)
         return len(data)
 
-    def _at_once(self, size: int) -> int:
-        """Characters to decode next. What is left over of the piece before goes in front of a few: a long piece is not
-        copied for it."""
+    def _next_length(self, size: int) -> int:
+        """Return how many characters to decode next: few behind a rest, which has to be joined with them in a copy."""
         return (QUANTUM if self._rest and size > AT_ONCE else AT_ONCE) - len(self._rest)
 
-    def _take(self, block: memoryview) -> bool:
-        """Decode a block, if it is nothing but base64."""
+    def _decode_block(self, block: memoryview) -> bool:
+        """Decode a block; return False if it is not base64."""
         characters = memoryview(b"".join((self._rest, block))) if self._rest else block
         whole = len(characters) - len(characters) % QUANTUM
         rest = bytes(characters[whole:])
@@ -83,22 +82,20 @@ class Decoder:
             raw = pybase64.b64decode(characters, validate=True)
         except (binascii.Error, ValueError):
             return False
-        if len(raw) % SENT.itemsize:
-            self._fail("are_rows", "their base64 ends before its end, or within an id")
+        if len(raw) % WIRE_TYPE.itemsize:
+            self._fail("are_rows", "their base64 has padding before its end, or ends within an id")
         elif raw:
-            self._keep(np.frombuffer(raw, self._sent))
+            self._append(np.frombuffer(raw, self._wire_type))
         return True
 
-    def _keep(self, ids: npt.NDArray[np.integer[Any]]) -> None:
+    def _append(self, ids: npt.NDArray[np.integer[Any]]) -> None:
         self.largest = max(self.largest, int(ids.max()))
-        if self.largest > self._most:
+        if self.largest > self._largest_allowed:
             self._widen()
         if self._kind.least < 0 and int(ids.min()) < self._kind.least:
             self._fail("of_the_model", f"an id is below {self._kind.least}")
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail(
-                "fit", f"they take more than the {self._limit} bytes that may be held (max_bytes, --max-answer-bytes)"
-            )
+            self._fail("fit", f"they take more than {self._limit} bytes (max_bytes, --max-answer-bytes)")
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
@@ -109,7 +106,6 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids so far."""
         return self._count * self._type.itemsize
 
     @property
@@ -123,9 +119,9 @@ class Decoder:
 
     def _widen(self) -> None:
         widest = self._kind.types[-1]
-        self._most = int(np.iinfo(widest).max)
-        if self.largest > self._most:
-            self._fail("of_the_model", f"an id is below {self._kind.least} or above {self._most}")
+        self._largest_allowed = int(np.iinfo(widest).max)
+        if self.largest > self._largest_allowed:
+            self._fail("of_the_model", f"an id is below {self._kind.least} or above {self._largest_allowed}")
             return
         self._full = [block.astype(widest) for block in (*self._full, self._block[: self._filled])]
         self._type, self._block, self._filled = widest, np.empty(0, widest), 0
@@ -135,18 +131,18 @@ class Decoder:
         self._full, self._block, self._filled, self._rest = [], np.empty(0, self._kind.types[0]), 0, b""
 
     def end(self) -> None:
-        """No more characters come: room that was not needed is given back."""
+        """Finish decoding, and free unused memory of the last block."""
         if self._rest and not self._decode(memoryview(self._rest)):
-            self._fail("are_rows", "they are no base64")
+            self._fail("are_rows", "they are not base64")
         self._rest = b""
         if self._filled < len(self._block):
             self._block = self._block[: self._filled].copy()
 
     def finish(self) -> Blocks:
-        """All ids, flat.
+        """Return all ids as one flat sequence.
 
         Raises:
-            InvalidTrajectory: `are_rows`, `of_the_model` or `fit`, with the kind's ids in front.
+            InvalidTrajectory: `are_rows`, `of_the_model` or `fit`, prefixed with the kind's ids (`experts_fit`).
         """
         self.end()
         if self._failure is not None:
@@ -155,5 +151,5 @@ class Decoder:
 
 
 def encoded(rows: RowArray) -> bytes:
-    """RowArray in SGLang's own form: base64 of row-major int32."""
+    """Return rows in SGLang's form: base64 of row-major int32."""
     return pybase64.b64encode(np.ascontiguousarray(rows, dtype="<i4").data)

@@ -24,15 +24,15 @@ from miles_router.trajectory.rows import AlignedRows, RowArray
 from miles_router.trajectory.safetensors import pack
 
 BINARY = "application/octet-stream"
-#: Headers of an answer that are part of what it says.
+#: Headers to pass on from another process's answer.
 SHOWN = frozenset({"content-type", "x-rid", "x-dtype", "x-shape", "x-start"})
 COMMON = ("format", "start", "stop")
-#: Rows of more ids are put into their form in a thread.
+#: Rows with more ids than this are serialized in a thread.
 OFF_LOOP = 1 << 20
 
 
 class Delivery:
-    """Answers from what is held under ids, and from the layers that hold trajectories."""
+    """The handler of the route. It finds rows by generation id, or by a name in a layer that holds trajectories."""
 
     def __init__(self, store: RowStore, channel: RowChannel, owners: Owners) -> None:
         self._owners = owners
@@ -40,11 +40,12 @@ class Delivery:
         self._channel = channel
 
     async def answer(self, request: Request) -> Response:
-        """Rows `[start, stop)` of one trajectory in one of the formats.
+        """Return rows `[start, stop)` of one trajectory in the requested format.
 
         Raises:
-            BadRequest: a field is missing, unknown or of the wrong type, or the range is none.
-            NotFound, RowsNotHeld: there is no such trajectory, or nothing is held of it.
+            BadRequest: a field is missing, unknown or of the wrong type, or the range is invalid.
+            NotFound: the trajectory is unknown.
+            RowsNotHeld: the trajectory is known, its rows are not in memory.
         """
         exchange = Exchange.of(request.scope)
         asked = await exchange.read(request.receive)
@@ -62,14 +63,14 @@ class Delivery:
         try:
             match = source.find(query)
         except NotFound:
-            found = None if source.require is not None else await self._of_another(request.scope, asked)
+            found = None if source.require is not None else await self._ask_others(request.scope, asked)
             if found is None:
                 raise
             return found
         start, stop = _range(query, max(match.tokens - 1, 0))
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
-            raise NOT_HELD[kind](f"no {kind.title} are held of it: {reason}")
+            raise NOT_HELD[kind](f"no {kind.title} of this trajectory are in memory: {reason}")
         write = functools.partial(self._written, form, rows, start, stop)
         small = (stop - start) * (rows.width or 0) < OFF_LOOP
         headers, body = write() if small else await asyncio.to_thread(write)
@@ -80,7 +81,7 @@ class Delivery:
     def _written(
         self, form: str, rows: AlignedRows, start: int, stop: int
     ) -> tuple[dict[str, str], bytes | memoryview]:
-        """Headers and body. May be done in a thread.
+        """Return headers and body; may run in a thread.
 
         Raises:
             RowsNotHeld: some rows are missing or evicted.
@@ -93,8 +94,8 @@ class Delivery:
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         return headers, FORMATS[form](kind.name, array, start)
 
-    async def _of_another(self, scope: Scope, body: bytes) -> Response | None:
-        """What another process gives that knows it."""
+    async def _ask_others(self, scope: Scope, body: bytes) -> Response | None:
+        """Return the answer of the first other process that knows the trajectory, or None."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
             if status != NotFound.status or orjson.loads(found)["error"]["type"] != NotFound.type:
@@ -103,27 +104,26 @@ class Delivery:
         return None
 
     def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
-        """What finds it, and the name by which it is to be found."""
-        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._bring), **self._channel.sources}
+        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._load), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
             raise BadRequest(f"exactly one of {', '.join(sources)} is required")
         name = names[0]
         known = (name, *sources[name].fields, *COMMON)
         if unknown := query.keys() - set(known):
-            raise BadRequest(f"unknown field {min(unknown)!r}; known with {name} are {', '.join(known)}")
+            raise BadRequest(f"unknown field {min(unknown)!r}; known fields with {name} are {', '.join(known)}")
         if not isinstance(query[name], str):
             raise BadRequest(f"{name} must be a string")
         return sources[name], query[name]
 
-    async def _bring(self, rid: str) -> None:
+    async def _load(self, rid: str) -> None:
         if self._channel.bring_rid is not None and self._store.by_rid(rid) is None:
             await self._channel.bring_rid(rid)
 
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])
         if rows is None:
-            raise NotFound(f"no {self._store.kind.title} of a generation {query['rid']!r} are held")
+            raise NotFound(f"no {self._store.kind.title} of generation {query['rid']!r} are in memory")
         return RowMatch(TrajectoryRows(rows), len(rows) + 1, query["rid"])
 
 
@@ -133,7 +133,7 @@ def _range(query: Mapping[str, Any], rows: int) -> tuple[int, int]:
         if type(value) is not int:
             raise BadRequest(f"{name} must be a whole number")
     if not 0 <= start <= stop <= rows:
-        raise BadRequest(f"rows {start} to {stop} are not within the {rows} of this trajectory")
+        raise BadRequest(f"rows {start} to {stop} are out of range: this trajectory has {rows} rows")
     return start, stop
 
 
@@ -151,7 +151,7 @@ def _json(name: str, array: RowArray, start: int) -> bytes:
     return b"".join((b'{"%b":"' % name.encode("ascii"), encoded(array), b'",', about[1:]))
 
 
-#: How an array is written; each is given the kind's name, the array and its first row.
+#: How each format writes an array, given the kind's name, the array and the number of its first row.
 FORMATS: Mapping[str, Callable[[str, RowArray, int], bytes | memoryview]] = {
     "raw": _raw,
     "safetensors": _safetensors,

@@ -1,11 +1,11 @@
-"""What can be wrong with rows, by kind.
+"""Errors about rows, by kind.
 
 NotFound
-└── RowsNotHeld            404: the trajectory is known, its rows are not held (any more)
+└── RowsNotHeld            404: the trajectory is known, its rows are not in memory
     ├── ExpertsNotHeld         routed_experts_not_held
     └── PositionsNotHeld       indexer_topk_not_held
 UpstreamError
-└── RowsMissing            502: a worker that does not tell them
+└── RowsMissing            502: a worker answered without the required rows
     ├── ExpertsMissing         routed_experts_missing
     └── PositionsMissing       indexer_topk_missing
 """

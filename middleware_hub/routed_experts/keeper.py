@@ -1,8 +1,8 @@
-"""The keeper of one kind of rows: what `RoutedExpertsMiddleware` and `IndexerTopkMiddleware` are.
+"""The base of `RoutedExpertsMiddleware` and `IndexerTopkMiddleware`: a layer that keeps one kind of rows.
 
-It asks the engine for the rows that nobody holds yet, takes them out of answers while they go by, and keeps them
-in few bytes an id. Trajectories that other layers hold have their rows with them, in samples too; any generation's rows
-can be fetched by its id.
+The layer asks the engine for rows that are not in memory yet, takes them out of answers while these are relayed, and
+stores them compactly. Layers that hold trajectories get the rows for their samples. The rows of any generation can be
+fetched by its id.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from miles_router.middlewares.rows import RowDelivery
 from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory.rows import RowShape
 
-#: Bytes of rows that are held, unless somebody says otherwise.
+#: Default limit of rows in memory, in bytes.
 MAX_BYTES = 32 * 1024**3
 
 
 class RowKeeper:
-    """A keeper of one kind of rows. It is listed last, inside of the layers that hold trajectories.
+    """A layer that keeps one kind of rows. List it last, inside the layers that hold trajectories.
 
     Args:
-        shape: of the model's rows, where it is known.
-        required: whether an answer without rows is an error; if not, samples say that theirs are missing.
-        max_bytes: bytes of rows held; the least recently used go first.
+        shape: the shape of the model's rows, if it is known.
+        required: whether an answer without rows is an error; if not, samples report them as missing.
+        max_bytes: limit of rows in memory; the least recently used are evicted first.
     """
 
     one_model = True
-    #: Of the kind that it keeps.
+    #: The engine's fields of this kind of rows.
     fields: ClassVar[RowFields]
-    #: The option that says the shape of the model's rows.
+    #: The name of the option for the shape.
     shape_option: ClassVar[str]
 
     def __init__(self, app: ASGIApp, router: Router, shape: RowShape | None, required: bool, max_bytes: int) -> None:
@@ -51,11 +51,11 @@ class RowKeeper:
             raise ConfigError(f"{option}.max_bytes: must be at least 1, not {max_bytes}")
         own = f"{type(self).__module__}.{type(self).__name__}"
         if [spec.path.replace(":", ".") for spec in router.config.middlewares].count(own) > 1:
-            raise ConfigError(f"{option}: it is listed twice")
+            raise ConfigError(f"{option}: listed twice; list it once")
         self.app = app
         channel = router.rows[kind]
-        if channel.sources:  # layers are made from the innermost outwards
-            raise ConfigError(f"{option}: list it behind the middlewares whose rollouts it serves")
+        if channel.sources:  # layers are built from the innermost outwards
+            raise ConfigError(f"{option}: list it after the middlewares whose rollouts it serves")
         channel.captures, channel.shape, channel.shape_option = True, shape, self.shape_option
         self.store = RowStore(kind, max_bytes)
         channel.max_bytes, channel.hold = max_bytes, self.store.restore
@@ -66,15 +66,14 @@ class RowKeeper:
         router.publish(kind.name, self.store.statistics, shape=channel.describe)
 
     def routes(self) -> Sequence[BaseRoute]:
-        """`POST /routed_experts`, or the other kind's name."""
         return [Route(f"/{self.fields.kind.name}", self._delivery.answer, methods=["POST"])]
 
     def owner_name(self, scope: Scope) -> str | None:
-        """Whose rows are asked for, the body says."""
+        """Return `BODY_SAYS` for the rows' route: the process is chosen by the trajectory in the body."""
         return BODY_SAYS if scope["path"] == f"/{self.fields.kind.name}" else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask for rows on the way in, take them on the way out. What generates nothing passes untouched."""
+        """Ask the engine for rows, and take them out of the reply. Other requests pass unchanged."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return

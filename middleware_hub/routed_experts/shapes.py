@@ -1,5 +1,5 @@
-"""The shape of a model's rows: set by the operator, or said by the checkpoint's configuration. Where neither says it,
-the length of a row is learned from an engine's answers, for that engine alone."""
+"""The shape of a model's rows: an option, or read from the checkpoint's `config.json`. Without either, the width of a
+row is learned from each engine's answers, for that engine only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from miles_router.trajectory.rows import Blocks, RowKind, RowShape
 
 MAX_EXPERTS = 1 << 16
 DIGITS = 7
-#: Ids that are looked at together.
+#: Ids that are checked together.
 AT_ONCE = 1 << 17
-#: What model families call their number of experts.
+#: The names of the number of experts in the `config.json` of model families.
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def parse_shape(text: str) -> RowShape:
-    """`LAYERSxEXPERTSxTOPK`, for example `48x128x8`.
+    """Parse `LAYERSxEXPERTSxTOPK`, for example `48x128x8`.
 
     Raises:
-        ConfigError: it is not that.
+        ConfigError: the text has another form, or impossible numbers.
     """
     numbers = _numbers(text)
     if len(numbers) != 3 or not 0 < numbers[2] <= numbers[1] <= MAX_EXPERTS or not numbers[0]:
@@ -34,10 +34,10 @@ def parse_shape(text: str) -> RowShape:
 
 
 def parse_indexer_shape(text: str) -> RowShape:
-    """`LAYERSxTOPK`, for example `61x2048`.
+    """Parse `LAYERSxTOPK`, for example `61x2048`.
 
     Raises:
-        ConfigError: it is not that.
+        ConfigError: the text has another form, or a zero.
     """
     numbers = _numbers(text)
     if len(numbers) != 2 or not all(numbers):
@@ -46,14 +46,14 @@ def parse_indexer_shape(text: str) -> RowShape:
 
 
 def _numbers(text: str) -> list[int]:
-    """The whole numbers between the x; none where something else is there."""
+    """Return the whole numbers between the x; an empty list if a part is not a whole number."""
     parts = text.lower().split("x")
     numbers = [int(part) for part in parts if part.isdecimal() and part.isascii() and len(part) < DIGITS]
     return numbers if len(numbers) == len(parts) else []
 
 
 def configured_shape(config: Mapping[str, Any]) -> RowShape | None:
-    """The shape that a checkpoint's `config.json` tells; None for one that is no mixture of experts.
+    """Return the shape in a checkpoint's `config.json`; None for a model without experts.
 
     SGLang sizes its rows by `num_hidden_layers` and `num_experts_per_tok` of the language model's part (0.5.23,
     `state_capturer/routed_experts.py`): layers that do not route have rows too.
@@ -67,10 +67,11 @@ def configured_shape(config: Mapping[str, Any]) -> RowShape | None:
 
 
 def configured_indexer_shape(config: Mapping[str, Any]) -> RowShape | None:
-    """The shape of chosen positions that a checkpoint's `config.json` tells; None for one without sparse attention.
+    """Return the shape of chosen positions in a checkpoint's `config.json`; None for a model without sparse
+    attention.
 
-    SGLang sizes its rows by `index_topk` and the layers that have an indexer (0.5.23, `get_num_indexer_layers`): those
-    that are named, those of `compress_ratios` 4, else all.
+    SGLang sizes its rows by `index_topk` and the layers that have an indexer (0.5.23, `get_num_indexer_layers`):
+    the layers whose `compress_ratios` are 4, else `num_indexer_layers`, else all layers.
     """
     model = _text_model(config)
     ratios = model.get("compress_ratios")
@@ -84,22 +85,20 @@ def configured_indexer_shape(config: Mapping[str, Any]) -> RowShape | None:
 
 
 def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a `config.json`."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
 @dataclass
 class RowWidth:
-    """How many ids a row has. Of an engine that nobody has said it of, it is learned: `certain` once a second answer
-    has it too."""
+    """The number of ids in a row, as learned from one engine's answers; `certain` once a second answer agrees."""
 
     ids: int | None = None
     certain: bool = False
 
 
 class RowWidths(dict[RowKind, RowWidth]):
-    """What has been learned of one engine process, for each kind of rows."""
+    """The learned widths of one engine process, by kind of rows."""
 
     def __missing__(self, kind: RowKind) -> RowWidth:
         width = self[kind] = RowWidth()
@@ -107,10 +106,10 @@ class RowWidths(dict[RowKind, RowWidth]):
 
 
 class ShapeCheck:
-    """What the rows of every answer must be.
+    """A check of the rows of every answer.
 
     Args:
-        shape: of the model, where it is known; then it is what counts, whatever an engine has answered before.
+        shape: the model's shape, if it is known. It overrides what an engine's answers have shown.
     """
 
     def __init__(self, kind: RowKind, shape: RowShape | None) -> None:
@@ -119,70 +118,69 @@ class ShapeCheck:
 
     @property
     def learns(self) -> bool:
-        """Whether the length of a row has to be learned."""
+        """Whether the width of a row must be learned."""
         return self._shape is None
 
     def rows(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
-        """Ids as rows: the `expected` ones from row `start` on.
+        """Return ids as the `expected` rows from row `start` on.
 
         Args:
-            largest: of the ids.
-            engine: what is known of the one that told them.
+            largest: the largest id.
+            engine: the learned width of the answering engine.
 
         Raises:
-            InvalidTrajectory: with the kind's ids in front, `of_the_model`: ids or rows of another model;
-                `without_gap`, `without_overlap`: fewer rows, or more; `are_rows`: no whole number of them;
-                `are_causal`: positions behind their row's own.
+            InvalidTrajectory: its invariant is prefixed with the kind's ids. `of_the_model`: ids or rows of another
+                model; `without_gap`: rows are missing; `without_overlap`: too many rows; `are_rows`: not a whole number
+                of rows; `are_causal`: a position behind the row's own.
         """
-        rows = self._shaped(flat, largest, start, expected, engine)
+        rows = self._in_rows(flat, largest, start, expected, engine)
         if self._kind.causal:
             self._check_causal(rows, start)
         return rows
 
     def _check_causal(self, rows: Blocks, start: int) -> None:
-        """An engine may mean something else by its ids, places in its memory for example: no token attends to one that
-        comes after it."""
+        """Check that no token attends to a later one. An engine may send other ids, such as slots of its KV cache."""
         step = max(AT_ONCE // rows.width, 1)
         for at in range(0, len(rows), step):
             largest = rows[at : at + step].max(axis=1)
             behind = largest > np.arange(start + at, start + at + len(largest))
             if behind.any():
                 place = int(behind.argmax())
-                reason = f"row {start + at + place} has {largest[place]}, which is behind it"
+                reason = f"row {start + at + place} has position {largest[place]}, which is behind its own"
                 raise self._kind.invalid("are_causal", reason)
 
-    def _shaped(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
+    def _in_rows(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
         shape, invalid = self._shape, self._kind.invalid
         if shape is not None and shape.choices is not None and largest >= shape.choices:
-            raise invalid("of_the_model", f"{largest} is none of the model's {shape.choices} {self._kind.ids}")
+            raise invalid("of_the_model", f"id {largest} is not one of the model's {shape.choices} {self._kind.ids}")
         width = engine if shape is None else RowWidth(shape.width, certain=True)
         if expected <= 0 or width.ids is None:
-            return self._first(flat, start, expected, width)
+            return self._learn_width(flat, start, expected, width)
         if not width.certain:
             width.certain = flat.size == expected * width.ids
             if not width.certain:
                 first, width.ids = width.ids, None
-                reason = f"{flat.size} ids are no {expected} rows of {first}, as in this engine's first answer"
+                reason = f"{flat.size} ids are not {expected} rows of {first}, as in this engine's first answer"
                 raise invalid("of_the_model", reason)
         count, rest = divmod(flat.size, width.ids)
         if rest:
-            raise invalid("are_rows", f"{flat.size} ids are no whole number of rows of {width.ids} ids")
+            raise invalid("are_rows", f"{flat.size} ids are not a whole number of rows of {width.ids} ids")
         if count < expected:
             raise invalid("without_gap", f"rows {start + count} to {start + expected - 1} are missing")
         if count > expected:
-            raise invalid("without_overlap", f"{count} rows came for the {expected} from row {start} on")
+            raise invalid("without_overlap", f"the worker sent {count} rows for the {expected} from row {start} on")
         return flat.in_rows_of(width.ids)
 
-    def _first(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
-        """Of an answer whose rows tell the width, or of one that should have none."""
+    def _learn_width(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
+        """Return rows of an answer that defines the width, or that should have no rows."""
         invalid = self._kind.invalid
         if expected <= 0:
             if flat.size:
-                raise invalid("without_overlap", f"{flat.size} ids came where no row is missing")
+                raise invalid("without_overlap", f"the worker sent {flat.size} ids where no row was missing")
             return flat.in_rows_of(width.ids or 1)
         ids, rest = divmod(flat.size, expected)
         if rest:
-            raise invalid("are_rows", f"{flat.size} ids are no {expected} rows of equal length")
+            raise invalid("are_rows", f"{flat.size} ids are not {expected} rows of equal length")
         if not ids:
             raise invalid("without_gap", f"rows {start} to {start + expected - 1} are missing")
         width.ids = ids

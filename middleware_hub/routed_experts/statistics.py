@@ -9,25 +9,25 @@ from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 
 class RowStatistics(Statistics):
-    """What was transferred, saved and evicted since the start, and what is held now."""
+    """Counters of transferred, reused and evicted rows since the start, and gauges of the rows in memory."""
 
     answers = counter("Answers whose rows were taken.")
-    transferred_rows = counter("Rows that came from workers.")
-    reused_rows = counter("Rows that were held already and did not come again.")
-    saved_bytes = counter("Bytes that these would have taken on the way from the worker.")
-    evicted = counter("Generations whose rows were let go for want of room.")
+    transferred_rows = counter("Rows that workers sent.")
+    reused_rows = counter("Rows that were in memory already and were not sent again.")
+    saved_bytes = counter("Bytes of answers that reused rows saved.")
+    evicted = counter("Generations whose rows were evicted.")
     evicted_bytes = counter("Bytes of these rows.")
-    generations = gauge("Generations whose rows are held.")
-    bytes = gauge("Bytes of rows held.")
-    missing = counter("Answers without rows that could be held, by reason.", by="reason")
+    generations = gauge("Generations with rows in memory.")
+    bytes = gauge("Bytes of rows in memory.")
+    missing = counter("Answers whose rows were missing or unusable, by reason.", by="reason")
 
 
 class ExpertStatistics(RowStatistics, prefix="miles_router_routed_experts"):
-    """Those of routed experts."""
+    """Statistics of routed experts."""
 
 
 class PositionStatistics(RowStatistics, prefix="miles_router_indexer_topk"):
-    """Those of chosen positions."""
+    """Statistics of chosen positions."""
 
 
 STATISTICS: Mapping[RowKind, type[RowStatistics]] = {

@@ -1,9 +1,9 @@
-"""All rows that are held, under a byte budget.
+"""The rows in memory, under a byte budget.
 
-Rows that a trajectory has (a turn of a session, a text of the cache) are the trajectory's: they go with it. Rows of
-other generations are kept here, under their ids. Where there is no room, the least recently used go first, those of
-trajectories too; a read of them says so. What is continued counts as used, so that nothing goes before what is behind
-it.
+Rows of a trajectory (a turn of a session, a text of the cache) belong to the trajectory, and are freed with it. Rows of
+other generations are kept alive here, under their ids. Without room, the least recently used rows are evicted, also
+those of trajectories; a later read of them raises an error. Using rows counts as using those that they continue, so
+that these are never evicted before their continuations.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray, RowKind
 logger = logging.getLogger(__name__)
 
 Key = ref[AlignedRows]
-#: Generations held at most: those without a row of their own take no bytes, and a place in the table.
-MOST = 1_000_000
+#: Limit of generations: one without rows of its own takes no bytes, but a record.
+MAX_RECORDS = 1_000_000
 
 
 @dataclass
 class _Record:
     rid: str | None
     nbytes: int
-    kept: AlignedRows | None  # where no trajectory has it
+    kept: AlignedRows | None  # keeps the rows alive where no trajectory has them
     pins: int
 
 
 class RowStore:
-    """Rows by generation id, least recently used first.
+    """A table of rows by generation id, least recently used first.
 
     Args:
-        kind: of all rows.
-        max_bytes: of all rows together.
+        kind: the kind of all rows.
+        max_bytes: limit of all rows together.
     """
 
     def __init__(self, kind: RowKind, max_bytes: int) -> None:
@@ -46,32 +46,32 @@ class RowStore:
         self.statistics = STATISTICS[kind](generations=lambda: len(self), bytes=lambda: self.nbytes)
         self.max_bytes = max_bytes
         self.nbytes = 0
-        #: Hears of a trajectory's rows that were let go of for want of room.
+        #: Called with the rows of a trajectory when they are evicted.
         self.when_evicted: Callable[[AlignedRows], None] = lambda rows: None
         self._records: OrderedDict[Key, _Record] = OrderedDict()
         self._by_rid: dict[str, Key] = {}
 
     def __len__(self) -> int:
-        """Generations whose rows are held."""
         return len(self._records)
 
     def add(
         self, own: RowArray | Blocks, *, start: int, parent: AlignedRows | None = None, rid: str | None, keep: bool
     ) -> AlignedRows:
-        """Hold rows. `keep`: here, until there is no room; otherwise for as long as the caller has what is returned.
+        """Add rows. With `keep`, the store keeps them alive until it needs room; otherwise the caller must.
 
         Raises:
-            InvalidTrajectory: `without_gap`; `fit`: there is no room, even without all others.
+            InvalidTrajectory: `without_gap`: rows of the parent are missing. `fit`: even without all other rows there
+                is no room.
         """
         if own.nbytes > self.max_bytes:
-            raise self.kind.invalid("fit", f"{own.nbytes} bytes are more than may be held (max_bytes)")
+            raise self.kind.invalid("fit", f"{own.nbytes} bytes are over the limit (max_bytes)")
         node = AlignedRows(own, self.kind, start=start, parent=parent)
         key = ref(node, self._forget)
         self._records[key] = _Record(rid, node.nbytes, node if keep else None, pins=1)
         self.nbytes += node.nbytes
         if rid is not None:
             self._by_rid[rid] = key
-        self._use(node)
+        self._mark_used(node)
         self._make_room()
         self._records[key].pins -= 1
         if self.nbytes > self.max_bytes:
@@ -82,31 +82,30 @@ class RowStore:
     def restore(
         self, own: RowArray | Blocks, start: int, parent: AlignedRows | None, rid: str | None = None
     ) -> AlignedRows:
-        """Hold rows again that a trajectory had; `rid` names them, unless a later generation has it. Raises as
-        `add`."""
+        """Add the rows of a restored trajectory, under `rid` unless a later generation has it. Raises like `add`."""
         return self.add(own, start=start, parent=parent, rid=None if rid in self._by_rid else rid, keep=False)
 
-    def unname(self, rid: str) -> None:
-        """A generation of this id has come: rows of an earlier one are not to be taken for its own."""
+    def release_id(self, rid: str) -> None:
+        """Remove an id from earlier rows, since a new generation has it."""
         key = self._by_rid.pop(rid, None)
         if key is not None and (record := self._records.get(key)) is not None:
             record.rid = record.kept = None
 
     def by_rid(self, rid: str) -> AlignedRows | None:
-        """The rows of a generation, now the most recently used."""
+        """Return the rows of a generation, or None, and count them as used."""
         key = self._by_rid.get(rid)
         node = key() if key is not None else None
         if node is not None:
-            self._use(node)
+            self._mark_used(node)
         return node
 
     @contextmanager
     def pinned(self, nodes: Iterable[AlignedRows]) -> Iterator[None]:
-        """While this is entered, these and what they continue are not evicted: an answer will continue them."""
+        """Protect these rows, and those that they continue, from eviction inside this context."""
         records = []
         for node in nodes:
-            self._use(node)
-            # Where its own rows have been evicted, the answer will continue those before them.
+            self._mark_used(node)
+            # Where a node's own rows were evicted, the answer will continue the nearest rows before it.
             record = next((self._records[key] for each in node.line if (key := ref(each)) in self._records), None)
             if record is not None:
                 record.pins += 1
@@ -117,8 +116,8 @@ class RowStore:
             for record in records:
                 record.pins -= 1
 
-    def _use(self, node: AlignedRows) -> None:
-        """Parents come behind their children, so that the first of all has none."""
+    def _mark_used(self, node: AlignedRows) -> None:
+        """Move rows to the end, parents behind their children, so that the first of all rows has no children."""
         for each in node.line:
             key = ref(each)
             if key in self._records:
@@ -127,15 +126,15 @@ class RowStore:
     def _make_room(self) -> None:
         pinned: set[Key] = set()
         while True:
-            if self.nbytes <= self.max_bytes and len(self._records) <= MOST:
+            if self.nbytes <= self.max_bytes and len(self._records) <= MAX_RECORDS:
                 return
             key, record = next(iter(self._records.items()))
             node = key()
             if key in pinned:
-                return  # all that is left is pinned by requests in flight, or continued by what is
+                return  # requests in flight pin all that is left, or it is continued by pinned rows
             if record.pins and node is not None:
                 pinned.add(key)
-                self._use(node)
+                self._mark_used(node)
             else:
                 self._evict(key)
 
@@ -154,7 +153,7 @@ class RowStore:
     def _forget(self, key: Key) -> None:
         record = self._records.pop(key, None)
         if record is None:
-            return  # evicted before
+            return  # evicted earlier
         self.nbytes -= record.nbytes
         if record.rid is not None and self._by_rid.get(record.rid) is key:
             del self._by_rid[record.rid]

@@ -1,8 +1,8 @@
-"""Generations that outlive a pause, or the loss of their worker: cut, kept, carried on, and answered as one.
+"""Resume generations that a pause, or the loss of their worker, has cut: the client sees one answer, or one stream.
 
-What a pause cut off is sent again after continue, to any worker, as `input_ids` = prompt + what was sampled, with the
-rest of the budget. The client sees one answer, or one stream. What cannot be carried on exactly is returned as the
-engine gave it: `finish_reason` `abort`.
+After the pause a cut generation is sent again, to any worker, with `input_ids` = prompt + sampled tokens, and the rest
+of its token budget. A generation that cannot be resumed exactly is returned as the engine sent it, with
+`finish_reason` `abort`.
 """
 
 from miles_router.partial_rollouts.layer import PartialRollouts

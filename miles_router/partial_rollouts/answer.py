@@ -1,4 +1,4 @@
-"""A request whose answer comes in one piece."""
+"""Resume the generations of a request that is not streamed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from miles_router.generation.attempt import LAYER, Attempt
 from miles_router.generation.generation import ResumableGeneration
 from miles_router.partial_rollouts.request import ResumableRequest
 
-#: Bytes of a reply within which the end of its generations is looked for while it comes.
-BEGINNING = 2 * 1024 * 1024
+#: While at most this many bytes of a reply have arrived, they are searched for its finish reasons.
+SEARCHED_BYTES = 2 * 1024 * 1024
 
 
 class ResumableAnswer(ResumableRequest):
-    """A request whose answer comes in one piece."""
+    """A request whose reply is one JSON answer."""
 
     async def run(self, body: bytes) -> None:
         with self.in_flight(self.exchange, body):
@@ -32,7 +32,7 @@ class ResumableAnswer(ResumableRequest):
         await opening.answer(orjson.dumps(self.answers if self.indexed else self.answers[0]))
 
     async def _opened(self, body: bytes) -> _OpeningAnswer:
-        """The first reply; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
+        """Return the first reply; with `resume_lost`, repeat a request whose worker was lost during the reply."""
         lost = 0
         while True:
             opening = _OpeningAnswer(self, self.attempt(self.exchange))
@@ -47,15 +47,17 @@ class ResumableAnswer(ResumableRequest):
 
 
 class _OpeningAnswer(Tap):
-    """The first reply. As soon as it is clear that no generation in it was cut, it goes on as it comes: behind its
-    finish reasons may stand the expert ids of a long rollout, which nobody has to collect here."""
+    """The first reply. Once its finish reasons show that no generation was cut, it is relayed as it arrives.
+
+    The expert ids of a long rollout can follow the finish reasons, so collecting the rest here is avoided.
+    """
 
     layer: str = LAYER
 
     def __init__(self, request: ResumableAnswer, attempt: Attempt) -> None:
         super().__init__(request.send, request.services.router.metrics)
         self.attempt = attempt
-        #: As they were parsed, where one was cut.
+        #: The parsed answers, if a generation was cut.
         self.answers: list[Any] = []
         self._request = request
         self._received = 0
@@ -70,7 +72,7 @@ class _OpeningAnswer(Tap):
         await super().send(message)
         self._received += len(message.get("body", b""))
         unclear = message.get("more_body", False) and not self.passing and not self._request.services.resume_lost
-        if unclear and self._received <= BEGINNING:
+        if unclear and self._received <= SEARCHED_BYTES:
             ends = finish_reasons(self.collected, len(self._request.generations), beginning=True)
             if ends is not None and not any(map(is_abort, ends)):
                 await self.let_go()

@@ -1,4 +1,4 @@
-"""The innermost layer of the stack while `--partial-rollout resume` or `--resume-on-worker-loss` is set."""
+"""The innermost layer of the stack with `--partial-rollout resume` or `--resume-on-worker-loss`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_router.partial_rollouts.stream import ResumableStream
 
 
 class PartialRollouts:
-    """The layer."""
+    """The layer that resumes cut generations of `/generate`."""
 
     def __init__(self, app: ASGIApp, services: ResumeServices) -> None:
         self.app = app
@@ -23,7 +23,7 @@ class PartialRollouts:
         services.router.publish(LAYER, services.counts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request; anything but a `/generate` that can be read passes."""
+        """Handle a readable `/generate` request; pass every other request through."""
         if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
@@ -40,8 +40,7 @@ class PartialRollouts:
 
 
 class _UnreadRequest(Tap):
-    """The reply to a request that cannot be read. Mostly the engine says what is wrong with it; where it knows what to
-    do, its answer cannot be resumed."""
+    """The reply to a request that the router cannot read: mostly an error of the engine. It is not resumed."""
 
     layer: str = LAYER
 

@@ -1,4 +1,4 @@
-"""One client's request on its way: what whole answers and streams have in common."""
+"""What plain and streamed requests have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_router.middlewares.contract import ASGIApp
 
 
 class ResumableRequest(ContinuedRequest):
-    """A request of `/generate` and its generations."""
+    """A `/generate` request and its generations."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class ResumableRequest(ContinuedRequest):
         super().__init__(services, app, scope, receive)
         self.send = send
         self.generations = generations
-        #: Whether its answers come as a list, or as events that have an `index`.
+        #: Whether its answers are a list, or events with an `index`.
         self.indexed = bool(generations) and generations[0].client_request.indexed
 
     @abstractmethod
     async def run(self, body: bytes) -> None:
-        """Answer it."""
+        """Send the request, and answer the client."""

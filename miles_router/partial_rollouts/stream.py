@@ -1,4 +1,4 @@
-"""A request whose answers come event by event."""
+"""Resume the generations of a streamed request."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from miles_router.generation.joining import ROWS
 from miles_router.generation.seam import Seam
 from miles_router.partial_rollouts.request import ResumableRequest
 
-#: What a stream says at its end.
-OF_THE_LAST_EVENT = (VERSIONS, *ROWS)
-#: Bytes of an event that is still coming between which it is looked at. Shorter ones come at once.
-LONG, LOOKED_AT = 256 * 1024, 4 * 1024 * 1024
+#: Fields of the last event only.
+LAST_EVENT_FIELDS = (VERSIONS, *ROWS)
+#: An incomplete event is searched for its finish reason between these sizes, in bytes. Shorter ones arrive at once.
+MIN_SEARCHED, MAX_SEARCHED = 256 * 1024, 4 * 1024 * 1024
 
 
 class ResumableStream(ResumableRequest):
-    """A request whose answers come event by event."""
+    """A request whose answers arrive event by event."""
 
     async def run(self, body: bytes) -> None:
         self.opening = opening = _OpeningStream(self, self.attempt(self.exchange))
@@ -47,43 +47,43 @@ class ResumableStream(ResumableRequest):
                 unknown = any(each.opaque for each in running)
                 if opening.passing or (running and not self.services.resume_lost) or unknown:
                     raise
-                self._lose(running, opening.attempt)
+                self._prepare_lost(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
             await self.carry_on([each for each in self.generations if each.abort is not None] + running)
             await opening.finish(LAST_EVENT)
 
-    def _lose(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
-        """The worker was lost; the client has all that it brought.
+    def _prepare_lost(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
+        """Prepare generations for resuming after their worker was lost; the client has all events that arrived.
 
         Raises:
-            UpstreamBroken: that cannot be read, so that nobody can carry it on.
+            UpstreamBroken: the events cannot be read, so that the generation cannot be resumed.
         """
         for generation in generations:
             try:
                 generation.read_kept()
             except UnreadableAnswer as error:
                 self.give_up(error)
-                raise UpstreamBroken("the worker was lost, and what it had brought cannot be read") from error
+                raise UpstreamBroken("the worker was lost, and its events cannot be read") from error
             generation.all_shown()
             generation.facts = attempt.facts
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """The events that follow."""
+        """Relay the events of a continuation."""
         following = _CarriedOnStream(self, attempt, generation, seam)
-        with suppress(_Enough):
+        with suppress(_StreamNotNeeded):
             await attempt.ask(following, self.scope, self.receive, body)
         if not following.has_end and not generation.done:
-            raise CannotResume("the worker's stream had no end")
+            raise CannotResume("the worker's stream ended without a finish reason")
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
-        """One more event."""
+        """Send the answer of a generation that no worker continues as its last event."""
         await self.emit(generation, answer)
 
     async def emit(
         self, generation: ResumableGeneration, answer: Mapping[str, Any], *, until: int | None = None
     ) -> None:
-        """Give one event to the client, with the text `until` there; in an incremental stream only what is new."""
+        """Send one event to the client, with the text up to `until`; in an incremental stream only what is new."""
         text = answer["text"][:until]
         shown = {**answer, "text": text}
         if generation.tells_only_what_is_new:
@@ -100,12 +100,12 @@ class ResumableStream(ResumableRequest):
         await self.opening.give(write_event(shown))
 
 
-class _Enough(Exception):
-    """Raised into a stream that is not wanted any further; its worker stops generating."""
+class _StreamNotNeeded(Exception):
+    """Raised inside a stream that is not needed any further, so that its worker stops generating."""
 
 
 class _OpeningStream(Tap):
-    """The stream that the request began with. Its events pass as they came, and are read only where that is of use."""
+    """The first stream. Its events are relayed unchanged, and parsed only where needed."""
 
     layer: str = LAYER
 
@@ -129,12 +129,14 @@ class _OpeningStream(Tap):
 
     async def send(self, message: Message) -> None:
         await super().send(message)
-        if LONG < self.events.pending <= LOOKED_AT and self._ends():
+        if MIN_SEARCHED < self.events.pending <= MAX_SEARCHED and self._is_ending():
             await self.let_go()
 
-    def _ends(self) -> bool:
-        """Whether the event that is still coming is the last of the only generation, which was not cut. The expert ids
-        of a long rollout may stand in it: nobody has to collect them here."""
+    def _is_ending(self) -> bool:
+        """Return whether the incomplete event is the last one of the only generation, and the generation was not cut.
+
+        The event may contain the expert ids of a long rollout, so collecting it here is avoided.
+        """
         generation = self._generations[0]
         if self.passing or generation.done or self._request.indexed:
             return False
@@ -143,7 +145,7 @@ class _OpeningStream(Tap):
         return generation.done
 
     async def event(self, event: Event) -> bytes:
-        """What a cut brought is shown with what follows it, and so is the stream's end."""
+        """Return the bytes for the client. Hold back the event of a cut, and the stream's end after one."""
         if event.is_last:
             return b"" if self.is_cut else event.raw
         generation = self._generation(index_of(event.data) if self._request.indexed else 0)
@@ -168,19 +170,18 @@ class _OpeningStream(Tap):
     def unread(self, reason: str) -> None:
         super().unread(reason)
         if reason == TOO_LARGE and self.is_cut:
-            raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
+            raise UpstreamBroken("the worker's stream is over --max-answer-bytes and cannot be resumed")
 
     def _generation(self, index: object) -> ResumableGeneration | None:
-        """The one that an event is about."""
         return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
 
     async def _read(self, event: Event) -> bool:
-        """Read an event; whether a cut brought it."""
+        """Read an event; return whether its generation is cut."""
         answer, generation = event.parse(), None
         if isinstance(answer, dict) and "output_ids" in answer:
             generation = self._generation(answer.get("index") if self._request.indexed else 0)
         if generation is None:
-            if event.data:  # an error, say: what follows is nothing that can be carried on
+            if event.data:  # for example an error: later events cannot be resumed
                 for each in self._generations:
                     each.opaque = True
             return False
@@ -205,11 +206,11 @@ class _OpeningStream(Tap):
 
 
 class _CarriedOnStream(FollowingStream):
-    """Its events are given as the client's own."""
+    """The stream of a continuation: its events are sent as the client's own."""
 
     def __init__(self, request: ResumableStream, attempt: Attempt, generation: ResumableGeneration, seam: Seam) -> None:
         super().__init__(attempt)
-        #: Whether the worker has said that the generation ends.
+        #: Whether the worker has sent a finish reason.
         self.has_end = False
         self._request = request
         self._generation = generation
@@ -223,7 +224,7 @@ class _CarriedOnStream(FollowingStream):
     async def _continue(self, answer: object, nbytes: int) -> None:
         generation = self._generation
         if self.has_end:
-            raise CannotResume("the worker's stream goes on behind its end")
+            raise CannotResume("the worker's stream continues after its finish reason")
         finish = generation.add(answer).get("finish_reason")
         self.keep(generation.index, nbytes, more=generation.incremental is not False)
         self.attempt.exchange.flight.rids.update(generation.rids)
@@ -238,18 +239,18 @@ class _CarriedOnStream(FollowingStream):
             await self.attempt.learn_engine()
             await self._request.note_end(self.attempt, generation, finish)
             if not generation.done:
-                return  # what it brought is shown with what follows
+                return  # cut again: the next continuation shows these tokens
         if self.has_end or stopped:
             generation.done = True
             await self._request.emit(generation, joined)
         else:
-            await self._more(joined)
+            await self._emit_certain(joined)
         if stopped and not self.has_end:
-            raise _Enough
+            raise _StreamNotNeeded
 
-    async def _more(self, joined: Mapping[str, Any]) -> None:
-        """Show what has come, but for a text of which it is not certain that it stays."""
+    async def _emit_certain(self, joined: Mapping[str, Any]) -> None:
+        """Send an event with what has arrived; hold back text that the next tokens may still change."""
         generation = self._generation
         until = generation.shown_text if generation.forming or generation.halved else None
-        meta = {name: value for name, value in joined["meta_info"].items() if name not in OF_THE_LAST_EVENT}
+        meta = {name: value for name, value in joined["meta_info"].items() if name not in LAST_EVENT_FIELDS}
         await self._request.emit(generation, {**joined, "meta_info": meta}, until=until)

@@ -217,7 +217,7 @@ async def forget(trial: SessionTrial, made: str) -> None:
     if made.startswith("text@"):
         (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
         for turn in list(rollout.turns.values())[::-1]:
-            layer_of(trial, "cache").cache.drop(turn.entry)
+            layer_of(trial, "cache").cache.evict(turn.entry)
     else:
         await trial.ask("DELETE", f"/sessions/{made}")
 

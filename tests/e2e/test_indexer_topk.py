@@ -126,7 +126,7 @@ async def test_a_sample_says_why_it_has_no_positions(stage: Stage) -> None:
         assert list(sample.rows) == ["routed_experts"]
         assert "--enable-return-indexer-topk" in sample.metadata["indexer_topk_missing"]
         await client.generate(input_ids=[5], sampling_params=SHORT, rid="r")
-        with pytest.raises(NotFound, match="no chosen positions of a generation 'r' are held"):
+        with pytest.raises(NotFound, match="no chosen positions of generation 'r' are in memory"):
             await client.indexer_topk(rid="r")
 
 

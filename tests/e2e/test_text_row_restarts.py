@@ -129,7 +129,7 @@ async def test_rows_that_memory_let_go_of_are_deleted_on_the_disk_too(restarts: 
             assert await all_rows(after, held) == known
             gone = f"Question 0: {'x' * 40}{answers[0]['text']}"
             assert (await after.retrieve(text=gone))["rid"] == asked[0]["rid"], "its text is held"
-            assert "for want of room" in (await rows(after, {"text": gone})).json()["error"]["message"]
+            assert "evicted before" in (await rows(after, {"text": gone})).json()["error"]["message"]
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")

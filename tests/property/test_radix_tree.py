@@ -175,7 +175,7 @@ class Model:
             assert np.array_equal(entry.prefix(len(entry))[1], record.ends)
             assert self.cache.text_of(entry) == record.text[: record.shown_chars]
         for text in {record.text[: record.shown_chars] for record in map(self.records.__getitem__, held)}:
-            found = [entry.rid for entry in self.cache._tree.at(text).shown_entries]  # type: ignore[union-attr]
+            found = [entry.rid for entry in self.cache._tree.find(text).shown_entries]  # type: ignore[union-attr]
             assert found == [
                 r for r in self.records if r in held and self.records[r].text[: self.records[r].shown_chars] == text
             ]

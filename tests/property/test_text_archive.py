@@ -44,7 +44,7 @@ class Process:
         if not step.sampled:
             return
         record = model.made(step, text, match)
-        before = TokenizedText(text, match.trajectory, match.ends, match).goes_on_from
+        before = TokenizedText(text, match.trajectory, match.ends, match).continued_entry
         entry = self.cache.record(record, match)
         if entry is not None:
             self.archive.add(entry, before, text)
@@ -69,7 +69,7 @@ class Reused(NamedTuple):
 
 
 def of_match(match: PrefixMatch) -> Reused:
-    before = TokenizedText("", match.trajectory, match.ends, match).goes_on_from
+    before = TokenizedText("", match.trajectory, match.ends, match).continued_entry
     whole = match.trajectory
     arrays = (whole.tokens.tolist(), whole.logprobs.tobytes(), whole.loss_mask.tolist(), whole.weight_versions)
     return Reused(

@@ -15,7 +15,7 @@ from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import TextRecord
-from middleware_hub.radix_tree.holders import HOLDS, TextHolders, owner_of
+from middleware_hub.radix_tree.holders import HOLDS, TextHolders, best_process
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.middlewares import Scope
 from miles_router.middlewares.state import Elsewhere, Owners
@@ -98,6 +98,6 @@ def test_processes_that_ask_each_other_give_the_ids_of_one(prompts: int, common:
             at = elsewhere.owner
         assert turn(processes[at].cache, text, answer, f"r{number}") == turn(one, text, answer, f"r{number}")
         whole = f"{text}{answer}"
-        owner = owner_of(at_once(processes[dice.randrange(PROCESSES)].holders.ask({}, [whole])), 0)
+        owner = best_process(at_once(processes[dice.randrange(PROCESSES)].holders.ask({}, [whole])), 0)
         assert owner is None or processes[owner].cache.has(whole)
         texts[rollout] = f"{whole} and {dice.randrange(3)}?"

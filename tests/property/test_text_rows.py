@@ -74,9 +74,9 @@ class Process:
     async def step(self, step: Step) -> None:
         self.rows.max_bytes = step.max_bytes
         if step.evicts:
-            leaves = [entry for rid in self.rids if (entry := self.cache.find_rid(rid)) and not entry.children]
+            leaves = [entry for rid in self.rids if (entry := self.cache.peek_rid(rid)) and not entry.children]
             if leaves:
-                self.cache.drop(leaves[step.base % len(leaves)])
+                self.cache.evict(leaves[step.base % len(leaves)])
             return
         text = self.texts[step.base % len(self.texts)]
         await self.archive.load(text)
@@ -96,7 +96,7 @@ class Process:
         )
         entry = self.cache.record(record, match)
         assert entry is not None
-        self.archive.add(entry, tokenized.goes_on_from, text)
+        self.archive.add(entry, tokenized.continued_entry, text)
         await self.archive.save([entry])
         self.rids.append(rid)
         self.texts.append(record.text)
@@ -137,7 +137,7 @@ async def read_again(steps: Sequence[Step], place: Path) -> None:
     for step in steps:
         await first.step(step)
     await first.swept()
-    held = {rid: entry for rid in first.rids if (entry := first.cache.find_rid(rid)) is not None}
+    held = {rid: entry for rid in first.rids if (entry := first.cache.peek_rid(rid)) is not None}
     told = {rid: first.told(entry) for rid, entry in held.items()}
     on_disk = {
         (family.name, number)
@@ -151,7 +151,7 @@ async def read_again(steps: Sequence[Step], place: Path) -> None:
     second = Process(place)
     for rid, before in told.items():
         await second.archive.load_rid(rid)
-        entry = second.cache.find_rid(rid)
+        entry = second.cache.peek_rid(rid)
         assert entry is not None
         after, exact = second.told(entry), rows_of(entry.trajectory(), 0).tobytes()
         assert before in (None, exact)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from miles_router.engines.facts import Facts
-from miles_router.partial_rollouts.moves.balance import relocation
-from miles_router.partial_rollouts.moves.checks import Immovable, check_size, movable
+from miles_router.partial_rollouts.moves.balance import choose_move
+from miles_router.partial_rollouts.moves.checks import Immovable, check_size, read_movable
 
 SAYS = Facts(context_length=4096, preferred_sampling_params={})
 
@@ -32,7 +32,7 @@ SAYS = Facts(context_length=4096, preferred_sampling_params={})
 def test_fullest_movable_worker_gives_to_the_idlest_when_far_apart(
     loads: dict[str, int], movable: str, expected: tuple[str, str] | None
 ) -> None:
-    assert relocation(loads, {place: ["a request"] if place in movable else [] for place in loads}) == expected
+    assert choose_move(loads, {place: ["a request"] if place in movable else [] for place in loads}) == expected
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def body(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_one_whole_answer_with_a_name_can_move(fields: dict[str, Any]) -> None:
-    assert movable(body(**fields), [SAYS, SAYS]).body["rid"]
+    assert read_movable(body(**fields), [SAYS, SAYS]).body["rid"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_one_whole_answer_with_a_name_can_move(fields: dict[str, Any]) -> None:
 )
 def test_what_might_not_be_carried_on_is_known_before(reason: str, fields: dict[str, Any], engine: Facts) -> None:
     with pytest.raises(Immovable) as refusal:
-        movable(body(**fields), [SAYS, engine])
+        read_movable(body(**fields), [SAYS, engine])
     assert refusal.value.reason == reason
 
 

@@ -149,7 +149,7 @@ def test_a_position_behind_its_rows_own_is_refused() -> None:
 
     assert len(rows()) == 600
     told[300, 0] = 308
-    with pytest.raises(InvalidTrajectory, match="positions_are_causal: row 307 has 308, which is behind it"):
+    with pytest.raises(InvalidTrajectory, match="positions_are_causal: row 307 has position 308, which is"):
         rows()
 
 
@@ -199,7 +199,9 @@ def test_rows_that_are_missing_or_too_many_are_refused_by_name(shape: RowShape |
         one.rows(flat(count, 4), 0, count)
     assert one.refusal(flat(2, 4), 10, 5) == "experts_without_gap: rows 12 to 14 are missing"
     assert one.refusal(flat(0, 4), 0, 1) == "experts_without_gap: rows 0 to 0 are missing"
-    assert one.refusal(flat(6, 4), 10, 5).startswith("experts_without_overlap: 6 rows came for the 5 from row 10 on")
+    assert one.refusal(flat(6, 4), 10, 5).startswith(
+        "experts_without_overlap: the worker sent 6 rows for the 5 from row 10"
+    )
     assert one.refusal(flat(1, 6), 0, 5).startswith("experts_are_rows")
     assert one.rows(flat(5, 4), 10, 5).shape == (5, 4)
 
@@ -218,7 +220,7 @@ def test_where_no_row_is_missing_none_may_come(expected: int, shape: RowShape | 
 def test_an_expert_that_the_model_does_not_have_is_refused(largest: int) -> None:
     known = Model(SHAPE)
     ids = np.array([0, 1, 2, largest], dtype=np.uint16)
-    assert known.refusal(ids, 0, 1) == f"experts_of_the_model: {largest} is none of the model's 8 experts"
+    assert known.refusal(ids, 0, 1) == f"experts_of_the_model: id {largest} is not one of the model's 8 experts"
     ids[3] = 7
     assert known.rows(ids, 0, 1).tolist() == [[0, 1, 2, 7]]
 
@@ -241,7 +243,7 @@ def test_the_length_of_a_row_is_learned_from_the_first_answers() -> None:
 def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -> None:
     one = Model()
     assert one.rows(flat(10, 3), 0, 10).shape == (10, 3), "half the ids of ten rows of six"
-    said = "experts_of_the_model: 24 ids are no 4 rows of 3, as in this engine's first answer"
+    said = "experts_of_the_model: 24 ids are not 4 rows of 3, as in this engine's first answer"
     assert one.refusal(flat(4, 6), 0, 4) == said
     for count in (4, 5, 6):
         assert one.rows(flat(count, 6), 0, count).shape == (count, 6)
@@ -250,7 +252,7 @@ def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -
 
 def test_a_first_answer_whose_ids_are_no_rows_tells_nothing() -> None:
     one = Model()
-    assert one.refusal(flat(1, 7), 0, 5).startswith("experts_are_rows: 7 ids are no 5 rows")
+    assert one.refusal(flat(1, 7), 0, 5).startswith("experts_are_rows: 7 ids are not 5 rows")
     assert one.refusal(flat(0, 0), 3, 5) == "experts_without_gap: rows 3 to 7 are missing"
     assert one.rows(flat(5, 9), 0, 5).shape == (5, 9)
 
@@ -370,7 +372,7 @@ def test_rows_that_leave_a_gap_behind_what_is_held_are_refused_by_name() -> None
     made.take(0, 4)
     assert delivery.take(0, 5) == (
         None,
-        "experts_without_gap: rows 2 to 2: the client asked for those from 3 on",
+        "experts_without_gap: rows 2 to 2 are missing: the client asked for rows from 3 on",
     )
     assert made.store.statistics.missing == {"experts_without_gap": 1}
 

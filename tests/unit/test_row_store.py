@@ -371,7 +371,7 @@ TestHolders = Holders.TestCase
 
 
 def test_generations_without_rows_of_their_own_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storing, "MOST", 3)
+    monkeypatch.setattr(storing, "MAX_RECORDS", 3)
     held = RowStore(ROUTED_EXPERTS, 100)
     for rid in "abcde":
         held.add(np.zeros((0, 2), dtype=np.uint8), start=0, rid=rid, keep=True)

@@ -39,7 +39,7 @@ class Process(NamedTuple):
         rest = Piece.given([ord(each) for each in text[match.chars :]])
         trajectory = match.trajectory.append(rest, Piece.sampled([ord(said)], [-1.0], "1"))
         ends = np.arange(1, len(text) + 2, dtype=np.uint32)
-        before = TokenizedText(text, match.trajectory, match.ends, match).goes_on_from
+        before = TokenizedText(text, match.trajectory, match.ends, match).continued_entry
         entry = self.cache.record(TextRecord(text + said, len(text) + 1, trajectory, ends, rid, "stop"), match)
         assert entry is not None
         self.archive.add(entry, before, text)
@@ -52,11 +52,11 @@ async def test_what_went_on_from_an_evicted_text_outlives_its_prompts_other_answ
     running = Process.on(store)
     first = await running.record("ask", await running.look_up("ask"), "first")
     match = await running.look_up("ask!more")
-    running.cache.drop(first)
+    running.cache.evict(first)
     await until(lambda: not running.archive._families, "the disk knows that")
     await running.record("ask!more", match, "second")
     other = await running.record("ask", await running.look_up("ask"), "other")
-    running.cache.drop(other)
+    running.cache.evict(other)
     await until(lambda: running.archive._sweeping is not None and running.archive._sweeping.done(), "and that")
     then = Process.on(store)
     await then.archive.load_rid("second")
@@ -78,14 +78,14 @@ async def test_a_text_is_held_though_what_it_was_written_behind_was_evicted(tmp_
     running, then, last = Process.on(store), Process.on(store), Process.on(store)
     await running.record("ask", await running.look_up("ask"), "first")
     second = await running.record("ask", await running.look_up("ask"), "second", "?")
-    assert second.parent is running.cache.find_rid("first")
+    assert second.parent is running.cache.peek_rid("first")
     await running.record("asked", await running.look_up("asked"), "other")
     for rid in ("other", "first"):  # what both of them share, they share now with the other, which was read before
         await then.archive.load_rid(rid)
-    first = then.cache.find_rid("first")
+    first = then.cache.peek_rid("first")
     assert first is not None
     assert not first.children
-    then.cache.drop(first)
+    then.cache.evict(first)
     await until(lambda: then.archive._sweeping is not None and then.archive._sweeping.done(), "the disk knows")
     await last.archive.load_rid("second")
     assert last.cache.by_rid("second") is not None

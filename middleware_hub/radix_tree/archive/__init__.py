@@ -1,14 +1,14 @@
-"""What of recorded texts outlives the process (`--state-dir`), from the bottom up:
+"""Recorded texts that outlive the process (`--state-dir`), from the bottom up:
 
-entry_rows  an entry as bytes, and back
-text_rows   the rows of experts beside entries
-families    the entries of one root text, which have one owner in the store; which families a text may find
-archive     when they are written, read again and deleted
+entry_rows  entries to bytes, and back
+text_rows   the captured rows of entries
+families    groups of entries that share a root text; the index of families that a text may need
+archive     write, read and delete families
+lines       recorded texts as lines of JSON, for `miles-router state`
 
-**Families.** A rollout's root is the text that its first turn was given. All entries that descend from it are one
-family: one owner in the store, in the slot of that owner. What a text may reuse lies behind a sampled token, or is a
-whole prompt that was given: so it lies in a family whose root this text begins with, and in no other. The index of
-roots that are not in memory has a number of 8 bytes for each; a family is read when a text comes that begins with its
-root. Tokens that families have in common (a system prompt) are held once in memory, and once in each family on the
-disk.
+**Families.** The root of a rollout is the prompt of its first turn. All entries that descend from one root are a
+family: one owner in the store, in the slot of that owner. Look-ups reuse tokens up to a sampled one, or a whole given
+prompt. So only families whose root the text begins with can match. The index of roots that are not in memory takes a
+hash of 8 bytes for each family. A family is read when a text begins with its root. A prefix that families share (a
+system prompt) is in memory once, and on the disk once for each family.
 """

@@ -1,7 +1,7 @@
-"""When recorded texts are written to what outlives the process, read from it, and deleted.
+"""Write recorded texts to the store, read them back, and delete them.
 
-What is evicted from memory is deleted: an entry is held in both or in none, once its family is loaded. The disk has a
-bound of its own, for families that nobody has loaded since the start.
+An entry that is evicted from memory is deleted from the store: once its family is loaded, an entry is in both or in
+neither. The disk has a limit of its own, which matters for families that no request has loaded since the start.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from miles_router.trajectory.rows import AlignedRows
 logger = logging.getLogger(__name__)
 
 HEAD = 0
-#: Where a generation's id leads to its family: owners beside the families of the same slot.
+#: Owners that map a generation's id to its family; they lie beside the families of the same slot.
 RID_OWNERS = "|rid-"
-#: Times `max_tokens` that the disk may have: families have there what they share in memory.
+#: The disk may hold this many times `max_tokens`: each family on it repeats what families share in memory.
 DISK = 8
 
 
 class TextArchive:
-    """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
+    """The entries on the disk. Without a store, its methods do nothing."""
 
     def __init__(self, cache: RadixTreeCache, store: StateStore | None, rows: TextRows, *, max_tokens: int) -> None:
         self._cache = cache
@@ -48,13 +48,13 @@ class TextArchive:
         self._store = store
         self._slots = () if store is None else sorted(set(store.slots) & set(range(SLOTS)))
         self._max_tokens = DISK * max_tokens
-        self.tokens = 0  # of all families, as `Family.tokens`
+        self.tokens = 0  # of all families, counted like `Family.tokens`
         self._families: dict[tuple[int, str], Family] = {}
         self._index = RootIndex()
         self._opened = store is None
         self._opening = asyncio.Lock()
-        self._began = 0  # the last serial of what was recorded before this process
-        self._dirty: dict[tuple[int, str], Family] = {}  # of which the disk has too much
+        self._earlier_serial = 0  # the last serial that an earlier process recorded
+        self._dirty: dict[tuple[int, str], Family] = {}  # families with something to delete from the disk
         self._sweeping: asyncio.Task[None] | None = None
         self.statistics = ArchiveStatistics(
             families=lambda: len(self._families), tokens=lambda: self.tokens, row_bytes=lambda: rows.nbytes
@@ -67,20 +67,20 @@ class TextArchive:
     # Reading
 
     async def load(self, text: str) -> None:
-        """Bring into memory all that a look-up of this text may find.
+        """Bring into memory all entries that a look-up of this text may need.
 
         Raises:
-            StateError: nobody can tell what there is.
+            StateError: the store cannot be read.
         """
         with self._counting_failures():
             if not self._opened:
                 await self._open()
             if self._index:
-                for family in self._index.within(text):
-                    await self._bring(family)
+                for family in self._index.matching(text):
+                    await self._load_family(family)
 
     async def load_rid(self, rid: str) -> None:
-        """Bring the generation with this id into memory, the newest of several. Raises as `load`."""
+        """Bring the newest generation with this id into memory. Raises the same errors as `load`."""
         with self._counting_failures():
             await self._load_rid(rid)
 
@@ -95,8 +95,8 @@ class TextArchive:
     async def _load_rid(self, rid: str) -> None:
         if not self._opened:
             await self._open()
-        known = self._cache.find_rid(rid)
-        if self._store is None or not self._index or (known is not None and known.serial > self._began):
+        known = self._cache.peek_rid(rid)
+        if self._store is None or not self._index or (known is not None and known.serial > self._earlier_serial):
             return
         digest = _digest(rid)
         places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._slots]
@@ -108,7 +108,7 @@ class TextArchive:
                     serial, name = number, (slot, owner)
         family = self._families.get(name)
         if family is not None and not family.loaded:
-            await self._bring(family)
+            await self._load_family(family)
 
     async def _open(self) -> None:
         async with self._opening:
@@ -117,7 +117,7 @@ class TextArchive:
             found = []
             for slot in self._slots:
                 async for owner, head in self._store.owners(slot, after=OWNERS):
-                    if not owner.startswith(OWNERS):  # the rest of the slot is of other layers
+                    if not owner.startswith(OWNERS):  # owners are sorted: the rest of the slot belongs to other layers
                         break
                     found.append(self._read_head(owner, slot, head))
             found.sort(key=lambda family: family.serial)
@@ -126,10 +126,10 @@ class TextArchive:
                 self._index.add(family)
                 self.tokens += family.tokens
                 self._rows.nbytes += family.rows.nbytes
-                self._cache.go_on(family.serial, family.version, family.rank)
-                self._began = family.serial
+                self._cache.continue_after(family.serial, family.version, family.rank)
+                self._earlier_serial = family.serial
             self._opened = True
-            self._bound()
+            self._enforce_limits()
 
     @staticmethod
     def _read_head(owner: str, slot: int, head: bytes) -> Family:
@@ -138,7 +138,7 @@ class TextArchive:
         except (KeyError, TypeError, ValueError) as error:
             raise StateDamaged(f"texts {owner!r} cannot be read: {error!r}") from error
 
-    async def _bring(self, family: Family) -> None:
+    async def _load_family(self, family: Family) -> None:
         async with family.lock:
             if family.loaded:
                 return
@@ -147,7 +147,7 @@ class TextArchive:
             self._count(family, -family.tokens)
             family.loaded = True
             restored: dict[int, Entry] = {}
-            with self._cache.holding():  # nothing goes before all of it is there
+            with self._cache.eviction_paused():  # evict only once the family is complete
                 for each in entries:
                     parent = None if each.parent is None else restored[each.parent]
                     entry = restored[each.serial] = self._cache.restore(each, parent)
@@ -155,15 +155,16 @@ class TextArchive:
                         if (read := rows.get(number_of_rows(kind, entry.serial))) is not None:
                             entry.rows = {**entry.rows, kind: read.taken}
                     self._count(family, family.add(entry))
-                    if parent is not None and entry.parent is not parent:  # it does not keep that from being evicted
+                    # An entry with another parent no longer protects its old one from eviction: write it again.
+                    if parent is not None and entry.parent is not parent:
                         family.unsaved[entry.serial] = entry
                 self._rows.restore(family, rows)
             self.statistics.loaded += len(restored)
             if family.rows.gone:
-                self._sweep_later(family)
+                self._schedule_sweep(family)
 
     async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[int, RowsRead]]:
-        """Read the entries of a family, and the rows of its generations."""
+        """Read a family's entries, and the rows of its generations by the number of their record."""
         assert self._store is not None
         found = await self._store.load(family.owner, slot=family.slot)
         records = {}
@@ -177,7 +178,7 @@ class TextArchive:
                 entries[serial] = read_entry(serial, found[serial], entries)
                 await pace.step()
             newest = {each.record.rid: serial for serial, each in entries.items()}
-            ids = {serial: rid for rid, serial in newest.items() if self._cache.find_rid(rid) is None}
+            ids = {serial: rid for rid, serial in newest.items() if self._cache.peek_rid(rid) is None}
             for number, each_rows in self._rows.read(records, ids):
                 rows[number] = each_rows
                 await pace.step()
@@ -192,25 +193,29 @@ class TextArchive:
     # Writing
 
     def add(self, entry: Entry, before: Entry | None, prompt: str) -> None:
-        """An entry was recorded, behind another one or to a new prompt. `save` makes it durable."""
+        """Add a recorded entry to the family of `before`, which it continues, or to the family of its new prompt.
+
+        `save` makes it durable.
+        """
         if self._store is None or entry.node is None:  # evicted at once
             return
         family = (before.family if before is not None else None) or Family.of(prompt, self._slots)
-        family = self._families.setdefault(family.name, family)  # it may have been let go of, or be another by now
-        assert family.loaded, "a text is recorded that nobody has looked up"
+        # The family may have been deleted meanwhile, or another request may have created it.
+        family = self._families.setdefault(family.name, family)
+        assert family.loaded, "the family of a text must be loaded before the text is recorded"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
         self._rows.add(family, entry)
-        self._bound()
+        self._enforce_limits()
 
     async def save(self, entries: Iterable[Entry]) -> None:
-        """Returns when these are durable.
+        """Return when these entries are durable.
 
         Raises:
-            StateError: one is not, and why. It stays in memory, and is tried again with the next one of its family.
+            StateError: an entry could not be written. It stays in memory; the next commit of its family includes it.
         """
         families = {entry.family.name: entry.family for entry in entries if entry.family is not None}
-        await _all(self._save(family) for family in families.values())
+        await _gather(self._save(family) for family in families.values())
 
     async def _save(self, family: Family) -> None:
         async with family.lock:
@@ -218,7 +223,10 @@ class TextArchive:
                 await self._commit(family)
 
     async def _commit(self, family: Family) -> None:
-        """Make durable what a family is now. Ids lead to what is there, or to nothing: they come first, and go last."""
+        """Make a family's present state durable.
+
+        Ids are written before the entries that they lead to, and deleted after them.
+        """
         assert self._store is not None
         put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
         rows, rows_gone = dict(family.rows.unsaved), set(family.rows.gone)
@@ -229,15 +237,15 @@ class TextArchive:
         for serial, rid in gone.items():
             going[_rid_owner(_digest(rid))][serial] = None
         works = [store.append(owner, changes, slot=slot) for owner, changes in coming.items()]
-        if family.rows.stale:  # those that are unsaved now come behind that
+        if family.rows.stale:  # delete first: the unsaved rows are written behind it
             works.append(store.delete(family.owner, slot=slot, large_alone=True))
         if family.entries or not family.loaded:
-            entries = {serial: self._written(entry) for serial, entry in put.items()}
+            entries = {serial: self._entry_bytes(entry) for serial, entry in put.items()}
             blobs = {HEAD: family.head(), **entries, **dict.fromkeys(gone)}
             works.append(store.append(family.owner, blobs, large=family.rows.changes(), slot=slot))
         else:
             works.append(store.delete(family.owner, slot=slot))
-        await _all([*works, *(store.append(owner, changes, slot=slot) for owner, changes in going.items())])
+        await _gather([*works, *(store.append(owner, changes, slot=slot) for owner, changes in going.items())])
         for serial, entry in put.items():
             if family.unsaved.get(serial) is entry:
                 del family.unsaved[serial]
@@ -248,7 +256,7 @@ class TextArchive:
         family.rows.gone -= rows_gone
         family.rows.stale = False
 
-    def _written(self, entry: Entry) -> bytes:
+    def _entry_bytes(self, entry: Entry) -> bytes:
         parent = parent_in_family(entry)
         parent_text = None if parent is None else self._cache.whole_text_of(parent)
         return written_entry(entry, self._cache.whole_text_of(entry), parent_text, with_rows=self._rows.write)
@@ -258,33 +266,35 @@ class TextArchive:
     def _evicted(self, entry: Entry) -> None:
         if entry.family is not None:
             self._count(entry.family, -entry.family.remove(entry))
-            self._sweep_later(entry.family)
+            self._schedule_sweep(entry.family)
 
     def _evicted_rows(self, rows: AlignedRows) -> None:
         family = self._rows.family_of(rows)
         if family is not None:
-            self._sweep_later(family)
+            self._schedule_sweep(family)
 
-    def _bound(self) -> None:
-        """Keep to what the disk may have: what nobody has loaded goes first, the oldest of it. Of rows it has what
-        memory may have, and lets go of no text for them."""
+    def _enforce_limits(self) -> None:
+        """Delete the oldest families that are not loaded, down to the disk's limit; then evict from memory.
+
+        Rows on the disk are limited to what memory may hold of rows. Their deletion deletes no texts.
+        """
         for family in list(self._index) if self._rows.nbytes > self._rows.max_bytes else ():
             if self._rows.nbytes > self._rows.max_bytes and family.rows.nbytes and not family.lock.locked():
                 self._rows.forget(family)
-                self._sweep_later(family)
+                self._schedule_sweep(family)
         for family in list(self._index) if self.tokens > self._max_tokens else ():
             if self.tokens <= self._max_tokens:
                 return
-            if not family.lock.locked():  # somebody loads it
+            if not family.lock.locked():  # else a request is loading it
                 self._index.remove(family)
                 self._count(family, -family.tokens)
                 family.loaded = family.stale = True
                 self._rows.forget(family)
-                self._sweep_later(family)
+                self._schedule_sweep(family)
         while self.tokens > self._max_tokens and self._cache.evict_one():
             pass
 
-    def _sweep_later(self, family: Family) -> None:
+    def _schedule_sweep(self, family: Family) -> None:
         self._dirty[family.name] = family
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = spawn(self._sweep(), name="delete texts")
@@ -292,23 +302,23 @@ class TextArchive:
     async def _sweep(self) -> None:
         while self._dirty:
             dirty, self._dirty = list(self._dirty.values()), {}
-            for result in await asyncio.gather(*map(self._tidy, dirty), return_exceptions=True):
-                if isinstance(result, StateError):  # it is tried again with what comes next of the family
+            for result in await asyncio.gather(*map(self._sweep_family, dirty), return_exceptions=True):
+                if isinstance(result, StateError):  # the family's next commit or sweep tries again
                     logger.warning("texts_not_deleted", extra={"fields": {"reason": str(result)}})
                 elif isinstance(result, BaseException):
                     raise result
 
-    async def _tidy(self, family: Family) -> None:
+    async def _sweep_family(self, family: Family) -> None:
         async with family.lock:
             if family.stale:
-                await self._find_stale(family)
+                await self._list_stale(family)
             self._rows.sweep(family)
             if family.gone or family.rows.gone or family.rows.stale:
                 await self._commit(family)
             if family.loaded and not family.entries and not family.gone and self._families.get(family.name) is family:
                 del self._families[family.name]
 
-    async def _find_stale(self, family: Family) -> None:
+    async def _list_stale(self, family: Family) -> None:
         assert self._store is not None
         for serial, blob in (await self._store.load(family.owner, slot=family.slot)).items():
             if serial != HEAD and serial not in family.entries:
@@ -317,7 +327,7 @@ class TextArchive:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """When this is left, the disk knows what was evicted."""
+        """At exit, wait until evicted entries are deleted from the disk."""
         try:
             yield
         finally:
@@ -333,8 +343,8 @@ def _rid_owner(digest: str) -> str:
     return RID_OWNERS + digest[:2]
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Begin all of these in their order, and wait for all. Raises the first failure."""
+async def _gather(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Start all coroutines in order and wait for all. Raise the first failure."""
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,5 +1,5 @@
-"""An entry as bytes, and back. What it shares with its parent in the same family is not repeated; ids, logprobs and
-ends are the bytes that they are in memory.
+"""Entries to bytes, and back. A prefix shared with a parent in the same family is not repeated. Ids, logprobs and ends
+are written as the bytes that they are in memory.
 
     header (`with_header`), own text (UTF-8), block of own tokens (`entry`)
 """
@@ -29,27 +29,27 @@ from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
 
-#: Python's strings may have halves of characters, which JSON can spell.
+#: Python strings may contain lone surrogates, which JSON can express.
 _HALVES = "surrogatepass"
 NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
 
 
 def parent_in_family(entry: Entry) -> Entry | None:
-    """The entry on disk that it is written behind."""
+    """Return the entry's parent if it is in the same family, else None. The entry is written as what follows it."""
     parent = entry.parent
     return parent if parent is not None and parent.family is entry.family else None
 
 
 def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: bool) -> bytes:
-    """An entry.
+    """Return an entry as bytes.
 
     Args:
-        text: its whole text, and
-        parent_text: that of its parent in the family, where it has one there.
+        text: the text of the entry, hidden tail included.
+        parent_text: the same of its parent in the family, or None without one.
         with_rows: whether its rows are written, too.
     """
     parent = parent_in_family(entry)
-    own = entry if parent is not None else _alone(entry, text)
+    own = entry if parent is not None else _without_parent(entry, text)
     shared = own.reused_chars
     if parent_text is None or not text.startswith(parent_text[:shared]):
         shared = 0
@@ -75,8 +75,8 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
     return with_header(header, (spelled, own.block))
 
 
-def _alone(entry: Entry, text: str) -> Entry:
-    """The same entry with all of its tokens its own."""
+def _without_parent(entry: Entry, text: str) -> Entry:
+    """Return a copy of the entry that owns all of its tokens."""
     if entry.parent is None:
         return entry
     trajectory, ends = entry.prefix(len(entry))
@@ -85,20 +85,20 @@ def _alone(entry: Entry, text: str) -> Entry:
 
 
 def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) -> RestoredEntry:
-    """An entry, without its rows.
+    """Read an entry, without its rows.
 
     Args:
-        before: those of the family that were read before it, by serial.
+        before: the entries of the family read so far, by serial.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none, or what it hangs on is missing.
+        KeyError, TypeError, ValueError: the bytes are not an entry, or its parent is missing.
     """
     header, begin = header_of(data)
     parent, shared_chars = header["parent"], header["shared_chars"]
     reused, reused_chars, own = header["reused"], header["reused_chars"], header["own"]
     above = NOTHING if parent is None else before[parent].record
     if reused > len(above.trajectory) or shared_chars > len(above.text):
-        raise ValueError(f"what it shares with {parent} is not there")
+        raise ValueError(f"the prefix shared with entry {parent} is missing")
     end = begin + header["text"]
     runs = [(upto, sampled, version) for upto, sampled, version in header["runs"]]
     block, kind = data[end:], FAR if header["far"] else NEAR
@@ -119,13 +119,13 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
 
 
 def _check_block(block: bytes, own: int, runs: list[tuple[int, bool, str | None]], kind: np.dtype[Any]) -> None:
-    """Raises ValueError where a block has not the bytes that its header tells of."""
+    """Raise ValueError if the block's length does not fit its header."""
     begins = [0, *(upto for upto, _, _ in runs)]
     sampled = sum(upto - begin for begin, (upto, each, _) in zip(begins, runs, strict=False) if each)
     if begins[-1] != own or begins != sorted(begins):
-        raise ValueError(f"runs of {begins[-1]} tokens are not those of {own}")
+        raise ValueError(f"the runs cover {begins[-1]} tokens, the entry has {own}")
     if len(block) != own * (IDS.itemsize + kind.itemsize) + sampled * LOGPROBS.itemsize:
-        raise ValueError(f"{len(block)} bytes are not those of {own} tokens")
+        raise ValueError(f"the block has {len(block)} bytes, which do not fit {own} tokens")
 
 
 def _rows(reasons: Mapping[str, str | None]) -> RowsByKind:

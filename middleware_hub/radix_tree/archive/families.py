@@ -1,4 +1,4 @@
-"""Families of entries: all that descend from one root text. And which families a text may find."""
+"""Families: all entries that descend from one root text. And the index of families that a text may need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
 
 KIND = "family"
-#: In front of owners' names: sessions' ids have no such character.
+#: Prefix of owners' names in the store. Ids of sessions do not contain this character.
 OWNERS = "|text-"
-#: Of a root, characters that tell which texts begin with it. What begins as it does and goes on otherwise is looked at
-#: in vain.
+#: The index hashes this many first characters of a root. Texts that equal the root so far and then diverge load its
+#: family in vain.
 ROOT_CHARS = 65536
 #: An odd number of 64 bits without a pattern, the base of the hash.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -30,39 +30,39 @@ DIGEST = 16
 
 
 class Family:
-    """One owner in the store.
+    """A family of entries: one owner in the store.
 
     Args:
-        slot: where it lies there, a slot of the process that has it. Two may have families of one root, so that only
-            owner and slot together are a family's name.
-        loaded: whether its entries are in memory; a new family has none.
+        slot: the slot of the owner, one of this process's slots. Two slots may have families of one root, so that only
+            owner and slot together identify a family.
+        loaded: whether its entries are in memory; True for a new family.
     """
 
     def __init__(self, owner: str, slot: int, chars: int, number: int, *, loaded: bool) -> None:
         self.owner, self.slot = owner, slot
-        #: So many characters of the root have this number.
+        #: `number` is the hash of the root's first `chars` characters.
         self.chars, self.number = chars, number
         self.loaded = loaded
-        #: Whether the disk has entries that are not to be held any more, and nobody knows which.
+        #: Whether the disk has entries to delete whose serials must be read first.
         self.stale = False
-        #: One commit, or load, at a time.
+        #: Held during a commit or a load.
         self.lock = asyncio.Lock()
-        #: Entries in memory, and those of them that are not durable yet, by serial.
+        #: By serial: the entries in memory, and those of them that are not durable yet.
         self.entries: dict[int, Entry] = {}
         self.unsaved: dict[int, Entry] = {}
-        #: The ids of generations that were evicted, by serial, until the disk knows that.
+        #: By serial: ids of evicted generations that the disk still has.
         self.gone: dict[int, str] = {}
-        #: The rows of its generations.
+        #: The captured rows of its generations.
         self.rows = FamilyRows()
-        #: Tokens on the disk, with `ENTRY_CHARGE` for each entry.
+        #: Tokens on the disk, plus `ENTRY_CHARGE` for each entry.
         self.tokens = 0
-        #: The newest entry's, and the newest weight version with its rank.
+        #: The serial of the newest entry; the newest weight version and its rank.
         self.serial, self.rank = 0, 0
         self.version: str | None = None
 
     @classmethod
     def of(cls, text: str, slots: Sequence[int]) -> Family:
-        """A new family of this root text, in one of these slots."""
+        """Make a new family of this root text, in one of these slots."""
         number = int(prefix_numbers(text[:ROOT_CHARS])[-1])
         digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
         slot = slots[digest[0] % len(slots)]
@@ -70,10 +70,10 @@ class Family:
 
     @classmethod
     def read(cls, owner: str, slot: int, head: bytes) -> Family:
-        """A family on the disk.
+        """Read a family's head from the disk; its entries are not loaded.
 
         Raises:
-            KeyError, ValueError: its head is none.
+            KeyError, ValueError: the bytes are not a family's head.
         """
         known: dict[str, Any] = orjson.loads(head)
         family = cls(owner, slot, known["chars"], known["number"], loaded=False)
@@ -83,18 +83,18 @@ class Family:
         return family
 
     def head(self) -> bytes:
-        """What is known of it before it is loaded."""
+        """Return the family's head: all that is known of a family before it is loaded."""
         names = ("chars", "number", "tokens", "serial", "version", "rank")
         known = {name: getattr(self, name) for name in names}
         return orjson.dumps({"kind": KIND, "row_bytes": self.rows.nbytes, **known})
 
     @property
     def name(self) -> tuple[int, str]:
-        """What no other family of this process has."""
+        """The key of the family, unique in this process."""
         return self.slot, self.owner
 
     def add(self, entry: Entry) -> int:
-        """An entry in memory is one of it. Gives its tokens."""
+        """Add an entry that is in memory; return its charge in tokens."""
         entry.family = self
         self.entries[entry.serial] = entry
         self.serial = max(self.serial, entry.serial)
@@ -104,7 +104,7 @@ class Family:
         return charge(entry)
 
     def remove(self, entry: Entry) -> int:
-        """An entry was evicted. Gives its tokens."""
+        """Remove an evicted entry; return its charge in tokens."""
         del self.entries[entry.serial]
         self.unsaved.pop(entry.serial, None)
         self.gone[entry.serial] = entry.rid
@@ -112,12 +112,12 @@ class Family:
 
 
 def charge(entry: Entry) -> int:
-    """Tokens of an entry on the disk: what it shares with another family is written again."""
+    """Return the tokens that an entry costs on the disk. A prefix shared with another family is written again."""
     return ENTRY_CHARGE + (len(entry) if parent_in_family(entry) is None else entry.own)
 
 
 class RootIndex:
-    """Families that are on the disk and not in memory, in the order in which they were written last."""
+    """An index of the families that are on the disk and not in memory, least recently written first."""
 
     def __init__(self) -> None:
         self._families: dict[tuple[int, str], Family] = {}
@@ -132,14 +132,13 @@ class RootIndex:
         return iter(self._families.values())
 
     def add(self, family: Family) -> None:
-        """One that was written behind all others."""
+        """Add the family that was written last."""
         self._families[family.name] = family
         self._by_number.setdefault(family.number, []).append(family)
         self._lengths[family.chars] += 1
         self._sorted = None
 
     def remove(self, family: Family) -> None:
-        """It is in memory, or gone."""
         del self._families[family.name]
         same = self._by_number[family.number]
         same.remove(family)
@@ -150,8 +149,8 @@ class RootIndex:
             del self._lengths[family.chars]
             self._sorted = None
 
-    def within(self, text: str) -> list[Family]:
-        """Those whose root this text begins with; rarely others."""
+    def matching(self, text: str) -> list[Family]:
+        """Return the families whose root this text begins with; hash collisions and long roots can add others."""
         if not self._families:
             return []
         if self._sorted is None:
@@ -167,13 +166,12 @@ class RootIndex:
 
 
 class _Powers:
-    """Powers of the base modulo 2**64, as many as were wanted so far."""
+    """Powers of the hash's base modulo 2**64, computed on demand."""
 
     def __init__(self) -> None:
         self._known = np.ones(1, dtype=np.uint64)
 
     def first(self, count: int) -> npt.NDArray[np.uint64]:
-        """The first `count`."""
         if len(self._known) < count:
             self._known = np.cumprod(np.append(np.uint64(1), np.full(max(count, 4096), _BASE)), dtype=np.uint64)
         return self._known[:count]
@@ -183,7 +181,6 @@ _powers = _Powers()
 
 
 def prefix_numbers(text: str) -> npt.NDArray[np.uint64]:
-    """A number for each beginning of a text, the empty one first: equal for equal beginnings, and rarely for others (a
-    polynomial hash modulo 2**64)."""
+    """Return a hash for each prefix of a text, the empty one first: a polynomial hash modulo 2**64."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64) + np.uint64(1)
     return np.append(np.uint64(0), np.cumsum(codes * _powers.first(len(codes)), dtype=np.uint64))

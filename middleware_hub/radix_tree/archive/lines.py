@@ -1,4 +1,4 @@
-"""Held texts as lines of JSON, without a router: a generation a line."""
+"""Recorded texts as lines of JSON, one generation a line; needs no router."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from miles_router.middlewares.state import Blobs
 
 
 def lines_of(owner: str, blobs: Blobs) -> Iterator[bytes]:
-    """Iterate over the generations of a family in the order in which they were recorded, each with the one name `text`.
+    """Iterate over the generations of a family in the order of recording, each as the line `{"text": {...}}`.
 
     Raises:
-        KeyError, TypeError, ValueError: the blobs are no family's.
+        KeyError, TypeError, ValueError: the blobs are not a family.
     """
     read: dict[int, RestoredEntry] = {}
     for serial in (number for number in blobs if number != HEAD):
@@ -30,7 +30,7 @@ def _line(record: TextRecord) -> bytes:
     found = {
         "rid": record.rid,
         "finish_reason": record.finish,
-        # JSON has no halves of characters; the ids are exact.
+        # JSON has no lone surrogates; the ids are exact.
         "response": record.text[: record.shown_chars].encode("utf-8", "replace").decode(),
         "tokens": trajectory.tokens,
         "loss_mask": trajectory.loss_mask,

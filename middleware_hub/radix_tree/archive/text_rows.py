@@ -1,8 +1,8 @@
-"""Rows of experts of texts on the disk (`--state-rows`): a record, which is a large blob, for each generation and kind.
-It has the generation's own rows alone where those go on from another record of its family.
+"""Captured rows of texts on the disk (`--state-rows`): one large blob, a record, for each generation and kind. A record
+repeats no rows of another record of its family that it continues.
 
-A sweep deletes the records that no generation needs: it has the rows in memory, or another record that stays goes on
-from its record.
+A sweep deletes the records that are not needed. A record is needed while memory has its generation's rows, or while a
+needed record continues it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ if TYPE_CHECKING:
     from middleware_hub.radix_tree.archive.families import Family
     from middleware_hub.radix_tree.entry import Entry
 
-#: What an entry has whose rows were written, and are not there.
-ROWS_ARE_GONE = TrajectoryRows(None, "they were let go of for want of room before the router was restarted")
+#: The rows of an entry whose record is not on the disk any more.
+ROWS_ARE_GONE = TrajectoryRows(None, "they were evicted before the router was restarted")
 
 
 class _StoredRows(NamedTuple):
-    parent: int | None  # the number of the record that it goes on from
+    parent: int | None  # the number of the record that it continues
     nbytes: int
 
 
 @dataclass
 class FamilyRows:
-    """The records of one family by their numbers, which are on the disk or on their way."""
+    """The records of one family, by number, that are on the disk or unsaved."""
 
     records: dict[int, _StoredRows] = field(default_factory=dict)
-    #: Those that are not durable yet, and those that are gone until the disk knows that.
+    #: Records that are not durable yet, and deleted records that the disk still has.
     unsaved: dict[int, AlignedRows] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
-    #: Bytes of all records; of a family that is not in memory its head tells them.
+    #: Bytes of all records; read from the head while the family is not in memory.
     nbytes: int = 0
-    #: Whether all of them are to go, though the disk alone knows which they are.
+    #: Whether all records on the disk are to be deleted; their numbers are not known.
     stale: bool = False
 
     def changes(self) -> Changes:
-        """Return what makes the disk have the unsaved ones, and those that are gone no more."""
+        """Return the changes that write unsaved records and delete those that are gone."""
         parents = {number: record.parent for number, record in self.records.items()}
         put = {number: (rows, _serial(parents[number])) for number, rows in self.unsaved.items()}
-        written = {n: written_rows(*each) for n, each in put.items() if can_be_written(*each)}  # memory has them still
+        # Only rows that memory still has can be written.
+        written = {n: written_rows(*each) for n, each in put.items() if can_be_written(*each)}
         return {**written, **dict.fromkeys(self.gone)}
 
 
@@ -67,17 +68,17 @@ def _serial(number: int | None) -> int | None:
 
 
 class RowsRead(NamedTuple):
-    """A record that was read."""
+    """The result of reading one record."""
 
     taken: TrajectoryRows
     record: _StoredRows
 
 
 class TextRows:
-    """The records of all families.
+    """The rows on the disk of all families.
 
     Args:
-        channels: where rows are kept in memory; they say how many bytes there may be.
+        channels: the channels that keep rows in memory; their limits are the disk's limit, too.
         write: whether rows of new generations are written.
     """
 
@@ -89,21 +90,21 @@ class TextRows:
 
     @property
     def are_kept(self) -> bool:
-        """Whether a layer keeps rows in memory. Without one, the disk keeps those that it has, and none are read."""
+        """Whether a layer keeps rows in memory. Without one, the records on the disk stay and are not read."""
         return are_kept(self.channels)
 
     @property
     def max_bytes(self) -> int:
-        """Of all records: what memory may have of rows. Where no layer keeps any, they stay as they are."""
+        """The limit of bytes of all records, as for rows in memory; unlimited without a layer that keeps rows."""
         return sum(channel.max_bytes for channel in self.channels.values()) or sys.maxsize
 
     def count(self, family: Family, nbytes: int) -> None:
-        """Count bytes of records that come or go."""
+        """Count bytes of records that were added or (negative) deleted."""
         family.rows.nbytes += nbytes
         self.nbytes += nbytes
 
     def add(self, family: Family, entry: Entry) -> None:
-        """Plan to write the rows of a generation that was recorded."""
+        """Schedule the rows of a recorded generation for writing."""
         for kind, taken in entry.rows.items() if self.write else ():
             rows = taken.rows
             if rows is None:
@@ -123,11 +124,10 @@ class TextRows:
             self._places[rows] = family, number
 
     def family_of(self, rows: AlignedRows) -> Family | None:
-        """Return the family that has a record of rows that memory has let go of."""
         return self._places.get(rows, (None, 0))[0]
 
     def sweep(self, family: Family) -> None:
-        """Let go of the records of a family that no generation needs. Rows of a kind that no layer keeps now stay."""
+        """Schedule the deletion of records that are not needed. Keep those of a kind that no layer keeps now."""
         records, needed = family.rows.records, set[int]()
         for number in records:
             kind, serial = generation_of_rows(number)
@@ -145,18 +145,18 @@ class TextRows:
             family.rows.gone.add(number)
 
     def forget(self, family: Family) -> None:
-        """Plan to delete all records of a family that is not in memory."""
+        """Schedule the deletion of all records of a family that is not in memory."""
         self.count(family, -family.rows.nbytes)
         family.rows.stale = True
 
     def read(self, blobs: MutableMapping[int, bytes], ids: Mapping[int, str]) -> Iterator[tuple[int, RowsRead]]:
-        """Read records in the order of their generations, one in each step, which takes its blob away.
+        """Read records in the order of their generations, one per step; remove each from `blobs`.
 
         Args:
-            ids: by serial, those that name the rows of their generations.
+            ids: by serial, the ids under which rows are registered.
 
         Raises:
-            IndexError, KeyError, ValueError: they are none.
+            IndexError, KeyError, ValueError: a blob is not a record.
         """
         known: dict[int, TrajectoryRows] = {}
 
@@ -172,7 +172,7 @@ class TextRows:
             yield number, RowsRead(known[number], _StoredRows(parent, len(data)))
 
     def restore(self, family: Family, read: Mapping[int, RowsRead]) -> None:
-        """Count the records of a family that were read in this order, and let go of those that nothing needs."""
+        """Count the records that were read for a family, and schedule the deletion of those that are not needed."""
         if self.are_kept:
             self.count(family, -family.rows.nbytes)
             for number, (taken, record) in read.items():

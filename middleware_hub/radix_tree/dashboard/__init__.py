@@ -1,1 +1,1 @@
-"""What the dashboard shows of text rollouts."""
+"""Text rollouts as episodes of the dashboard."""

@@ -1,5 +1,5 @@
-"""All text rollouts, as episodes of the dashboard. A generation is a turn of one as long as its entry is in the cache;
-a rollout is there as long as it has turns, or requests under way.
+"""Text rollouts as episodes of the dashboard. A generation is a turn while its entry is in the cache; a rollout exists
+while it has turns or requests in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KIND = "text"
 
 
 class TextRollouts:
-    """All that are in memory."""
+    """The text rollouts in memory."""
 
     reasons: Collection[str] = (BRANCH,)
 
@@ -36,13 +36,13 @@ class TextRollouts:
         cache.when_evicted.append(self._evicted)
         cache.when_restored = self._restored
 
-    # What happens to them
+    # Events
 
     @contextmanager
     def under_way(
         self, exchange: Exchange, request: GenerateRequest, prompts: Sequence[TokenizedText]
     ) -> Iterator[RunningRollouts]:
-        """While this is entered, a request with these prompts is."""
+        """Yield the rollouts of a request's generations; inside this context the request counts as in flight."""
         group, model = exchange.flight.group, request.body.get("lora_path")
         rollouts = []
         for generation in range(request.generations):
@@ -56,7 +56,7 @@ class TextRollouts:
                     model if isinstance(model, str) else None,
                 )
             )
-            self._begin(rollout)
+            self._ensure_listed(rollout)
             rollout.flights.append(exchange.flight)
             rollouts.append(rollout)
         try:
@@ -65,11 +65,11 @@ class TextRollouts:
             for rollout in rollouts:
                 rollout.flights.remove(exchange.flight)
                 rollout.used_at = time.time()
-                self._end(rollout)
+                self._remove_if_over(rollout)
 
     def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
-        """One more generation of it is held."""
-        if entry.node is None:  # no longer
+        """Add a recorded generation to its rollout, and count its tokens for the run."""
+        if entry.node is None:  # already evicted
             return
         before, kept = self._turn_before(prompt)
         turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
@@ -80,28 +80,28 @@ class TextRollouts:
     def read(self, entry: Entry, tokens: int) -> None:
         """Count the first `tokens` tokens of a generation as trained, each sampled token once.
 
-        Equal siblings share the recorded turns that they go on from. The first reading of each sibling counts one more
-        of the equal turns there.
+        Equal siblings share the recorded turns that they continue. The first read of each sibling counts another of
+        those equal turns.
         """
         turn, tokens = _sampled_within(self._turns.get(entry), tokens)
         first_reading = turn is not None and turn.read < tokens
         trained: Counter[str | None] = Counter()
         while turn is not None:
             if tokens > turn.read or first_reading:
-                trained += self._unread(turn, tokens).count_read(tokens)
+                trained += self._uncounted_turn(turn, tokens).count_read(tokens)
             turn, tokens = _sampled_within(turn.before, min(tokens, turn.kept))
         if trained.total():
             self._router.run.train(trained)
 
     def rewarded(self, found: Iterable[Retrieved], rewards: Iterable[object]) -> None:
-        """Count the rewards of texts, one for each (None: not known), at the versions that sampled their ends."""
+        """Count a reward for each text (None: unknown), under the weight version that sampled the text's end."""
         for each, reward in zip(found, rewards, strict=False):
             if reward is not None:
                 spans = each.trajectory.weight_versions
                 self._router.run.reward(spans[-1].version if spans else None, reward)
 
-    def _unread(self, turn: TextTurn, tokens: int) -> TextTurn:
-        """Return this turn or an equal one whose first `tokens` tokens are not all counted; this one if all are."""
+    def _uncounted_turn(self, turn: TextTurn, tokens: int) -> TextTurn:
+        """Return this turn, or if its first `tokens` tokens are counted, an equal turn where they are not."""
         node = turn.entry.node
         if turn.read < tokens or node is None:
             return turn
@@ -110,23 +110,23 @@ class TextRollouts:
         return next((each for each in unread if each.agrees_with(turn, tokens)), turn)
 
     def _turn_before(self, prompt: TokenizedText) -> tuple[TextTurn | None, int]:
-        """Return the turn whose sampled tokens a prompt goes on from, and how many of its tokens the prompt has."""
-        if prompt.goes_on_from is None or prompt.match.entry is None:
+        """Return the turn that a prompt continues, and how many of the turn's tokens the prompt keeps."""
+        if prompt.continued_entry is None or prompt.match.entry is None:
             return None, 0
         turn, kept = _sampled_within(self._turns.get(prompt.match.entry), len(prompt.match.trajectory))
         return turn, kept if turn is not None else 0
 
     def _restored(self, entry: Entry) -> None:
-        """Add the turn of a generation that is in memory again. Its shared tokens tell which turn it goes on from."""
+        """Add the turn of a restored generation. Its shared tokens determine which turn it continues."""
         prompt = entry.prompt_length()
-        shared = entry.sampled_before(prompt)
-        before, kept = _sampled_within(self._turns.get(entry.part_at(shared)) if shared else None, shared)
+        shared = entry.end_of_sampled(prompt)
+        before, kept = _sampled_within(self._turns.get(entry.entry_at(shared)) if shared else None, shared)
         rollout = before.rollout if before is not None else TextRollout(time.time())
-        self._begin(rollout)
+        self._ensure_listed(rollout)
         facts = NOTHING_KNOWN._replace(worker=entry.worker)
         self._add(rollout, entry, before, kept if before is not None else 0, prompt, facts)
 
-    def _begin(self, rollout: TextRollout) -> None:
+    def _ensure_listed(self, rollout: TextRollout) -> None:
         if rollout.id not in self._by_id:
             self._by_id[rollout.id] = rollout
             self._shelf.add(rollout.place, rollout)
@@ -149,15 +149,15 @@ class TextRollouts:
         turn = self._turns.pop(entry, None)
         if turn is not None:
             del turn.rollout.turns[turn.number]
-            for each in turn.after:  # they would keep what was evicted
+            for each in turn.after:  # a reference would keep the evicted turn alive
                 each.before = None
             turn.after.clear()
             if turn.before is not None:
                 turn.before.after.pop(turn, None)
-            self._end(turn.rollout)
+            self._remove_if_over(turn.rollout)
 
-    def _end(self, rollout: TextRollout) -> None:
-        """It goes with its last turn and request."""
+    def _remove_if_over(self, rollout: TextRollout) -> None:
+        """Remove a rollout that has no turns and no requests in flight."""
         if not rollout.turns and not rollout.flights and self._by_id.pop(rollout.id, None) is not None:
             self._shelf.remove(rollout.place)
 
@@ -165,23 +165,21 @@ class TextRollouts:
         return iter(tuple(self._by_id.values()))
 
     def get(self, rollout_id: str) -> TextRollout | None:
-        """One by its id."""
         return self._by_id.get(rollout_id)
 
-    # As a source of episodes
+    # The episode source
 
     async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
-        """As of `EpisodeSource`."""
+        """Return at most `most` episodes that began before `before`, the newest first."""
         return [RolloutView(rollout, self._router) for rollout in self._shelf.newest(before, most)]
 
     async def find(self, episode_id: str) -> EpisodeView | None:
-        """As of `EpisodeSource`."""
         rollout = self.get(episode_id)
         return None if rollout is None else RolloutView(rollout, self._router)
 
 
 class RunningRollouts:
-    """Those of one request, by its generations."""
+    """The rollouts of one request, by generation."""
 
     def __init__(
         self, rollouts: TextRollouts, each: Sequence[TextRollout], exchange: Exchange, asked_at: float
@@ -192,7 +190,7 @@ class RunningRollouts:
         self._asked_at = asked_at
 
     def recorded(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
-        """A generation is held; `meta`: what the engine says of it."""
+        """Add a recorded generation to its rollout; `meta` is the engine's `meta_info`."""
         flight, cached = self._exchange.flight, meta.get("cached_tokens")
         facts = RequestFacts(
             cached_tokens=cached if type(cached) is int else None,
@@ -206,8 +204,7 @@ class RunningRollouts:
 
 
 def _sampled_within(turn: TextTurn | None, tokens: int) -> tuple[TextTurn | None, int]:
-    """Return the last turn, of this and those before it, that sampled one of the first `tokens` tokens, and how many of
-    these it has."""
+    """Return the last turn up to this one that sampled one of the first `tokens` tokens, and how many it has."""
     while turn is not None and tokens <= turn.prompt:
         tokens, turn = min(tokens, turn.kept), turn.before
     return turn, tokens

@@ -1,4 +1,4 @@
-"""A text rollout: a generation, and the generations that go on from what it sampled. Each is a turn of it."""
+"""A text rollout: a generation, and the generations that continue what it sampled. Each generation is a turn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.middlewares.episodes import EpisodePlace, TurnRow, version_spans
 
-#: In front of an episode's name. No session has such a character.
+#: Prefix of episode ids. Ids of sessions do not contain `@`.
 NAMED = "text@"
-#: Why a generation is not simply the next one: another one goes on from the same.
+#: The reason of a turn that is not the first continuation of the turn before it.
 BRANCH = "branch"
 
 
 class RequestFacts(NamedTuple):
-    """Of a generation's request, as `TurnRow` names them."""
+    """Facts about a generation's request, named as in `TurnRow`."""
 
     cached_tokens: int | None = None
     worker: str | None = None
@@ -32,8 +32,12 @@ NOTHING_KNOWN = RequestFacts()
 
 
 class TextTurn:
-    """One generation. `kept`: how many tokens of the one before it its prompt begins with; `prompt`: tokens of all of
-    its prompt."""
+    """One generation.
+
+    Attributes:
+        kept: how many tokens of the turn before it its prompt begins with.
+        prompt: the number of tokens of its whole prompt.
+    """
 
     __slots__ = ("after", "before", "entry", "facts", "kept", "number", "prompt", "read", "reason", "rollout")
 
@@ -47,7 +51,7 @@ class TextTurn:
         self.prompt = prompt
         self.facts = facts
         self.number = rollout.count
-        #: Those that go on from it.
+        #: The turns that continue this one, in order.
         self.after: dict[TextTurn, None] = {}
         self.reason = BRANCH if before is not None and before.after else None
         if before is not None:
@@ -55,20 +59,20 @@ class TextTurn:
         self.read = prompt  # position up to which its tokens are counted as trained
 
     def line(self) -> list[TextTurn]:
-        """The turns from the first one to this."""
+        """Return the turns from the first one to this one."""
         line = [self]
         while (before := line[-1].before) is not None:
             line.append(before)
         return line[::-1]
 
     def spans(self) -> list[dict[str, Any]]:
-        """What it sampled, by the weights that did."""
-        return version_spans(self.entry.behind(self.prompt)[0].pieces, self.prompt, self.facts.worker)
+        """Return the sampled spans by weight version."""
+        return version_spans(self.entry.suffix(self.prompt)[0].pieces, self.prompt, self.facts.worker)
 
     def sampled(self) -> Counter[str | None]:
-        """How many tokens each version sampled in it."""
+        """Return how many tokens each weight version sampled in this turn."""
         tokens: Counter[str | None] = Counter()
-        if self.prompt < self.entry.reused:  # some of them are those of another
+        if self.prompt < self.entry.reused:  # the parent entry owns some of the sampled tokens
             for span in self.spans():
                 tokens[span["version"]] += span["end"] - span["start"]
             return tokens
@@ -91,11 +95,10 @@ class TextTurn:
         """Return whether both sampled the same ids behind prompts of one length, up to the position `tokens`."""
         if self.prompt != other.prompt or min(len(self.entry), len(other.entry)) < tokens:
             return False
-        mine, theirs = (each.entry.behind(each.prompt)[0][: tokens - each.prompt] for each in (self, other))
+        mine, theirs = (each.entry.suffix(each.prompt)[0][: tokens - each.prompt] for each in (self, other))
         return np.array_equal(mine.tokens, theirs.tokens)
 
     def row(self) -> TurnRow:
-        """As it is shown."""
         return TurnRow(
             turn=self.number,
             parent=None if self.before is None else self.before.number,
@@ -113,7 +116,7 @@ class TextTurn:
 
 
 class TextRollout:
-    """One episode."""
+    """One episode: a tree of turns."""
 
     __slots__ = ("count", "flights", "group", "id", "model", "started_at", "turns", "used_at")
 
@@ -123,11 +126,11 @@ class TextRollout:
         self.group = group
         self.model = model
         self.turns: dict[int, TextTurn] = {}
-        self.count = 0  # turns that it has had
-        self.flights: list[Any] = []  # where the requests under way are
+        self.count = 0  # of turns so far, evicted ones included
+        self.flights: list[Any] = []  # the contexts of the requests in flight
 
     def continued(self) -> dict[int, int]:
-        """The turns that others go on from, and how many of their tokens some of these have."""
+        """Return, by number of a turn that others continue, how many of its tokens the longest continuation keeps."""
         ends: dict[int, int] = {}
         for turn in self.turns.values():
             if turn.before is not None:
@@ -135,11 +138,11 @@ class TextRollout:
         return ends
 
     def leaves(self) -> list[TextTurn]:
-        """The turns that none goes on from, oldest first."""
+        """Return the turns that no turn continues, oldest first."""
         continued = self.continued()
         return [turn for turn in self.turns.values() if turn.number not in continued]
 
     @property
     def place(self) -> EpisodePlace:
-        """Where it stands among all."""
+        """The position in the order of all episodes: by start time, then id."""
         return self.started_at, self.id

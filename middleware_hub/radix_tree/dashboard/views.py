@@ -28,7 +28,7 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, ShapedRows
 
 
 class RolloutView:
-    """One rollout, for the dashboard."""
+    """The dashboard's view of one rollout."""
 
     def __init__(self, rollout: TextRollout, router: Router) -> None:
         self._rollout = rollout
@@ -36,17 +36,15 @@ class RolloutView:
 
     @property
     def place(self) -> EpisodePlace:
-        """Where it stands."""
         return self._rollout.place
 
     def facets(self) -> Facets:
-        """What filters look at."""
+        """Return the fields by which the dashboard filters."""
         turns = self._rollout.turns.values()
         reasons = {turn.reason for turn in turns if turn.reason is not None}
         return Facets(self._state(), self._rollout.group, reasons, self._workers())
 
     def row(self) -> EpisodeRow:
-        """Its row."""
         rollout = self._rollout
         turns = [*rollout.turns.values()]
         continued = rollout.continued()
@@ -78,19 +76,22 @@ class RolloutView:
         )
 
     def about(self) -> Mapping[str, Any]:
-        """What stands beside its turns."""
+        """Return the fields shown beside the turns; text rollouts have no values for them."""
         return {"metadata": None, "contract": None, "untraced": 0}
 
     def turns(self) -> Iterator[TurnRow]:
-        """Those that there are now."""
         return (turn.row() for turn in list(self._rollout.turns.values()))
 
     def line(self, leaf: int | None) -> EpisodeLine:
-        """The tokens up to a turn. As of `EpisodeView`."""
+        """Return the tokens up to a turn, by default the newest.
+
+        Raises:
+            BadRequest: no turn in memory has this number.
+        """
         turns = self._rollout.turns
-        leaf = next(reversed(turns), None) if leaf is None else leaf  # nothing goes on from the newest turn
+        leaf = next(reversed(turns), None) if leaf is None else leaf  # the newest turn has no continuation
         if leaf is None or leaf not in turns:
-            raise BadRequest(f"leaf must be the number of a turn that is held; there are {len(turns)}")
+            raise BadRequest(f"leaf must be the number of a turn in memory; the rollout has {len(turns)} turns")
         last = turns[leaf]
         line, trajectory = last.line(), last.entry.trajectory()
         ends = [*(turn.kept for turn in line[1:]), len(last.entry)]

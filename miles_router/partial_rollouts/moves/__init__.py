@@ -1,8 +1,8 @@
-"""Running generations that another worker takes over, where one has more than it should and another fewer.
+"""Move running generations from workers with many requests to workers with few.
 
-How long answers will be is unknown when their requests come, so that one worker's tail may be longer than another's.
-The worker is told to abort the generation and answers with what it has sampled, and the other carries it on: what a
-pause makes of it under `resume`, but for the cause. Nobody asked for this abort: its client never sees it.
+The length of answers is unknown when requests arrive, so one worker can have a longer tail of generations than another.
+The router has a worker abort a generation; the worker answers with its sampled tokens, and another worker continues
+from them, as after a pause under `resume`. The client did not ask for this abort and never sees it.
 """
 
 from miles_router.partial_rollouts.moves.mover import Mover

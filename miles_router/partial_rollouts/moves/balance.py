@@ -1,7 +1,7 @@
-"""From where to where a running request moves. Pure.
+"""Choose from where to where a running request moves. Pure.
 
-Requests are counted, not tokens: in simulated rollouts neither a worker's tokens nor the time of its steps said more of
-how long its tail will be.
+Requests are counted, not tokens: in simulated rollouts, neither a worker's tokens nor its step time predicted the
+length of its tail any better.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-#: A move pays where a place has more than so many times the requests that the idlest would have with one more.
+#: A move pays if the source has more requests than this factor times those of the target after the move.
 SLACK = 1.25
 
 Place = TypeVar("Place")
 
 
-def relocation(loads: Mapping[Place, int], movable: Mapping[Place, Collection[object]]) -> tuple[Place, Place] | None:
-    """The place with the most requests, of those where some are `movable`, and the one with the fewest; None where they
-    are not so far apart that a move pays."""
+def choose_move(loads: Mapping[Place, int], movable: Mapping[Place, Collection[object]]) -> tuple[Place, Place] | None:
+    """Return the place with the most requests among those with `movable` ones, and the place with the fewest.
+
+    Return None if a move between them does not pay.
+    """
     sources = [place for place in loads if movable.get(place)]
     if not sources:
         return None

@@ -1,4 +1,4 @@
-"""Which requests can move: what could fail once a generation is aborted is found out before. Pure."""
+"""Decide which requests can move: find out what could fail before a generation is aborted. Pure."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Reason = Literal[
     "too_long",
 ]
 
-#: An engine makes names of 32 hexadecimal digits, and aborts all that begin with the one it is told.
+#: Engines name requests by 32 hexadecimal digits, and abort all whose name begins with the given one.
 LONG_NAME = 16
-#: Positions that an engine keeps free behind a prompt: SGLang 0.5.23 takes one that is 6 shorter than its context.
-ROOM = 8
-#: Bytes of JSON that a token has at the most, as an id or as escaped text.
+#: Positions that an engine keeps free: SGLang 0.5.23 takes prompts of up to its context length minus 6.
+RESERVED_POSITIONS = 8
+#: Upper bound of JSON bytes for a token, as an id or as escaped text.
 TOKEN_BYTES = 16
 
 
 class Immovable(Exception):
-    """A request that stays where it is. `reason` is one of few words, which label metrics."""
+    """A request that cannot move. `reason` labels metrics."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -41,21 +41,22 @@ class Immovable(Exception):
 
 
 def check_size(body: bytes, engines: Iterable[Facts]) -> None:
-    """See that a body is worth reading, which holds everybody up: beside `TOKEN_BYTES` for each token of the context it
-    has what no text rollout has.
+    """Check that a body is worth parsing, which blocks the event loop.
+
+    A body with more than `TOKEN_BYTES` for each token of the context has content that text rollouts do not have.
 
     Raises:
-        Immovable: it is too long.
+        Immovable: the body is too long.
     """
     if any(len(body) > TOKEN_BYTES * (facts.context_length or 0) for facts in engines):
         raise Immovable("too_long")
 
 
-def movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
-    """A request that any of these engines can carry on exactly, wherever it is cut.
+def read_movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
+    """Read a request that any of these engines can resume exactly, wherever it is cut.
 
     Raises:
-        Immovable: it is none.
+        Immovable: the request cannot be resumed for certain.
     """
     try:
         request = GenerateRequest.read(body)
@@ -76,10 +77,10 @@ def movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
 
 
 def _check_name(rid: object) -> None:
-    """See that an abort by its name can mean nothing that the engine has named.
+    """Check that an abort by this name cannot hit a generation that the engine named itself.
 
     Raises:
-        Immovable: it may.
+        Immovable: it could.
     """
     if not isinstance(rid, str) or not rid:
         raise Immovable("unnamed")
@@ -88,10 +89,10 @@ def _check_name(rid: object) -> None:
 
 
 def _check_engine(request: GenerateRequest, facts: Facts) -> None:
-    """See that what follows depends on the tokens alone, and that there is room for it behind all of them.
+    """Check that sampling depends on the tokens alone, and that the context has room for the whole budget.
 
     Raises:
-        Immovable: not for certain.
+        Immovable: one of them is not certain.
     """
     generation = ResumableGeneration(request, 0, defaults=facts.preferred_sampling_params)
     try:
@@ -99,8 +100,8 @@ def _check_engine(request: GenerateRequest, facts: Facts) -> None:
     except CannotResume:
         raise Immovable("stateful") from None
     prompt, budget = request.prompts[0], generation.budget
-    if budget is not None and not isinstance(budget, int):  # as its client wrote it
+    if budget is not None and not isinstance(budget, int):  # the client's own value, which is not checked elsewhere
         raise Immovable("unreadable")
     longest = len(prompt.ids) if prompt.ids is not None else len((prompt.text or "").encode("utf-8", "replace"))
-    if budget is None or facts.context_length is None or longest + budget > facts.context_length - ROOM:
+    if budget is None or facts.context_length is None or longest + budget > facts.context_length - RESERVED_POSITIONS:
         raise Immovable("too_long")

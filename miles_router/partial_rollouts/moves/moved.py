@@ -1,7 +1,7 @@
-"""The answer to a request that moves: its worker was told to abort it, and another carries it on.
+"""The answer to a request that moves: its worker aborts the generation, and another worker continues it.
 
-Nobody asked for this abort, so its client never sees it: what cannot be carried on after all is tried again, with what
-it has, and in the end asked anew as it was.
+The client did not ask for this abort and never sees it. If the continuation fails, it is tried again from the sampled
+tokens; in the end the original request is sent once more.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from miles_router.tasks import cancelled
 
 logger = logging.getLogger(__name__)
 
-#: As often it is tried again where no worker takes it, and where what one says does not continue it.
+#: Limits of repeated attempts: all failures, and answers that do not continue the generation.
 TRIES, REFUSALS = 8, 2
-#: Seconds before the first of these; then twice as many, and so on, up to the last.
-SOON, LATE = 0.1, 5.0
-#: The note of an exchange that was chosen once and could not go on: it does not move again.
+#: Seconds before the next attempt: at first (doubled each time), and at most.
+FIRST_DELAY, LAST_DELAY = 0.1, 5.0
+#: The exchange note of a request that was moved without success: it does not move again.
 BEGUN_ANEW = "miles_router.begun_anew"
-#: Seconds between two looks whether a pause has come in between.
-LOOK = 0.25
+#: Seconds between checks for a pause.
+PAUSE_CHECK_SECONDS = 0.25
 
 
 @dataclass(eq=False)
 class Relocation:
-    """One request that is to move: the `Move` of its flight.
+    """One request that is to move (the `Move` of its flight).
 
     Attributes:
         app: the innermost app.
-        request: as its worker has it.
-        body: the same, as it was sent.
-        source, target: the URLs of the workers that have it and that take it.
-        cuts: of the gate, when its worker was told.
-        attempts: the requests that carry moved generations on: whoever sent them reads their replies.
+        request: the request as its worker has it.
+        body: the bytes of the request.
+        source, target: the URLs of the worker that has it and of the worker that takes it over.
+        cuts: the gate's count of cutting pauses when the abort was ordered.
+        attempts: the exchanges of running continuations, shared by all moves.
     """
 
     services: ResumeServices
@@ -65,40 +65,42 @@ class Relocation:
     attempts: set[Exchange]
 
     def reply_receiver(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
-        """Who takes the reply."""
+        """Return the receiver of the worker's reply; None for a continuation, whose sender reads the reply itself."""
         return None if Exchange.of(scope) in self.attempts else MovedAnswer(self, scope, receive, send)
 
 
 class MovedAttempt(Attempt):
-    """A request whose generation may be cut for a move."""
+    """An attempt whose generation may be cut for a move."""
 
     async def was_cut(self, finish: object) -> bool:
-        """Whether the router's own abort made this finish reason. One by a client's wish, or by a pause that came
-        meanwhile, is an end: who carries that on stands around this."""
+        """Return whether the router's own abort made this finish reason.
+
+        An abort by a client, or by a pause in the meantime, ends the generation here; an outer layer may resume it.
+        """
         flight, gate = self.exchange.flight, self._services.router.gate
         mine = isinstance(flight.move, Relocation) and flight.move.cuts == gate.cuts
         return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
 
 
 class _FirstReply(FollowingAnswer):
-    """One that is too large to be held is asked for anew: without a move it would pass."""
+    """The first worker's reply. If it is too large to keep, the request is sent again."""
 
     layer = LAYER
 
     def unread(self, reason: str) -> None:
-        """Nothing of it is kept."""
+        """Count the unreadable reply, without raising an error."""
         Tap.unread(self, reason)
 
 
 class MovedAnswer(ResumableAnswer):
-    """The `ReplyReceiver` of a request that moves."""
+    """The answer to a request that moves (its `ReplyReceiver`)."""
 
     def __init__(self, relocation: Relocation, scope: Scope, receive: Receive, send: Send) -> None:
         generations = [ResumableGeneration(relocation.request, 0)]
         super().__init__(relocation.services, relocation.app, scope, receive, send, generations)
         self._body = relocation.body
         self._attempts = relocation.attempts
-        #: The last one.
+        #: The latest move of this request.
         self._relocation = relocation
         self._opening = self.attempt(self.exchange)
         self._reply = _FirstReply(self._opening)
@@ -106,16 +108,15 @@ class MovedAnswer(ResumableAnswer):
         self._tries = self._refusals = 0
 
     async def receive(self, message: Message) -> None:
-        """A message of the first worker's reply."""
         await self._reply.send(message)
 
     async def finish(self) -> None:
-        """Answer: with the reply as it came where it is no cut one, else with what it becomes."""
+        """Answer the client: with the first reply if it was not cut, else with the continued generation."""
         metrics = self.services.router.metrics
         try:
             answer = self._reply.read()
             if answer is None:
-                raise CannotResume("the worker's answer was broken off, or is no JSON")
+                raise CannotResume("the worker's answer was incomplete or not JSON")
             finish = finish_of(answer)
             if not await self._opening.was_cut(finish):
                 metrics.unmoved_generations["aborted" if is_abort(finish) else "ended"] += 1
@@ -124,7 +125,7 @@ class MovedAnswer(ResumableAnswer):
             await self._carry_on_from(answer)
         except (CannotResume, UnreadableAnswer) as error:
             metrics.unmoved_generations["begun_anew"] += 1
-            await self._begin_anew(error)
+            await self._send_again(error)
         else:
             await self._reply.give_to(self.send, orjson.dumps(self.answers[0]))
 
@@ -138,24 +139,24 @@ class MovedAnswer(ResumableAnswer):
         self.answers = [answer]
         await self.carry_on([generation])
 
-    async def _begin_anew(self, error: Exception) -> None:
+    async def _send_again(self, error: Exception) -> None:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
         flight = self.exchange.flight
         if flight.aborted:
-            raise UpstreamBroken("it was aborted, and its worker has not said what it had sampled") from error
+            raise UpstreamBroken("the request was aborted, and its worker did not return the sampled tokens") from error
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
         await self.app(self.scope, replay(self._body, self.receive), self.send)
 
-    # What carrying on does otherwise here
+    # Overrides of ContinuedRequest
 
     def attempt(self, exchange: Exchange) -> Attempt:
         return MovedAttempt(self.services, self.app, exchange)
 
     @contextmanager
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
-        """Within this an abort finds it, and so does the next move."""
+        """Register the exchange inside this context, so that aborts and further moves find it."""
         self._attempts.add(exchange)
         self._send_to_target(exchange)
         try:
@@ -165,7 +166,7 @@ class MovedAnswer(ResumableAnswer):
             self._attempts.discard(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """One more piece, of the worker that takes it over."""
+        """Let a worker continue the generation; return early if a pause comes while no worker has the request."""
         flight = attempt.exchange.flight
         flight.move, flight.first_byte_at = None, None
         if not self._tries:
@@ -173,7 +174,9 @@ class MovedAnswer(ResumableAnswer):
             where = {"source": self._relocation.source, "target": flight.preferred}
             fields = {"request_id": self.exchange.request_id, **where}
             logger.debug("generation_moved", extra={"fields": fields})
-        if not await self._before_a_pause(super().sample(attempt, generation, seam, body), lambda: flight.stop is None):
+        if not await self._run_until_pause(
+            super().sample(attempt, generation, seam, body), lambda: flight.stop is None
+        ):
             return  # it waits at the gate
         self._tries = self._refusals = 0
         self.exchange.flight.worker_url = flight.worker_url
@@ -187,15 +190,14 @@ class MovedAnswer(ResumableAnswer):
             generation.facts = await self.services.router.fleet.facts(relocation.target)
 
     def _send_to_target(self, exchange: Exchange) -> None:
-        """Have the worker that takes it over be asked for what comes next, questions about it among that: the one that
-        had it has a queue."""
+        """Address the next request, and questions about the engine, to the target: the source has a queue."""
         exchange.flight.worker_url = exchange.flight.preferred = self._relocation.target
 
     async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
-        """At the worker that had it, if that one still takes requests.
+        """Wait, and prefer the source worker for the next attempt; return False if the client has aborted.
 
         Raises:
-            CannotResume: as often as that makes sense, it was.
+            CannotResume: the limit of attempts is reached.
         """
         if exchange.flight.aborted:
             return False
@@ -205,32 +207,32 @@ class MovedAnswer(ResumableAnswer):
             raise CannotResume(str(error)) from error
         exchange.flight.preferred = self._relocation.source
         with Watch(self.receive, 0):
-            await asyncio.sleep(min(LATE, SOON * 2**self._tries))
+            await asyncio.sleep(min(LAST_DELAY, FIRST_DELAY * 2**self._tries))
         return True
 
     async def _next_request(
         self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
     ) -> bytes | None:
-        """None as well where a pause has come that cuts what runs: then it was cut like all the others."""
+        """Return the next request's body; None also if a cutting pause has come, which ends the continuation."""
         bodies: list[bytes | None] = [None]
 
         async def ask() -> None:
             bodies.append(await super(MovedAnswer, self)._next_request(generation, questions, seam))
 
-        return bodies[-1] if await self._before_a_pause(ask(), lambda: True) else None
+        return bodies[-1] if await self._run_until_pause(ask(), lambda: True) else None
 
-    async def _before_a_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
-        """Do this, unless a pause comes that cuts what runs, while it `waits`. Raises what it raises."""
+    async def _run_until_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
+        """Run `work` and return True; cancel it and return False if a cutting pause comes while `waits()` is true."""
         gate, cuts = self.services.router.gate, self._relocation.cuts
         task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
         try:
             while not task.done() and (gate.cuts == cuts or not waits()):
-                await asyncio.wait({task}, timeout=LOOK)
+                await asyncio.wait({task}, timeout=PAUSE_CHECK_SECONDS)
         finally:
             if not task.done():
                 await cancelled(task)
             elif not task.cancelled():
-                task.exception()  # nobody looks at it where the client has left
+                task.exception()  # mark it as retrieved: after a disconnect it is not awaited
         if task.cancelled():
             return False
         task.result()

@@ -1,4 +1,4 @@
-"""Looks where requests run, and has some of them move."""
+"""Compare the workers' loads, and move running requests between them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from miles_router.errors import BadRequest
 from miles_router.fleet.workers import Role, Worker
 from miles_router.generation.attempt import ResumeServices
 from miles_router.middlewares.contract import ASGIApp
-from miles_router.partial_rollouts.moves.balance import relocation
-from miles_router.partial_rollouts.moves.checks import Immovable, check_size, movable
+from miles_router.partial_rollouts.moves.balance import choose_move
+from miles_router.partial_rollouts.moves.checks import Immovable, check_size, read_movable
 from miles_router.partial_rollouts.moves.moved import BEGUN_ANEW, Relocation
 
 logger = logging.getLogger(__name__)
 
-#: As often requests are looked at within the time that one must have run.
-LOOKS = 5
-#: How many move at a time, and how many bodies are read to find them.
+#: Checks of running requests within the time that a request must have run.
+CHECKS = 5
+#: Limits for one check: moves, and bodies that are parsed.
 AT_ONCE, READ_AT_ONCE = 4, 16
 
 
 class UnitName(NamedTuple):
-    """The URL of a unit's worker, and its rank there."""
+    """A unit: the URL of its worker, and its rank there."""
 
     url: str
     rank: int | None
@@ -44,22 +44,22 @@ class UnitName(NamedTuple):
 
 @dataclass(slots=True)
 class Stay:
-    """How long a request has been where it is, and whether it stays."""
+    """How long a request has been at its unit; `immovable` if it cannot move."""
 
     place: UnitName
     since: float
     body: bytes
-    stays: bool = False
+    immovable: bool = False
 
 
 class Mover:
-    """Looks between `running()`'s enter and exit.
+    """The mover of running requests; it works inside the context `running()`.
 
     Args:
-        services: what carries on, and cuts of pauses not among it.
+        services: the services for continuing generations; they must not resume cuts of pauses.
         app: the innermost app.
-        after: seconds that a request must have run since it was sent; 0: none moves.
-        excused: whether a control request may be under way.
+        after: seconds that a request must have run since it was sent; 0 turns moves off.
+        excused: returns whether a control request may be running.
     """
 
     def __init__(
@@ -77,45 +77,45 @@ class Mover:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look in the background; every order has ended when this is left."""
+        """Check loads in the background inside this context; at exit, end all abort orders."""
         if not self._after:
             yield
             return
-        looking = tasks.spawn(self._look_on(), name="moves")
+        looking = tasks.spawn(self._check_periodically(), name="moves")
         try:
             yield
         finally:
             for task in (looking, *self._orders):
                 await tasks.cancelled(task)
 
-    async def _look_on(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(self._after / LOOKS)
+            await asyncio.sleep(self._after / CHECKS)
             await self.look(time.monotonic())
 
     async def look(self, now: float) -> None:
-        """Have requests move that should, of those that have been long where they are at the time `now`."""
-        self._note_stays(now)
+        """Start moves of requests that have been at a crowded unit for `after` seconds at the time `now`."""
+        self._update_stays(now)
         loads = self._loads()
-        if len(loads) < 2 or not self._quiet():
+        if len(loads) < 2 or not self._is_undisturbed():
             return
-        choice, begun, pace = self._movable(loads, now), 0, tasks.Pace()
+        choice, begun, pace = self._candidates(loads, now), 0, tasks.Pace()
         for _ in range(READ_AT_ONCE):
-            pair = relocation(loads, choice)
+            pair = choose_move(loads, choice)
             if pair is None or begun == AT_ONCE:
                 return
             source, target = pair
-            if await self._begin(choice[source].pop(0), source, target):
+            if await self._start_move(choice[source].pop(0), source, target):
                 loads[source] -= 1
                 loads[target] += 1
                 begun += 1
             await pace.step()
 
-    def _quiet(self) -> bool:
-        """Whether nothing is under way that changes, silences or cuts what runs."""
+    def _is_undisturbed(self) -> bool:
+        """Return whether no pause, weight update or control request is in progress."""
         return not self._fleet.gate.closed and self._fleet.pool.weights_epoch % 2 == 0 and not self._excused()
 
-    def _note_stays(self, now: float) -> None:
+    def _update_stays(self, now: float) -> None:
         before, self._stays = self._stays, {}
         for exchange, body in self._services.in_flight.requests():
             flight = exchange.flight
@@ -124,52 +124,54 @@ class Mover:
             place, stay = UnitName(flight.worker_url, flight.rank), before.get(exchange)
             if stay is None or stay.place != place or stay.body is not body:
                 stay = Stay(place, now, body)
-                flight.move = None  # of where it was before
+                flight.move = None  # the move from its earlier unit is over
             self._stays[exchange] = stay
 
     def _loads(self) -> dict[UnitName, int]:
-        """How many requests each unit will have that others can take some from, and that can take some."""
+        """Return, for each unit that can move requests, how many it will have after the moves in progress."""
         pool = self._fleet.pool
         loads = {
             UnitName(unit.worker.url, unit.rank): unit.in_flight
             for unit in self._fleet.snapshot.routable
-            if self._moves(unit.worker) and unit.worker.weight_version == pool.weight_version
+            if self._supports_moves(unit.worker) and unit.worker.weight_version == pool.weight_version
         }
         for exchange, stay in self._stays.items():
             move = exchange.flight.move
             if isinstance(move, Relocation) and exchange.flight.stop is not None and stay.place in loads:
                 loads[stay.place] -= 1
-                _expect(loads, move.target)
+                _count_request(loads, move.target)
         for exchange in self._attempts:
-            if exchange.flight.stop is None:  # between two workers
-                _expect(loads, exchange.flight.preferred)
+            if exchange.flight.stop is None:  # not at a worker at the moment
+                _count_request(loads, exchange.flight.preferred)
         return loads
 
-    def _movable(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
+    def _candidates(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
         choice: dict[UnitName, list[Exchange]] = {place: [] for place in loads}
         for exchange, stay in self._stays.items():
             long = now - stay.since >= self._after
-            if stay.place in choice and long and not stay.stays and _waits(exchange):
+            if stay.place in choice and long and not stay.immovable and _awaits_reply(exchange):
                 choice[stay.place].append(exchange)
         return choice
 
-    async def _begin(self, exchange: Exchange, source: UnitName, target: UnitName) -> bool:
-        """Have one move, if it can: what could fail later is found out now."""
+    async def _start_move(self, exchange: Exchange, source: UnitName, target: UnitName) -> bool:
+        """Start one move; return False if the request cannot move. Check before the abort what could fail after it."""
         stay, engines = self._stays[exchange], [self._facts(source), self._facts(target)]
         with ExitStack() as order:
             try:
                 check_size(stay.body, engines)
-                request = movable(read_json(stay.body), engines)
+                request = read_movable(read_json(stay.body), engines)
                 order.enter_context(self._services.in_flight.ordered(request.body[RID]))
                 if await self._services.in_flight.named(request.body[RID], source.url) != {exchange}:
                     raise Immovable("named_alike")
             except (BadRequest, Immovable) as refusal:
                 reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
                 self._services.router.metrics.unmoved_generations[reason] += 1
-                stay.stays = True
+                stay.immovable = True
                 return False
-            here = UnitName(exchange.flight.worker_url or "", exchange.flight.rank) == source and _waits(exchange)
-            if not here or not self._quiet() or not {source, target} <= self._loads().keys():
+            here = UnitName(exchange.flight.worker_url or "", exchange.flight.rank) == source and _awaits_reply(
+                exchange
+            )
+            if not here or not self._is_undisturbed() or not {source, target} <= self._loads().keys():
                 return False
             exchange.flight.move = Relocation(
                 services=self._services,
@@ -182,23 +184,23 @@ class Mover:
                 attempts=self._attempts,
             )
             *_, name = request.body[RID], *exchange.flight.names_inward(request.body[RID])
-            self._order(self._fleet.pool.get(source.url), name, order.pop_all())
+            self._order_abort(self._fleet.pool.get(source.url), name, order.pop_all())
         return True
 
-    def _order(self, worker: Worker, rid: str, until_then: ExitStack) -> None:
-        """Have a worker abort a generation. One that does not hear it goes on with it."""
-        order = tasks.spawn(self._tell(worker, rid), name=f"move from {worker.url}")
+    def _order_abort(self, worker: Worker, rid: str, until_then: ExitStack) -> None:
+        """Order a worker to abort a generation. If the order is lost, the worker continues it."""
+        order = tasks.spawn(self._send_abort(worker, rid), name=f"move from {worker.url}")
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
         order.add_done_callback(lambda _: until_then.close())
 
-    async def _tell(self, worker: Worker, rid: str) -> None:
+    async def _send_abort(self, worker: Worker, rid: str) -> None:
         order = (worker.engine or USUAL).order(Abort(rid))
         await self._fan_out.ask_one(worker, outgoing_order(order), BRIEF)
 
-    def _moves(self, worker: Worker) -> bool:
-        """Whether its engine gives back what it has sampled, and says which weights it has, and how long a context; and
-        needs no other for it."""
+    def _supports_moves(self, worker: Worker) -> bool:
+        """Return whether a worker's requests can move: its engine returns the tokens of aborted requests, its weight
+        version and context length are known, and it is not half of a prefill/decode pair."""
         return (
             worker.role is Role.REGULAR
             and worker.weight_version is not None
@@ -211,15 +213,15 @@ class Mover:
         return self._fleet.known_facts(place.url)
 
 
-def _expect(loads: dict[UnitName, int], url: str | None) -> None:
-    """Count one more request where it will be."""
+def _count_request(loads: dict[UnitName, int], url: str | None) -> None:
+    """Count one more request at the worker's unit with the fewest."""
     units = [unit for unit in loads if unit.url == url]
     if units:
         loads[min(units, key=loads.__getitem__)] += 1
 
 
-def _waits(exchange: Exchange) -> bool:
-    """Whether its worker has it, nobody has ended it, no reply has begun, and none was given up for a move."""
+def _awaits_reply(exchange: Exchange) -> bool:
+    """Return whether a request waits for its worker's reply, and is neither aborted, nor moving, nor moved in vain."""
     flight = exchange.flight
     if BEGUN_ANEW in exchange.notes:
         return False
