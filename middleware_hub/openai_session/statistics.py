@@ -1,4 +1,4 @@
-"""The sessions' numbers, for `GET /metrics` and `GET /router/info`."""
+"""Metrics of sessions for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOKENS = "Tokens of recorded turns, by origin."
 
 
 class SessionStatistics(Statistics, prefix="miles_router_sessions"):
-    """What was made, recorded and forgotten since the start, and what is held now."""
+    """Counters since the start, and gauges of what is held now."""
 
     sessions = gauge("Sessions held.", name="")
     bytes = gauge("Bytes of messages and arrays held.")
@@ -29,5 +29,4 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     reused_tokens = counter(TOKENS, name="tokens", labels={"origin": "reused"})
 
     def count_uncompared(self) -> None:
-        """One more sample is not compared."""
         self.uncompared += 1

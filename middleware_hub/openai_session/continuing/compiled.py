@@ -1,9 +1,9 @@
-"""A chat template, without what its library does around it at every turn, which takes as long as a short conversation.
+"""Render a chat template without the library's overhead at every turn, which costs as much as a short conversation.
 
-`apply_chat_template` copies and checks all that it hands to a template, and its sandbox asks anew of each attribute
-whether it is safe. Messages that were prepared here are plain JSON, and what is safe is a question of types. Whether a
-template is handed the same, and writes the same, is tried at the start, with one that shows all that it is given and
-with the model's own. Where that is not so, the library is asked at every turn, and the log says why.
+`apply_chat_template` copies and checks its arguments, and its sandbox checks the safety of each attribute again at
+every access. Messages that were prepared here are plain JSON, and safety depends only on types. At the start, the
+direct path is compared with the library's: once with a template that prints its arguments, once with the model's own.
+If they differ, every turn uses the library, and the log contains the reason.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from middleware_hub.openai_session.continuing.preparing import FAILURES, Write
 
 logger = logging.getLogger(__name__)
 
-#: What turns set; one with any other setting is written by the library.
+#: Template settings of ordinary turns; the library renders a turn with any other setting.
 SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort"))
-#: Shows what a template is given, some of it by these names.
+#: A template that prints its arguments, and the variables with the inserted names.
 MIRROR = "{{ [messages, tools, documents, add_generation_prompt, %s] | tojson }}"
-#: Answers that a sandbox remembers.
+#: Answers that a sandbox caches.
 MAX_ANSWERS = 1024
 OF_A_DICT = frozenset(dir(dict))
 _CALL = {"name": "f", "arguments": {"a": [1, None, {"b": 0.5}], "c": True}}
@@ -50,13 +50,13 @@ TOOL: dict[str, Any] = {
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The library's, which remembers what is safe."""
+    """The library's sandbox, with a cache of which attributes are safe."""
 
     answers: dict[tuple[type, str], bool]
 
     @classmethod
     def like(cls, sandbox: ImmutableSandboxedEnvironment) -> Sandbox:
-        """One with the same settings, filters and names."""
+        """Return a sandbox with the same settings, filters and globals."""
         own = sandbox.overlay()
         own.__class__ = cls
         assert isinstance(own, Sandbox)
@@ -64,7 +64,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return own
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the library's. A dictionary has the attributes of its type alone, and is mostly asked for an item."""
+        """Return an attribute as the library does, but skip its failing attribute look-up on a dictionary.
+
+        Templates mostly read items of dictionaries by attribute syntax.
+        """
         if type(obj) is not dict or attribute in OF_A_DICT:
             return super().getattr(obj, attribute)
         try:
@@ -73,7 +76,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.undefined(obj=obj, name=attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the library's, which looks at the type and the name alone."""
+        """Return the library's answer, which depends only on the type and the name."""
         known = self.answers.get((type(obj), attr))
         if known is None:
             known = super().is_safe_attribute(obj, attr, value)
@@ -83,11 +86,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Unlike(ValueError):
-    """The library may hand something else to a template, or write it in another way; the reason."""
+    """The library may pass other arguments to a template, or render it in another way; the reason."""
 
 
 def writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
-    """Writes with a template, or with the tokenizer's own; `settings` are in force unless a turn says otherwise."""
+    """Return a function that renders `template`, or the tokenizer's own if it is None.
+
+    `settings` apply unless a turn overrides them.
+    """
     library = _library(tokenizer, template, settings)
     try:
         direct = _direct(tokenizer, template or tokenizer.chat_template, settings)
@@ -106,7 +112,7 @@ def writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) ->
 
 
 def _library(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
-    """By the library's front door."""
+    """Return a function that renders with `apply_chat_template`."""
     named = {} if template is None else {"chat_template": template}
 
     def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
@@ -118,10 +124,10 @@ def _library(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) 
 
 
 def _direct(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Write:
-    """What the library comes to in the end.
+    """Return a function that renders the template as the library finally does.
 
     Raises:
-        Unlike: it may come to something else.
+        Unlike: the library may render it differently.
     """
     if not isinstance(source, str):
         raise Unlike("the tokenizer has several templates")
@@ -149,10 +155,10 @@ def _direct(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Writ
 
 
 def _require_same(library: Write, direct: Write) -> None:
-    """Try both.
+    """Render the trial conversations with both.
 
     Raises:
-        Unlike: they do not write the same.
+        Unlike: they write different texts.
     """
     for count in range(1, len(TRIAL) + 1):
         for tools in (None, [TOOL]):

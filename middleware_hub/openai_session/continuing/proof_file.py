@@ -1,8 +1,8 @@
-"""What was proved of a template, in a file for the next start.
+"""Store the proofs of a template in a file for the next start.
 
-A proof depends on the template and what it is given beside a conversation, on the libraries that render it, and on our
-own code. A digest of all that names the file. A file that is damaged, that proves something else, or that somebody
-else may have written is ignored: the log says so, and the proof is made anew.
+A proof depends on the template and its settings, on the libraries that render it, and on this project's code. The
+file's name is a digest of all these. A damaged file, a file about another proof, and a file that another user may have
+written are ignored: the log reports the file, and the proof is made again.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
-#: Whatever decides how a template is written.
+#: Libraries that influence how a template is rendered.
 LIBRARIES = ("jinja2", "miles-tito-tokenizers", "orjson", "tokenizers", "transformers")
 HUB = Path(__file__).parents[2]
 CODE = ("openai_session/continuing", "openai_session/sessions", "tokenizing")
-#: Files kept; those written first go first.
+#: The most files in the directory; the oldest are deleted.
 MAX_FILES = 256
 MAX_BYTES = 1 << 20
 
-#: For each shape that is proved at the start, why it is refused; None where it is not.
+#: For each shape that is proved at the start, why it is refused, or None.
 Refusals = Sequence[str | None]
 
 
 class Unusable(ValueError):
-    """A file that says nothing of this proof; the reason."""
+    """A file does not contain this proof; the reason."""
 
 
 class ProofFile:
-    """Where the proof of one template is kept. `subject` is all that its rendering depends on, beside code."""
+    """The file with the proof of one template. `subject` is everything beside code that its rendering depends on."""
 
     def __init__(self, subject: Mapping[str, object]) -> None:
         said = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code()]
@@ -49,11 +49,11 @@ class ProofFile:
 
     @property
     def path(self) -> Path | None:
-        """None on a machine without a place for caches."""
+        """The path of the file; None on a machine without a cache directory."""
         return self._directory / f"{self.digest}.json" if self._directory is not None else None
 
     def read(self, count: int) -> Refusals | None:
-        """The `count` refusals of the proof; None where there is no file that can be used."""
+        """Return the `count` refusals of the proof, or None if there is no usable file."""
         if self.path is None:
             return None
         try:
@@ -65,7 +65,7 @@ class ProofFile:
             return None
 
     def write(self, refusals: Refusals) -> None:
-        """Keep a proof. Where that cannot be done, the next start makes it again."""
+        """Write a proof. If that fails, the next start proves again."""
         if self.path is None:
             return
         said = {"subject": self.digest, "refusals": refusals, "digest": _digest(orjson.dumps(refusals))}
@@ -92,7 +92,7 @@ class ProofFile:
 
 
 def default_directory() -> Path | None:
-    """`$XDG_CACHE_HOME/miles-router/proofs`, or the same below `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/miles-router/proofs`, or the same below `~/.cache`; None without a home directory."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = named if named.is_absolute() else Path.home() / ".cache"
@@ -102,7 +102,7 @@ def default_directory() -> Path | None:
 
 
 def _own(path: Path) -> bytes:
-    """A file that nobody but its owner, who we are, may have written."""
+    """Return the content of a file that only this process's user may write."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -113,7 +113,7 @@ def _own(path: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Nobody ever reads half of it."""
+    """Replace a file atomically."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -127,7 +127,7 @@ def _replace(path: Path, data: bytes) -> None:
 def _forget_the_oldest(directory: Path) -> None:
     ages = []
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process forgets, too
+        with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
             ages.append((path.stat().st_mtime, path))
     for _, path in sorted(ages)[:-MAX_FILES]:
         path.unlink(missing_ok=True)
@@ -147,6 +147,6 @@ def _version(name: str) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Our own part of it."""
+    """Return a digest of this project's own code that a proof depends on."""
     files = sorted(path for folder in CODE for path in (HUB / folder).glob("*.py"))
     return _digest(b"\0".join(path.read_bytes() for path in files))
