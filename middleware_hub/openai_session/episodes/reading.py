@@ -1,4 +1,4 @@
-"""A contract as JSON has it: every field is known, or refused by its name. Pure."""
+"""Read a contract from JSON. Unknown and invalid fields are refused by name. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from middleware_hub.openai_session.episodes.contract import (
 )
 from miles_router.errors import BadRequest
 
-#: Seconds that a deadline may be away: a year.
+#: The longest deadline in seconds: a year.
 LONGEST = 366 * 24 * 3600.0
-#: Characters of a name.
+#: The longest name in characters.
 MAX_NAME = 256
 Check = Callable[[Any], bool]
 
@@ -43,7 +43,7 @@ def _name(value: Any) -> bool:
 
 
 def _model_name(value: Any) -> bool:
-    return _name(value) and ":" not in value  # behind it, SGLang reads the name of an adapter
+    return _name(value) and ":" not in value  # SGLang reads an adapter's name behind the colon
 
 
 def _stops(value: Any) -> bool:
@@ -89,10 +89,10 @@ PARTS = tuple(each.name for each in fields(Contract) if each.name != "given")
 
 
 def read_contract(given: object) -> Contract:
-    """A contract as JSON has it; None for one without any part.
+    """Return the contract with this JSON; `NO_CONTRACT` for None.
 
     Raises:
-        BadRequest: a field is unknown, or of the wrong type; it is named.
+        BadRequest: a field is unknown or invalid; the message names it.
     """
     if given is None:
         return NO_CONTRACT
@@ -118,7 +118,6 @@ def read_contract(given: object) -> Contract:
 
 
 def _is_group(value: object) -> bool:
-    """Whether it can name a group."""
     return (isinstance(value, str) and 0 < len(value) <= MAX_NAME) or type(value) is int
 
 
