@@ -1,4 +1,4 @@
-"""The routes of the sessions themselves: made, listed, read, deleted, and turned into samples."""
+"""The routes of sessions: create, list, read, delete, and make samples."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ Written = TypeVar("Written")
 
 
 class SampleForm(Protocol):
-    """A form of samples that is not ours, with an answer of its own."""
+    """A format of samples of another framework, with its own response."""
 
     def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
-        """Whether a request asks for this form; `accept` is its header."""
+        """Return whether a request asks for this form. `accept` is the value of its header."""
         ...
 
     async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
-        """The samples of a session."""
+        """Return the response with the samples of a session."""
         ...
 
 
 class SessionRoutes:
-    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` ends what runs in a session."""
+    """Handlers of `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` cancels the turns of a session."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class SessionRoutes:
         self._base_url = base_url
         self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        #: Looked through for each request for samples, in order, before our own.
+        #: Forms that are tried in order for each request for samples, before the router's own form.
         self.forms: list[SampleForm] = []
 
     def routes(self) -> Sequence[BaseRoute]:
-        """In the order in which they are looked up."""
+        """Return the routes in the order of matching."""
         return [
             Route("/sessions", self._create, methods=["POST"]),
             Route("/sessions", self._list, methods=["GET"]),
@@ -134,7 +134,7 @@ class SessionRoutes:
         return Response(await self.beside(request, partial(b"".join, parts)), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
-        """`abort`: what runs in it ends at once; else it finishes."""
+        """Delete a session. With `abort=true`, its turns in flight are cancelled; otherwise they finish."""
         try:
             session = self._session(request)
         except SessionLost:
@@ -161,24 +161,26 @@ class SessionRoutes:
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
     async def beside(self, request: Request, work: Callable[[], Written]) -> Written:
-        """Do work beside the event loop, one piece after the other: several threads that want the interpreter's lock
-        would keep the loop from it. What is not begun when its client leaves is not done.
+        """Run work in a single thread, one piece after another, and return its result.
+
+        Several threads would compete for the interpreter's lock and block the event loop. Work that has not begun when
+        its client disconnects is not done.
 
         Raises:
-            ClientDisconnected: it has left.
+            ClientDisconnected: the client disconnected.
         """
         with Watch(request.receive):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def require(self, scope: Scope, session_id: str) -> None:
-        """Go on only in the process that has a session. Raises as `Owners.require`."""
+        """Continue only in the process that owns the session. Raises as `Owners.require`."""
         self.store.owners.require(scope, session_id)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
-        """The rows of one sample, by its session and, where that has several, its leaf.
+        """Return the rows of one sample, by its session and leaf. `leaf` may be omitted if the session has only one.
 
         Raises:
-            SessionNotFound, BadRequest: there is no such session or leaf.
+            SessionNotFound, BadRequest: there is no such session or turn.
         """
         session, leaf = self.store.get(asked["session_id"]), asked.get("leaf")
         leaves = [turn.number for turn in session.leaves()]
@@ -194,10 +196,10 @@ class SessionRoutes:
 
 
 async def read_object(request: Request) -> Mapping[str, Any]:
-    """The JSON object in a request's body; no body is an empty one.
+    """Return the JSON object in a request's body; an empty body is an empty object.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the body is not a JSON object.
     """
     exchange = Exchange.of(request.scope)
     body = await exchange.read(request.receive)
@@ -208,5 +210,4 @@ async def read_object(request: Request) -> Mapping[str, Any]:
 
 
 def as_response(content: object) -> Response:
-    """JSON."""
     return Response(orjson.dumps(content, default=dict), media_type=JSON)
