@@ -1,8 +1,5 @@
-"""Check that each engine tokenizes as the router does.
-
-A transformers release that loads a tokenizer wrongly, or a different tokenizer file on one side, would silently make
-every training sample wrong.
-"""
+"""Check that each engine tokenizes as the router does. A transformers release that loads a tokenizer wrongly, or a
+different tokenizer file on one side, would silently make every training sample wrong."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ MAX_ADDED = 2
 
 
 class TokenizerDiffers(RouterError):
-    """Every routable worker tokenizes text differently from the router.
-
-    The recorded tokens would not be the tokens that the model read. Sessions and the text cache therefore send requests
-    only to workers whose tokenizer agrees.
-    """
+    """Every routable worker tokenizes text differently from the router. The recorded tokens would not be the tokens
+    that the model read. Sessions and the text cache therefore send requests only to workers whose tokenizer agrees."""
 
     status = 502
     type = "tokenizer_differs"
@@ -52,10 +46,8 @@ class ProbeComparison:
 
 
 class TokenizerAgreement:
-    """A comparison of the router's tokenizer with that of each engine process, by the ids of a probe text.
-
-    A worker is compared as soon as its facts are known. All middlewares of a router share one instance.
-    """
+    """A comparison of the router's tokenizer with that of each engine process, by the ids of a probe text. A worker is
+    compared as soon as its facts are known. All middlewares of a router share one instance."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -94,7 +86,6 @@ class TokenizerAgreement:
 
     async def require(self, scope: Scope) -> None:
         """Compare routable workers that are not compared yet, and bar the request from workers whose tokenizer differs.
-
         Waits at most `PATIENCE` seconds; workers that are still not compared stay eligible.
 
         Raises:
@@ -159,11 +150,8 @@ class TokenizerAgreement:
         return known.asking
 
     async def _compare(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> None:
-        """Ask a worker for the probe's ids and compare them with the router's.
-
-        With `again`, a status 401 or 403 counts as an attempt. Without it the comparison waits for a request that
-        brings a key.
-        """
+        """Ask a worker for the probe's ids and compare them with the router's. With `again`, a status 401 or 403 counts
+        as an attempt. Without it the comparison waits for a request that brings a key."""
         path = None if worker.facts is None else _path(worker.facts)
         try:
             status, answer = await self._ask(worker, path, key)
@@ -192,10 +180,8 @@ class TokenizerAgreement:
             return 0, str(error).encode()
 
     def _agrees(self, ids: list[int]) -> bool:
-        """Return whether `ids` are the router's, apart from special tokens at both ends.
-
-        An engine that ignores `add_special_tokens` adds some.
-        """
+        """Return whether `ids` are the router's, apart from special tokens at both ends. An engine that ignores
+        `add_special_tokens` adds some."""
         for begin in range(MAX_ADDED + 1):
             end = begin + len(self._ids)
             more = ids[:begin] + ids[end:]
@@ -219,10 +205,8 @@ def _known(worker: Worker) -> ProbeComparison | None:
 
 
 def _path(facts: Facts) -> str | None:
-    """Return the path of the engine's tokenize route, or None if it has no such route.
-
-    An engine that withholds its schema without a key is assumed to have the usual route.
-    """
+    """Return the path of the engine's tokenize route, or None if it has no such route. An engine that withholds its
+    schema without a key is assumed to have the usual route."""
     names = (facts.engine or USUAL).tokenize
     withheld = facts.endpoints is None and facts.model_path is None
     return next((path for path in names if withheld or facts.answers(path)), None)

@@ -80,10 +80,8 @@ def _visible(speller: Speller, ids: Sequence[int], *, skip_special: bool, trimme
 
 
 def _indivisible(speller: Speller, ids: Sequence[int], text: str, visible: int) -> Alignment:
-    """Return an alignment whose first `visible` tokens are reused together or not at all.
-
-    With `visible` 0, no token is reused.
-    """
+    """Return an alignment whose first `visible` tokens are reused together or not at all. With `visible` 0, no token is
+    reused."""
     shown_chars = len(text)
     ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
     if visible:

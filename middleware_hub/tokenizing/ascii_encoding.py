@@ -132,8 +132,6 @@ def _finds_added_tokens_as_they_are(backend: Any) -> bool:
 
 
 def _is_found_in_ascii(added: Any) -> bool:
-    """Return whether an added token can match in ASCII text.
-
-    Normalization may turn its content into ASCII: the Kelvin sign becomes `K`.
-    """
+    """Return whether an added token can match in ASCII text. Normalization may turn its content into ASCII: the Kelvin
+    sign becomes `K`."""
     return (unicodedata.normalize("NFKC", added.content) if added.normalized else added.content).isascii()

@@ -51,9 +51,8 @@ class EncodingStatistics(Statistics, prefix="miles_router_encoding"):
 
 
 class AsyncEncoder:
-    """A `TextEncoder` whose methods do not block the event loop. All middlewares of a router share one (`of`).
-
-    The methods behave as those of `TextEncoder`, and raise `TextTooLong` beyond `longest`.
+    """A `TextEncoder` whose methods do not block the event loop. All middlewares of a router share one (`of`). The
+    methods behave as those of `TextEncoder`, and raise `TextTooLong` beyond `longest`.
 
     Args:
         longest: the maximum length of an input, in characters or ids.
@@ -80,10 +79,8 @@ class AsyncEncoder:
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Prepare the tokenizer for encoder processes, and end the processes on exit.
-
-        Preparing it later would block the event loop for a moment.
-        """
+        """Prepare the tokenizer for encoder processes, and end the processes on exit. Preparing it later would block
+        the event loop for a moment."""
         self._processes.pack()
         try:
             yield

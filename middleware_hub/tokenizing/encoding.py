@@ -1,7 +1,5 @@
-"""Encode text to ids, with the characters that each id stands for.
-
-The ids are exactly those that an engine makes of a whole text, or of a text that continues known ids.
-"""
+"""Encode text to ids, with the characters that each id stands for. The ids are exactly those that an engine makes of a
+whole text, or of a text that continues known ids."""
 
 from __future__ import annotations
 
@@ -26,10 +24,8 @@ UNLOCKED = 4096
 
 
 class Encoding(NamedTuple):
-    """The ids of a text (int32) and the end of each.
-
-    An end is the number of characters up to and including the token, or `NO_CUT`.
-    """
+    """The ids of a text (int32) and the end of each. An end is the number of characters up to and including the token,
+    or `NO_CUT`."""
 
     ids: Tokens
     ends: Ends
@@ -73,10 +69,8 @@ class TextEncoder:
         return text if spelling is None else spelling.text
 
     def encode_whole(self, text: str) -> Encoding:
-        """Encode a text from its beginning, as SGLang encodes `text`.
-
-        Unlike there, a text that begins with the beginning-of-sequence token does not get a second one.
-        """
+        """Encode a text from its beginning, as SGLang encodes `text`. Unlike there, a text that begins with the
+        beginning-of-sequence token does not get a second one."""
         encoding = self._encode(text, special=True)
         first = int(self._bos is not None and encoding.ids[:2] == [self._bos, self._bos])
         return self._encoding(encoding, first, 0, text)
@@ -166,11 +160,8 @@ class TextEncoder:
 
 
 def _ends_of(offsets: Sequence[tuple[int, int]], length: int) -> Ends:
-    """Return the ends that a tokenizer's character offsets allow.
-
-    A text may be cut only where one token ends exactly where the next begins. Tokens without characters (which a
-    template adds) end where the token before them ends.
-    """
+    """Return the ends that a tokenizer's character offsets allow. A text may be cut only where one token ends exactly
+    where the next begins. Tokens without characters (which a template adds) end where the token before them ends."""
     ends = np.full(len(offsets), NO_CUT, dtype=np.uint32)
     following = length
     for index in range(len(offsets) - 1, -1, -1):

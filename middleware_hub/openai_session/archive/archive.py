@@ -149,9 +149,8 @@ class SessionArchive:
 
     @asynccontextmanager
     async def let_go(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
-        """Delete sessions durably on disk, then run the block, which must delete them in memory at once.
-
-        If one deletion fails, all these sessions are saved again.
+        """Delete sessions durably on disk, then run the block, which must delete them in memory at once. If one
+        deletion fails, all these sessions are saved again.
 
         Raises:
             StateError: a session could not be deleted.

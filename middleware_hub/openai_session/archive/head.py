@@ -1,7 +1,5 @@
-"""The head of a stored session: everything about the session as a whole.
-
-Each commit rewrites the head, so lists read only heads and no turns.
-"""
+"""The head of a stored session: everything about the session as a whole. Each commit rewrites the head, so lists read
+only heads and no turns."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ KIND = "session"
 
 
 async def heads_in(store: StateStore, slot: int) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield the name and the head of each stored session of a slot.
-
-    Other owners in the store have names that no session may have.
-    """
+    """Yield the name and the head of each stored session of a slot. Other owners in the store have names that no
+    session may have."""
     async for owner, head in store.owners(slot):
         if ID.fullmatch(owner):
             yield owner, head

@@ -1,8 +1,5 @@
-"""Lines for lists of stored sessions that are not in memory, taken from their heads.
-
-Each slot is read once, when a list is requested for the first time after this process received the slot. No session is
-loaded.
-"""
+"""Lines for lists of stored sessions that are not in memory, taken from their heads. Each slot is read once, when a
+list is requested for the first time after this process received the slot. No session is loaded."""
 
 from __future__ import annotations
 

@@ -35,11 +35,8 @@ class Comparison:
         template_kwargs: Mapping[str, Any],
         ids: Sequence[int],
     ) -> list[dict[str, Any]] | None:
-        """Return each difference with its `type`.
-
-        None if the library is not installed, the template refuses the messages, or the sample is too long: other
-        samples wait for the same thread.
-        """
+        """Return each difference with its `type`. None if the library is not installed, the template refuses the
+        messages, or the sample is too long: other samples wait for the same thread."""
         comparator = self._comparator
         if comparator is None:
             return None

@@ -64,10 +64,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return own
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute as the library does, but skip its failing attribute look-up on a dictionary.
-
-        Templates mostly read items of dictionaries by attribute syntax.
-        """
+        """Return an attribute as the library does, but skip its failing attribute look-up on a dictionary. Templates
+        mostly read items of dictionaries by attribute syntax."""
         if type(obj) is not dict or attribute in OF_A_DICT:
             return super().getattr(obj, attribute)
         try:
@@ -86,14 +84,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Unlike(ValueError):
-    """The library may pass other arguments to a template, or render it in another way; the reason."""
+    """The reason why the library may pass other arguments to a template, or render it in another way."""
 
 
 def writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
-    """Return a function that renders `template`, or the tokenizer's own if it is None.
-
-    `settings` apply unless a turn overrides them.
-    """
+    """Return a function that renders `template`, or the tokenizer's own if it is None. `settings` apply unless a turn
+    overrides them."""
     library = _library(tokenizer, template, settings)
     try:
         direct = _direct(tokenizer, template or tokenizer.chat_template, settings)

@@ -119,9 +119,8 @@ class Continuation:
         *,
         goes_on: bool = False,
     ) -> Tokens:
-        """Return the ids that the engine makes of a conversation that continues no turn.
-
-        With `goes_on`, the answer continues the text of the last message.
+        """Return the ids that the engine makes of a conversation that continues no turn. With `goes_on`, the answer
+        continues the text of the last message.
 
         Raises:
             CannotRender: the template refuses the messages.

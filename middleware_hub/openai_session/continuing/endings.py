@@ -1,6 +1,5 @@
-"""Measure the text that a template writes behind an answer, in a short conversation.
-
-The cost is that of the appended messages, not of the whole history.
+"""Measure the text that a template writes behind an answer, in a short conversation. The cost is that of the appended
+messages, not of the whole history.
 
     user, answer, appended messages  ──►  ...... MARKER <tail>
 
@@ -123,10 +122,8 @@ class Endings:
         content: str = "",
         generation_prompt: bool = True,
     ) -> tuple[str, str]:
-        """Return the text in front of the marker and the text behind it.
-
-        The conversation is `before`, or the shortest one if it is None. `content` is the answer's text beside tool
-        calls.
+        """Return the text in front of the marker and the text behind it. The conversation is `before`, or the shortest
+        one if it is None. `content` is the answer's text beside tool calls.
 
         Raises:
             CannotRender: the template refuses the messages, or omits the answer.
@@ -151,11 +148,8 @@ class Endings:
 
 
 def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
-    """Yield variants of an answer for different templates.
-
-    Some accept no text beside calls, some require reasoning in every answer behind the last question, and some write no
-    calls at all.
-    """
+    """Yield variants of an answer for different templates. Some accept no text beside calls, some require reasoning in
+    every answer behind the last question, and some write no calls at all."""
     yield answer.message(content)
     if content and answer.calls:
         yield answer.message()

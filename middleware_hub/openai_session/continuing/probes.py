@@ -1,7 +1,5 @@
-"""Small conversations on which a template is tried: shapes of appended messages, and histories in front of them.
-
-Every message contains a unique word, so that it can be found in the rendered text.
-"""
+"""Small conversations on which a template is tried: shapes of appended messages, and histories in front of them. Every
+message contains a unique word, so that it can be found in the rendered text."""
 
 from __future__ import annotations
 

@@ -48,10 +48,8 @@ AT_THE_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values
 
 
 class Proof:
-    """The results of proving one renderer.
-
-    `known` contains the refusals of `AT_THE_START` if they were proved at an earlier start.
-    """
+    """The results of proving one renderer. `known` contains the refusals of `AT_THE_START` if they were proved at an
+    earlier start."""
 
     def __init__(self, renderer: Renderer, endings: Endings, known: Refusals | None) -> None:
         self.endings = endings

@@ -36,7 +36,7 @@ Refusals = Sequence[str | None]
 
 
 class Unusable(ValueError):
-    """A file does not contain this proof; the reason."""
+    """The reason why a proof file is ignored."""
 
 
 class ProofFile:

@@ -1,8 +1,5 @@
-"""Find out which messages a chat template writes, by their roles.
-
-Many templates write nothing for an unknown role: Qwen3's drops `developer`, gpt-oss' drops a system message behind the
-first message.
-"""
+"""Find out which messages a chat template writes, by their roles. Many templates write nothing for an unknown role:
+Qwen3's drops `developer`, gpt-oss' drops a system message behind the first message."""
 
 from __future__ import annotations
 
@@ -67,10 +64,8 @@ class Roles:
     def dropped(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
     ) -> int | None:
-        """Return the index of the first message that the template does not write.
-
-        None if it writes all messages, or refuses them with an error.
-        """
+        """Return the index of the first message that the template does not write. None if it writes all messages, or
+        refuses them with an error."""
         labels = tuple(map(_label, messages))
         if labels[-1:] == ("assistant",):
             labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_taken`)
@@ -84,10 +79,8 @@ class Roles:
         return self.takes_system()
 
     def takes_system(self, before: Sequence[Message] = (), *, alone: bool = False) -> bool:
-        """Return whether the template writes a system message behind `before`.
-
-        With `alone`, no user's message follows it.
-        """
+        """Return whether the template writes a system message behind `before`. With `alone`, no user's message follows
+        it."""
         labels = (*map(_label, before), "system", *(() if alone else ("user",)))
         try:
             return self._missing(labels, tools=False, settings=b"{}") is None

@@ -30,10 +30,8 @@ ENGINE_ID = re.compile(r"call_[0-9a-f]{24}")
 
 
 def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages in which the arguments of every tool call are an object, and the places of invalid ones.
-
-    Invalid arguments are wrapped in an object; empty arguments become `{}`. Returns the same list if nothing changed.
-    """
+    """Return messages in which the arguments of every tool call are an object, and the places of invalid ones. Invalid
+    arguments are wrapped in an object; empty arguments become `{}`. Returns the same list if nothing changed."""
     changed: dict[int, Message] = {}
     where: list[str] = []
     for place, message in enumerate(messages):
@@ -91,10 +89,8 @@ def shortened(message: Message) -> Message:
 
 
 def short_id(call_id: str) -> str:
-    """Return 9 letters and digits for a call id, always the same for the same id.
-
-    An engine's id is truncated as opencode truncates it.
-    """
+    """Return 9 letters and digits for a call id, always the same for the same id. An engine's id is truncated as
+    opencode truncates it."""
     if len(call_id) == SHORT and call_id.isascii() and call_id.isalnum():
         return call_id
     if ENGINE_ID.fullmatch(call_id):
@@ -170,10 +166,8 @@ class Renderer:
         return self._write(prepared, written, generation_prompt, template_kwargs)
 
     def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages as SGLang reads them: an assistant's message at the end becomes a user's.
-
-        SGLang does so in order to have a message to answer.
-        """
+        """Return the messages as SGLang reads them: an assistant's message at the end becomes a user's. SGLang does so
+        in order to have a message to answer."""
         if not appended or appended[-1].get("role") != "assistant":
             return appended
         content = self._prepared(appended[-1])["content"]
@@ -265,9 +259,8 @@ def from_tokenizer(
     origin: str | None = None,
     family: str = "",
 ) -> Renderer:
-    """Return a renderer with the tokenizer's chat template, or with `template` if given.
-
-    `settings` apply unless a request overrides them.
+    """Return a renderer with the tokenizer's chat template, or with `template` if given. `settings` apply unless a
+    request overrides them.
 
     Raises:
         ConfigError: there is no template, or jinja2 is not installed.
@@ -308,11 +301,8 @@ def from_tokenizer(
 
 
 def _reason(error: Exception, source: str) -> str:
-    """Return a reason without text of a prompt.
-
-    A message that occurs in the template's source is quoted. Any other message may quote a prompt, so only the type of
-    the error is reported.
-    """
+    """Return a reason without text of a prompt. A message that occurs in the template's source is quoted. Any other
+    message may quote a prompt, so only the type of the error is reported."""
     message = str(error).strip()
     if message and "\n" not in message and message in source:
         return f"the template says: {message}"

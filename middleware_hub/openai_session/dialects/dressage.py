@@ -120,10 +120,8 @@ class DressageDialect:
             self._sessions.store.drop_unused(session)
 
     def _in_words(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
-        """Convert an error about a full context to the form that the proxies in the framework's sandboxes expect.
-
-        This applies to chat where `context_window` is set. Other readers find OpenAI's form under `error`.
-        """
+        """Convert an error about a full context to the form that the proxies in the framework's sandboxes expect. This
+        applies to chat where `context_window` is set. Other readers find OpenAI's form under `error`."""
         if error.overflow is None or not self._contract.given or scope["path"] != paths.CHAT:
             return error
         turn_id, tokens = first_header(scope["headers"], TURN), error.overflow.prompt
@@ -260,10 +258,8 @@ class DressageDialect:
         return name
 
     def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
-        """Return the finalized sessions of the first `max_groups` groups, oldest first.
-
-        With `drain`, sessions that another request drains are left out.
-        """
+        """Return the finalized sessions of the first `max_groups` groups, oldest first. With `drain`, sessions that
+        another request drains are left out."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
         groups: dict[Name, list[Session]] = {}

@@ -1,7 +1,5 @@
-"""Write samples in Dressage's form (`proxy/trajectory_store.py`, `TrajectorySegment`).
-
-There is one segment for each line of turns, with the fields of its reader and those of the router's own samples.
-"""
+"""Write samples in Dressage's form (`proxy/trajectory_store.py`, `TrajectorySegment`). There is one segment for each
+line of turns, with the fields of its reader and those of the router's own samples."""
 
 from __future__ import annotations
 
@@ -57,10 +55,8 @@ def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[st
 
 
 def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> dict[str, Any]:
-    """Return the reader's fields of a segment other than arrays.
-
-    A segment that was cut has the finish reason `length`: the form has no other field for that.
-    """
+    """Return the reader's fields of a segment other than arrays. A segment that was cut has the finish reason `length`:
+    the form has no other field for that."""
     line = leaf.line()
     reasons = [plan.classified[turn.number].reason for turn in line]
     turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))

@@ -75,10 +75,8 @@ class MilesForm:
         return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= SENT)
 
     async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
-        """Return the response with the file. A leaf whose first prompt alone fills `max_seq_len` is left out.
-
-        Raises as `SampleRequest.read` and `SamplePlan.make`.
-        """
+        """Return the response with the file. A leaf whose first prompt alone fills `max_seq_len` is left out. Raises as
+        `SampleRequest.read` and `SamplePlan.make`."""
         wanted = SampleRequest.read({name: value for name, value in body.items() if name != "format"})
         # The first version reads one sample, and continues the branch with the latest request.
         policy = "drop-superseded" if "metadata" in body else "last"

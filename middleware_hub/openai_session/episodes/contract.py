@@ -62,10 +62,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Freshness:
-    """The oldest weight version that may take part, and what happens to older ones.
-
-    `otherwise` is `REFUSE` (turns are refused) or `MARK` (their samples are marked as stale).
-    """
+    """The oldest weight version that may take part, and what happens to older ones. `otherwise` is `REFUSE` (turns are
+    refused) or `MARK` (their samples are marked as stale)."""
 
     oldest_version: int | None = None
     otherwise: str = REFUSE
@@ -91,10 +89,8 @@ class Contract:
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Apply the fixed settings to a request.
-
-        Returns the changed request, and the agent's own values that they override.
-        """
+        """Apply the fixed settings to a request. Returns the changed request, and the agent's own values that they
+        override."""
         fixed: dict[str, Any] = dict(self.sampling)
         if self.model.lora is not None:
             fixed["lora_path"] = self.model.lora
@@ -115,10 +111,8 @@ class Contract:
 
 
 def base_model(request: Mapping[str, Any]) -> dict[str, str]:
-    """Return a `model` field without the adapter that the request names behind a colon.
-
-    SGLang reads that adapter, and prefers it to `lora_path`. Empty if the request names no adapter.
-    """
+    """Return a `model` field without the adapter that the request names behind a colon. SGLang reads that adapter, and
+    prefers it to `lora_path`. Empty if the request names no adapter."""
     model = request.get("model")
     return {"model": model.partition(":")[0]} if isinstance(model, str) and ":" in model else {}
 

@@ -16,10 +16,8 @@ FREE_REPETITIONS = 2
 
 
 class Ledger:
-    """The usage of an episode's budget.
-
-    A turn reserves its maximum, so that concurrent turns never exceed the budget together.
-    """
+    """The usage of an episode's budget. A turn reserves its maximum, so that concurrent turns never exceed the budget
+    together."""
 
     def __init__(self) -> None:
         self.tokens = 0  # sampled, in turns that are recorded
@@ -32,10 +30,8 @@ class Ledger:
         self._reserved[turn] = tokens
 
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
-        """Count the sampled tokens of a turn that was recorded, or whose client disconnected.
-
-        Turns with an equal `repeat_key` are repetitions and count as one turn.
-        """
+        """Count the sampled tokens of a turn that was recorded, or whose client disconnected. Turns with an equal
+        `repeat_key` are repetitions and count as one turn."""
         self._reserved.pop(turn, None)
         self.tokens += tokens
         self.turns += not self._is_free(repeat_key)
@@ -187,10 +183,7 @@ class EpisodeState:
 
     def group(self, metadata: Mapping[str, Any]) -> Group | None:
         """Return the group of the session, from its contract or else from its metadata; None if neither names a valid
-        one.
-
-        Clients write the metadata unchecked.
-        """
+        one. Clients write the metadata unchecked."""
         named = (self.contract.group, metadata.get("group"), metadata.get("instance_id"))
         return next((name for name in named if isinstance(name, (str, int)) and not isinstance(name, bool)), None)
 

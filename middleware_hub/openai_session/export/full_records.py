@@ -1,7 +1,5 @@
-"""Write records with all fields that miles' record-based collection reads (radixark/miles, `SessionRecord`).
-
-The request contains its whole history and the prompt ids; the response contains the sampled ids and their logprobs.
-"""
+"""Write records with all fields that miles' record-based collection reads (radixark/miles, `SessionRecord`). The
+request contains its whole history and the prompt ids; the response contains the sampled ids and their logprobs."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ def is_large(turns: Sequence[Turn]) -> bool:
 def full_parts(
     session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any], decode: Decode
 ) -> Iterator[bytes]:
-    """Yield the answer to `GET /sessions/{id}`, one part for each turn.
-
-    Turns are immutable, so this may run in a thread.
-    """
+    """Yield the answer to `GET /sessions/{id}`, one part for each turn. Turns are immutable, so this may run in a
+    thread."""
     spelled: dict[int, str] = {}
 
     def token(number: int) -> str:

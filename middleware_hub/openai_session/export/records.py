@@ -114,10 +114,8 @@ def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
 
 
 def turn_span(turn: Turn, found: Classification, end: int) -> Mapping[str, Any]:
-    """Return the range of a turn's sampled tokens within a sample, with facts about the turn.
-
-    `end` is the position behind its last token that the next turn did not drop.
-    """
+    """Return the range of a turn's sampled tokens within a sample, with facts about the turn. `end` is the position
+    behind its last token that the next turn did not drop."""
     facts = ("cached_tokens", "cache_versions", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id")
     return {
         "turn": turn.number,

@@ -113,9 +113,8 @@ class SampleMaker:
     when_read: Callable[[Session, Iterable[tuple[Turn, Sample]]], None] = lambda session, samples: None
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
-        """Plan the samples of a session in its current state.
-
-        A leaf gives no sample if nothing was sampled in its line (aborted before the first token).
+        """Plan the samples of a session in its current state. A leaf gives no sample if nothing was sampled in its line
+        (aborted before the first token).
 
         Raises:
             BadRequest: there is no such branch policy.
@@ -153,9 +152,8 @@ class SampleMaker:
         return None if self.mask else trained_tokens(self._usual(session))
 
     def loss_mask(self, session: Session, leaf: Turn) -> Callable[[], Mask]:
-        """Return a function that computes the loss mask of a leaf's sample for a default request.
-
-        The mask is all zero for a leaf that gives no sample. The function may be called in a thread.
+        """Return a function that computes the loss mask of a leaf's sample for a default request. The mask is all zero
+        for a leaf that gives no sample. The function may be called in a thread.
 
         Raises:
             UnusableSample: an operator's policy returned something other than turns of this session.

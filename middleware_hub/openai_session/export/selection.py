@@ -90,9 +90,8 @@ class Selection:
     def leaves(
         self, session: Session, policy: object = "", *, default: str = "all", without: Collection[Turn] = ()
     ) -> Sequence[Turn]:
-        """Return the leaves that a policy selects; turns in `without` are ignored.
-
-        An empty `policy` means the operator's default, or else `default`.
+        """Return the leaves that a policy selects; turns in `without` are ignored. An empty `policy` means the
+        operator's default, or else `default`.
 
         Raises:
             BadRequest: there is no such policy.
@@ -132,9 +131,7 @@ def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:
 
 def trained_before(leaves: Sequence[Turn], leaf: Turn) -> dict[Turn, int]:
     """Return, for each turn of a leaf's line, how many of its first sampled tokens the samples of earlier leaves train.
-
-    If `leaf` is not in `leaves`, all of them count as earlier.
-    """
+    If `leaf` is not in `leaves`, all of them count as earlier."""
     covered: dict[Turn, int] = {}
     for each in leaves:
         if each is leaf:
