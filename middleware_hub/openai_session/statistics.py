@@ -12,15 +12,15 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
 
     sessions = gauge("Sessions held.", name="")
     bytes = gauge("Bytes of messages and arrays held.")
-    created = counter("Sessions made.")
-    expired = counter("Sessions forgotten since nobody used them.")
+    created = counter("Sessions created.")
+    expired = counter("Sessions forgotten after their idle timeout.")
     evicted = counter("Sessions of bare `X-Session-Id` headers that were forgotten to make room.")
     ended = counter(
-        "Sessions ended, by reason; one that goes on after all, in a smaller context, ends again.", by="reason"
+        "Sessions ended, by reason. A session that continues with a shorter context ends again.", by="reason"
     )
     turns = counter("Turns recorded.")
-    refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
-    unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")
+    refused = counter("Sessions and turns refused for lack of room, by the bound that was reached.", by="bound")
+    unrecorded_history = counter("Recorded turns whose history contains answers that the session did not record.")
     untraced = counter("Requests not recorded.")
     invalid_answers = counter("Answers that contradict themselves and were refused, by worker.", by="worker")
     uncompared = counter("Samples too long to be compared with what the chat template writes.")

@@ -193,9 +193,9 @@ class TokenizerAgreement:
         pairs = zip(self._ids, ids, strict=False)
         place = next((place for place, (own, its) in enumerate(pairs) if own != its), min(len(ids), len(self._ids)))
         return (
-            f"tokenizes a probe text otherwise than the router, from token {place} on ({len(ids)} tokens, not "
-            f"{len(self._ids)}): nothing is traced with it. Give both the same tokenizer files and a transformers "
-            "release that loads them rightly; if the tokenizer has code of its own, set --trust-remote-tokenizer"
+            f"tokenizes a probe text differently from the router, from token {place} on ({len(ids)} tokens instead of "
+            f"{len(self._ids)}), so its answers are not recorded. Give both the same tokenizer files and a "
+            "transformers release that loads them correctly; if the tokenizer has code, set --trust-remote-tokenizer"
         )
 
 

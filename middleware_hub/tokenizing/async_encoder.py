@@ -45,8 +45,8 @@ class TextTooLong(BadRequest):
 class EncodingStatistics(Statistics, prefix="miles_router_encoding"):
     """Counts of texts that threads and processes encode; work done at once is not counted."""
 
-    pending = gauge("Texts that are being encoded or spelled beside the event loop, or wait for it.")
-    abandoned = counter("Texts whose client left before they were encoded.")
+    pending = gauge("Texts that threads and processes encode or decode now, and texts that wait for them.")
+    abandoned = counter("Texts whose client disconnected before they were encoded.")
     refused = counter("Texts refused for their length.")
 
 
@@ -211,7 +211,7 @@ class _EncoderProcesses:
         """Return a process, and whether an earlier visit used it already."""
         with self._lock:
             if visit.left or self._closed:
-                raise EncoderLost("the router does not encode any more")
+                raise EncoderLost("the router is stopping and encodes no further texts")
             kept = self._idle.pop() if self._idle else None
             visit.process = kept or EncoderProcess(self.pack())
             return visit.process, kept is not None

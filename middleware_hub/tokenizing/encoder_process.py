@@ -68,7 +68,7 @@ class EncoderProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
             )
         except OSError as error:
-            raise EncoderLost(f"no process that encodes long texts can be started: {error.strerror}") from None
+            raise EncoderLost(f"cannot start a process that encodes long texts: {error.strerror}") from None
         self._unsent: PackedTokenizer | None = tokenizer
 
     def run(self, work: EncoderWork) -> Any:
@@ -89,7 +89,7 @@ class EncoderProcess:
             source.flush()
             failure, result = pickle.load(results)
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise EncoderLost("the process that encodes long texts ended in the middle of one") from None
+            raise EncoderLost("the process that encodes long texts ended too early; repeat the request") from None
         if failure is not None:
             raise failure
         return result

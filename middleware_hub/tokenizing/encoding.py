@@ -95,7 +95,7 @@ class TextEncoder:
             first = sum(end <= len(anchor) for _, end in offsets)
             if first < len(offsets) and offsets[first][0] == len(anchor):
                 return self._encoding(encoding, first, len(anchor), text)
-        raise InexactTokenizer("the tokenizer cannot encode a continuation by itself")
+        raise InexactTokenizer("the tokenizer cannot encode a continuation without changing its first characters")
 
     def encode_behind(self, text: str, token: int | None) -> Tokens:
         """Return the ids of a text that follows other tokens. `token` is the last of these, or None if unknown.

@@ -208,7 +208,7 @@ def read_session(
     for number in range(1, len(blobs)):
         replay.step(blobs[number])
     if head["turns"] != len(session.turns):
-        raise ValueError(f"{head['turns']} turns are not the {len(session.turns)} that there are")
+        raise ValueError(f"the head counts {head['turns']} turns, but the steps contain {len(session.turns)}")
     session.tally = Tally.restored(head["tally"], head["turns"])
     replay.restore_responses()
     return session, replay.saved(head, blobs)
@@ -334,7 +334,7 @@ class _Cursor:
             ValueError: the data ends before.
         """
         if not 0 <= length <= len(self._data) - self._at:
-            raise ValueError(f"{length} bytes are not there")
+            raise ValueError(f"a part of {length} bytes does not fit in the data")
         self._at += length
         return self._data[self._at - length : self._at]
 
@@ -354,4 +354,4 @@ class _Cursor:
             ValueError: some data is left.
         """
         if self._at != len(self._data):
-            raise ValueError(f"{len(self._data) - self._at} bytes are left")
+            raise ValueError(f"{len(self._data) - self._at} bytes are left behind the last part")

@@ -128,14 +128,14 @@ def _direct(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Writ
     if not isinstance(source, str):
         raise Unlike("the tokenizer has several templates")
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        raise Unlike("the tokenizer applies its template in a way of its own")
+        raise Unlike("the tokenizer overrides apply_chat_template")
     compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
     try:
         sandbox = compile_template(source).environment if compile_template is not None else None
     except TemplateError as error:
-        raise Unlike(f"the template is none: {type(error).__name__}") from None
+        raise Unlike(f"the template cannot be compiled: {type(error).__name__}") from None
     if type(sandbox) is not ImmutableSandboxedEnvironment:
-        raise Unlike("the library compiles templates in another way")
+        raise Unlike("transformers compiles templates differently")
     template = Sandbox.like(sandbox).from_string(source)
     before = {**tokenizer.special_tokens_map, **settings}
 
@@ -161,7 +161,7 @@ def _require_same(library: Write, direct: Write) -> None:
             for begin, asks in ((0, True), (count - 1, False)):
                 trial = TRIAL[begin:count], tools, asks, {"enable_thinking": False}
                 if _outcome(library, *trial) != _outcome(direct, *trial):
-                    raise Unlike("the library hands something else to templates, or renders them in another way")
+                    raise Unlike("transformers passes other arguments to templates, or renders them differently")
 
 
 def _outcome(

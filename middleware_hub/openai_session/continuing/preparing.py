@@ -84,7 +84,7 @@ def _as_object(arguments: Any) -> Any:
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise CannotRender("the arguments of a tool call are no JSON object")
+        raise CannotRender("the arguments of a tool call are not a JSON object")
     return value
 
 

@@ -105,9 +105,9 @@ def histories() -> Iterator[History]:
         yield History(name, [*system, question, answered, USER, answered, USER])
     plain: Message = {"role": "assistant", "content": "qz7answered7zq"}
     for switch in SWITCHES:
-        yield History(f"{switch} said before", [_user(f"qz7earlier7zq {switch}"), plain, USER])
+        yield History(f"{switch} in an earlier message", [_user(f"qz7earlier7zq {switch}"), plain, USER])
         switched = {"role": "system", "content": f"{SYSTEM['content']} {switch}"}
-        yield History(f"{switch} said before", [switched, question, plain, USER])
+        yield History(f"{switch} in an earlier message", [switched, question, plain, USER])
 
 
 def _user(content: str) -> Message:
@@ -119,4 +119,4 @@ def given(before: Sequence[Message]) -> Iterator[tuple[str, str]]:
     yield "the tools", TOOL_WORD
     for message in before:
         if message["role"] != "assistant":
-            yield f"a {message['role']} message of before", str(message["content"])
+            yield f"an earlier {message['role']} message", str(message["content"])

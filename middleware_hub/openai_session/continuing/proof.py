@@ -112,11 +112,11 @@ class Proof:
         ending = self.endings.measure(answer, context)
         behind(short, ending)
         if not appended and ending.asked == ending.alone:
-            raise NotAppendOnly("the template asks for no answer behind an answer")
+            raise NotAppendOnly("the template writes no prompt for another answer behind an answer")
         _require_all(short, appended)
         longer = [long for long in histories() if self._same(long, shape, short, context)]
         if not longer:
-            raise NotAppendOnly("the template takes no longer conversation")
+            raise NotAppendOnly("the template refuses every longer conversation")
 
     def _same(self, history: History, shape: Shape, short: str, context: Context) -> bool:
         """Return False if the template refuses this history; otherwise require that the tail is `short`."""
@@ -136,7 +136,7 @@ class Proof:
             if written in tail:
                 raise NotAppendOnly(f"the template writes {what} behind the answer")
             if head.count(written) != alone.count(written):
-                raise NotAppendOnly(f"the template writes {what} differently once something is appended")
+                raise NotAppendOnly(f"the template writes {what} differently once messages are appended")
         return True
 
     def _compare_ids(self, shape: Shape) -> str | None:
@@ -148,7 +148,7 @@ class Proof:
         begin = len(self.endings.measure(answer, context).rest or "")
         stop = next(filter(self._renderer.is_special, self._renderer.encode(tail[begin:])), None)
         if stop is None:
-            return "no special token ends an answer: the ids behind it are those of the text behind it alone"
+            return "no special token ends an answer: the text behind an answer is encoded separately"
         spelled = self._renderer.spelling(stop)
         whole, cut = head + MARKER + tail, len(head + MARKER) + tail.index(spelled, begin) + len(spelled)
         try:
@@ -163,7 +163,7 @@ def _require_all(text: str, appended: Sequence[Message]) -> None:
     for message in appended:
         place = text.find(str(message["content"]), place)
         if place < 0:
-            raise NotAppendOnly(f"the template does not write what a {str(message['role'])[:64]} says here")
+            raise NotAppendOnly(f"the template omits a message of role {str(message['role'])[:64]} here")
 
 
 def prove(renderer: Renderer, known: Refusals | None = None) -> Proof:

@@ -80,14 +80,14 @@ class ProofFile:
         try:
             said = orjson.loads(data)
         except orjson.JSONDecodeError:
-            raise Unusable("it is damaged") from None
+            raise Unusable("the file is damaged") from None
         if not isinstance(said, dict) or said.get("subject") != self.digest:
-            raise Unusable("it proves something else")
+            raise Unusable("the file contains another proof")
         refusals = said.get("refusals")
         if not isinstance(refusals, list) or said.get("digest") != _digest(orjson.dumps(refusals)):
-            raise Unusable("it is damaged")
+            raise Unusable("the file is damaged")
         if len(refusals) != count or not all(each is None or isinstance(each, str) for each in refusals):
-            raise Unusable("it proves something else")
+            raise Unusable("the file contains another proof")
         return refusals
 
 
@@ -106,9 +106,9 @@ def _own(path: Path) -> bytes:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise Unusable("somebody else may have written it")
+            raise Unusable("another user may have written the file")
         if status.st_size > MAX_BYTES:
-            raise Unusable("it is damaged")
+            raise Unusable("the file is damaged")
         return file.read()
 
 

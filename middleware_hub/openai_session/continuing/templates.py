@@ -305,5 +305,5 @@ def _reason(error: Exception, source: str) -> str:
     message may quote a prompt, so only the type of the error is reported."""
     message = str(error).strip()
     if message and "\n" not in message and message in source:
-        return f"the template says: {message}"
+        return f"the template raises an error: {message}"
     return f"the template fails with {type(error).__name__}"

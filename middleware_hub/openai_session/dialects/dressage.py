@@ -152,7 +152,7 @@ class DressageDialect:
         before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
         if not before or current in before:
             return
-        error = TrajectoryVersionChanged(f"weights {current} would go on with what {', '.join(sorted(before))} began")
+        error = TrajectoryVersionChanged(f"weights {current} cannot continue answers of {', '.join(sorted(before))}")
         detail = {
             "error": error.type,
             "message": str(error),
@@ -228,7 +228,7 @@ class DressageDialect:
             session = self._sessions.store.get(name)
             sessions, mode = [session] if session.ending.status is SessionStatus.FINALIZED else [], "trajectory"
         elif self._sessions.store.owners.several:
-            raise BadRequest("this router has several processes: name the session_id of each trajectory")
+            raise BadRequest("this router has several processes: set session_id to read one trajectory")
         else:
             await self._sessions.archive.load_all(lambda head: head["finalized"] is not None)
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)

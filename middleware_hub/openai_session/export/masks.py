@@ -45,7 +45,9 @@ def of_newest_weights(line: Sequence[Turn], trajectory: Trajectory, decode: Deco
     runs, sampled = trajectory.weight_versions, np.flatnonzero(trajectory.loss_mask)
     kept = np.zeros(len(trajectory), np.uint8)
     if len(sampled) and (not runs or runs[-1].end <= sampled[-1]):
-        raise UnusableSample("newest_weights_are_known", f"turn {line[-1].number}: no weight version of its last token")
+        raise UnusableSample(
+            "newest_weights_are_known", f"turn {line[-1].number}: its last token has no weight version"
+        )
     for run in runs:
         if run.version == runs[-1].version:
             kept[run.start : run.end] = 1

@@ -105,7 +105,7 @@ class Selection:
         kept = [turn for turn in session.turns if turn not in without]
         leaves = select(session, [turn for turn in kept if all(child in without for child in children(turn))])
         if not set(session.turns).issuperset(leaves):
-            raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
+            raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} must return turns of the session")
         return [leaf for leaf in leaves if leaf not in without]
 
 
