@@ -42,7 +42,7 @@ class ProbeComparison:
         self.attempts = 0
         self.settled = False
         self.difference: str | None = None
-        self.asking: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
 
 class TokenizerAgreement:
@@ -80,9 +80,9 @@ class TokenizerAgreement:
         finally:
             fleet.facts_listeners.remove(self._compare_soon)
             for worker in fleet.pool:
-                known = _known(worker)
-                if known is not None and known.asking is not None:
-                    await cancelled(known.asking)
+                comparison = _comparison_of(worker)
+                if comparison is not None and comparison.task is not None:
+                    await cancelled(comparison.task)
 
     async def require(self, scope: Scope) -> None:
         """Compare routable workers that are not compared yet, and bar the request from workers whose tokenizer differs.
@@ -111,19 +111,23 @@ class TokenizerAgreement:
         """Return the workers whose current engine process differs."""
         if not self._differing:
             return ()
-        return [worker for worker in self._differing if (known := _known(worker)) is not None and known.difference]
+        return [
+            worker
+            for worker in self._differing
+            if (comparison := _comparison_of(worker)) is not None and comparison.difference
+        ]
 
     def _reasons(self, workers: Iterable[Worker]) -> Iterable[str]:
         for worker in sorted(workers, key=lambda worker: worker.url):
-            if (known := _known(worker)) is not None:
-                yield f"{worker.url} {known.difference}"
+            if (comparison := _comparison_of(worker)) is not None:
+                yield f"{worker.url} {comparison.difference}"
 
     def _is_settled(self, worker: Worker) -> bool:
         """Return whether a request no longer has to wait for this worker's comparison."""
-        known = _known(worker)
-        if known is None:
+        comparison = _comparison_of(worker)
+        if comparison is None:
             return worker in self._unknown
-        return known.asking is None and (known.settled or known.attempts >= ATTEMPTS)
+        return comparison.task is None and (comparison.settled or comparison.attempts >= ATTEMPTS)
 
     async def _settle(self, worker: Worker, key: bytes | None) -> None:
         """Wait until a worker is compared. `key` is the `Authorization` value for an engine that requires one."""
@@ -131,45 +135,47 @@ class TokenizerAgreement:
             await self._router.fleet.facts(worker.url)
         if worker.facts is None:
             self._unknown = {each for each in self._unknown if self._router.pool.find(each.url) is each} | {worker}
-        known = _known(worker)
-        if known is not None and known.asking is not None:
-            await asyncio.wait({known.asking})
-            known = _known(worker)
-        if known is not None and not self._is_settled(worker):
-            await asyncio.wait({known.asking or self._begin(worker, known, key, again=True)})
+        comparison = _comparison_of(worker)
+        if comparison is not None and comparison.task is not None:
+            await asyncio.wait({comparison.task})
+            comparison = _comparison_of(worker)
+        if comparison is not None and not self._is_settled(worker):
+            await asyncio.wait({comparison.task or self._start(worker, comparison, key, final=True)})
 
     def _compare_soon(self, worker: Worker) -> None:
         """Start the comparison once the worker's facts are known, unless it runs or is done."""
         self._unknown.discard(worker)
-        known = _known(worker)
-        if known is not None and known.asking is None and not self._is_settled(worker):
-            self._begin(worker, known, None, again=False)
+        comparison = _comparison_of(worker)
+        if comparison is not None and comparison.task is None and not self._is_settled(worker):
+            self._start(worker, comparison, None, final=False)
 
-    def _begin(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> asyncio.Task[None]:
-        known.asking = spawn(self._compare(worker, known, key, again=again), name=f"tokenizer of {worker.url}")
-        return known.asking
+    def _start(
+        self, worker: Worker, comparison: ProbeComparison, key: bytes | None, *, final: bool
+    ) -> asyncio.Task[None]:
+        comparison.task = spawn(self._compare(worker, comparison, key, final=final), name=f"tokenizer of {worker.url}")
+        return comparison.task
 
-    async def _compare(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> None:
-        """Ask a worker for the probe's ids and compare them with the router's. With `again`, a status 401 or 403 counts
+    async def _compare(self, worker: Worker, comparison: ProbeComparison, key: bytes | None, *, final: bool) -> None:
+        """Ask a worker for the probe's ids and compare them with the router's. With `final`, a status 401 or 403 counts
         as an attempt. Without it the comparison waits for a request that brings a key."""
         path = None if worker.facts is None else _path(worker.facts)
         try:
             status, answer = await self._ask(worker, path, key)
         finally:
-            known.asking = None
-        if status in KEYED and not again:
+            comparison.task = None
+        if status in KEYED and not final:
             return
-        known.attempts += 1
+        comparison.attempts += 1
         ids = (worker.engine or USUAL).tokens(answer) if status == OK else None
-        known.settled = ids is not None or status in (OK, NOT_FOUND)
+        comparison.settled = ids is not None or status in (OK, NOT_FOUND)
         fields: dict[str, object] = {"worker": worker.url}
         if ids is None:
-            if known.settled or known.attempts >= ATTEMPTS:
+            if comparison.settled or comparison.attempts >= ATTEMPTS:
                 logger.info("tokenizer_not_compared", extra={"fields": {**fields, "status": status}})
         elif not self._agrees(ids):
-            known.difference = self._difference(ids)
+            comparison.difference = self._difference(ids)
             self._differing = {each for each in self._differing if self._router.pool.find(each.url) is each} | {worker}
-            logger.error("tokenizer_differs", extra={"fields": {**fields, "difference": known.difference}})
+            logger.error("tokenizer_differs", extra={"fields": {**fields, "difference": comparison.difference}})
 
     async def _ask(self, worker: Worker, path: str | None, key: bytes | None) -> tuple[int, bytes]:
         if path is None:
@@ -184,14 +190,16 @@ class TokenizerAgreement:
         `add_special_tokens` adds some."""
         for begin in range(MAX_ADDED + 1):
             end = begin + len(self._ids)
-            more = ids[:begin] + ids[end:]
-            if ids[begin:end] == self._ids and len(more) <= 2 * MAX_ADDED and self._added.issuperset(more):
+            extra = ids[:begin] + ids[end:]
+            if ids[begin:end] == self._ids and len(extra) <= 2 * MAX_ADDED and self._added.issuperset(extra):
                 return True
         return False
 
     def _difference(self, ids: list[int]) -> str:
         pairs = zip(self._ids, ids, strict=False)
-        place = next((place for place, (own, its) in enumerate(pairs) if own != its), min(len(ids), len(self._ids)))
+        place = next(
+            (place for place, (own, theirs) in enumerate(pairs) if own != theirs), min(len(ids), len(self._ids))
+        )
         return (
             f"tokenizes a probe text differently from the router, from token {place} on ({len(ids)} tokens instead of "
             f"{len(self._ids)}), so its answers are not recorded. Give both the same tokenizer files and a "
@@ -199,7 +207,7 @@ class TokenizerAgreement:
         )
 
 
-def _known(worker: Worker) -> ProbeComparison | None:
+def _comparison_of(worker: Worker) -> ProbeComparison | None:
     """Return the comparison with the worker's current engine process; None while its facts are unknown."""
     return None if worker.facts is None else worker.facts.learned(ProbeComparison)
 

@@ -51,7 +51,9 @@ def align(
         if isinstance(stop, str):  # trimming a stop string may have split the last visible token
             return _indivisible(speller, ids, text, 0)
         trimmed = None if no_stop_trim else stop
-        return _indivisible(speller, ids, text, _visible(speller, ids, skip_special=skip_special, trimmed=trimmed))
+        return _indivisible(
+            speller, ids, text, _count_visible(speller, ids, skip_special=skip_special, trimmed=trimmed)
+        )
     if not skip_special:
         return Alignment(spelling.text, spelling.ends, len(text), exact=True)
     first_hidden = _first_hidden(spelling.ends, len(text))
@@ -70,7 +72,7 @@ def _first_hidden(ends: Ends, shown_chars: int) -> int:
     return int(reaching[0]) + 1 if len(reaching) else len(ends)
 
 
-def _visible(speller: Speller, ids: Sequence[int], *, skip_special: bool, trimmed: int | None) -> int:
+def _count_visible(speller: Speller, ids: Sequence[int], *, skip_special: bool, trimmed: int | None) -> int:
     """Return how many tokens precede the trimmed stop token and omitted special tokens at the end."""
     count = len(ids)
     while count and (ids[count - 1] == trimmed or (skip_special and speller.special(ids[count - 1]) is not None)):

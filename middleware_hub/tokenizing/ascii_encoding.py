@@ -37,7 +37,7 @@ class AsciiEncoder:
     """An encoder of ASCII texts for one `tokenizers.Tokenizer`. `ascii_encoder` creates it."""
 
     def __init__(self, backend: Any, pattern: re.Pattern[str]) -> None:
-        self._added = {each.content: _spelled(token) for token, each in backend.get_added_tokens_decoder().items()}
+        self._added = {each.content: _packed(token) for token, each in backend.get_added_tokens_decoder().items()}
         longest_first = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
         self._parts = re.compile(f"({longest_first or '$.'})").split  # `$.` never matches
         self._pieces = pattern.findall
@@ -54,7 +54,7 @@ class AsciiEncoder:
         return np.frombuffer(b"".join(ids), dtype=np.int32)
 
 
-def _spelled(*ids: int) -> bytes:
+def _packed(*ids: int) -> bytes:
     return np.array(ids, dtype=np.int32).tobytes()
 
 
@@ -66,7 +66,7 @@ class _PieceIds(dict[str, bytes]):
         self._letters = {byte: letter for letter, byte in byte_of_character().items()}
 
     def __missing__(self, piece: str) -> bytes:
-        ids = _spelled(*(token.id for token in self._model.tokenize(piece.translate(self._letters))))
+        ids = _packed(*(token.id for token in self._model.tokenize(piece.translate(self._letters))))
         if len(piece) <= MAX_PIECE:
             if len(self) >= MAX_PIECES:
                 self.clear()
@@ -77,7 +77,7 @@ class _PieceIds(dict[str, bytes]):
 def ascii_encoder(backend: Any) -> AsciiEncoder | None:
     """Return an encoder for a tokenizer, or None if it is unsupported or encodes a trial text differently."""
     pattern = _pattern(backend)
-    if pattern is None or not _finds_added_tokens_as_they_are(backend):
+    if pattern is None or not _splits_at_added_tokens_first(backend):
         return None
     encoder = AsciiEncoder(backend, pattern)
     trial = "".join(map("".join, product(KINDS, repeat=3))) + "".join(map(chr, range(128)))
@@ -92,7 +92,7 @@ def _pattern(backend: Any) -> re.Pattern[str] | None:
     *splits, last = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if last.get("type") != "ByteLevel" or last["add_prefix_space"] or len(splits) + last["use_regex"] != 1:
         return None
-    return _in_ascii(_isolating(splits[0]) if splits else GPT2)
+    return _python_pattern(_split_pattern(splits[0]) if splits else GPT2)
 
 
 def _settings(part: Any) -> Mapping[str, Any]:
@@ -100,7 +100,7 @@ def _settings(part: Any) -> Mapping[str, Any]:
     return json.loads(part.__getstate__()) if part is not None else {}
 
 
-def _isolating(split: Mapping[str, Any]) -> str | None:
+def _split_pattern(split: Mapping[str, Any]) -> str | None:
     """Return the regular expression of a `Split` step that makes each match a piece, or None for another step."""
     if split.get("type") != "Split" or split["behavior"] != "Isolated" or split["invert"]:
         return None
@@ -108,7 +108,7 @@ def _isolating(split: Mapping[str, Any]) -> str | None:
     return pattern
 
 
-def _in_ascii(pattern: str | None) -> re.Pattern[str] | None:
+def _python_pattern(pattern: str | None) -> re.Pattern[str] | None:
     """Translate an expression for Python's `re`, which lacks Unicode properties; None if that is impossible."""
 
     def replaced(found: re.Match[str]) -> str:
@@ -122,16 +122,16 @@ def _in_ascii(pattern: str | None) -> re.Pattern[str] | None:
     return compiled if not compiled.groups else None
 
 
-def _finds_added_tokens_as_they_are(backend: Any) -> bool:
+def _splits_at_added_tokens_first(backend: Any) -> bool:
     """Return whether the tokenizer splits a text at its added tokens first, in one pass and regardless of their
     context."""
-    added = [each for each in backend.get_added_tokens_decoder().values() if _is_found_in_ascii(each)]
+    added = [each for each in backend.get_added_tokens_decoder().values() if _can_match_ascii(each)]
     plain = not any(each.single_word or each.lstrip or each.rstrip or not each.content for each in added)
     plain = plain and all(each.content.isascii() for each in added)
     return plain and len({each.normalized for each in added}) <= 1 and not backend.encode_special_tokens
 
 
-def _is_found_in_ascii(added: Any) -> bool:
+def _can_match_ascii(added: Any) -> bool:
     """Return whether an added token can match in ASCII text. Normalization may turn its content into ASCII: the Kelvin
     sign becomes `K`."""
     return (unicodedata.normalize("NFKC", added.content) if added.normalized else added.content).isascii()

@@ -142,11 +142,11 @@ class AsyncEncoder:
 
 @dataclass
 class _Visit:
-    """One use of a process. `keep`: the process may be reused afterwards; `left`: the caller was cancelled."""
+    """One use of a process. `keep`: the process may be reused afterwards; `cancelled`: the caller was cancelled."""
 
     keep: bool
     process: EncoderProcess | None = None
-    left: bool = False
+    cancelled: bool = False
 
 
 class _EncoderProcesses:
@@ -177,7 +177,7 @@ class _EncoderProcesses:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, visit, work)
         except asyncio.CancelledError:
             with self._lock:
-                visit.left = True
+                visit.cancelled = True
                 if visit.process is not None:
                     visit.process.kill()
             raise
@@ -192,7 +192,7 @@ class _EncoderProcesses:
     def _work(self, visit: _Visit, work: EncoderWork) -> Any:
         """Run work in a process and return its result; runs in a thread."""
         while True:
-            process, kept = self._take(visit)
+            process, kept = self._acquire(visit)
             try:
                 result = process.run(work)
             except EncoderLost:
@@ -201,16 +201,16 @@ class _EncoderProcesses:
                     raise
                 # A reused process may have been killed while it was idle: that is not this text's fault, so retry.
             except RouterError:  # raised by the work itself: the process is fine
-                self._give_back(visit, process)
+                self._release(visit, process)
                 raise
             else:
-                self._give_back(visit, process)
+                self._release(visit, process)
                 return result
 
-    def _take(self, visit: _Visit) -> tuple[EncoderProcess, bool]:
+    def _acquire(self, visit: _Visit) -> tuple[EncoderProcess, bool]:
         """Return a process, and whether an earlier visit used it already."""
         with self._lock:
-            if visit.left or self._closed:
+            if visit.cancelled or self._closed:
                 raise EncoderLost("the router is stopping and encodes no further texts")
             kept = self._idle.pop() if self._idle else None
             visit.process = kept or EncoderProcess(self.pack())
@@ -221,10 +221,10 @@ class _EncoderProcesses:
             visit.process = None
         process.close()
 
-    def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:
+    def _release(self, visit: _Visit, process: EncoderProcess) -> None:
         with self._lock:
             visit.process = None
-            usable = visit.keep and not (visit.left or self._closed)
+            usable = visit.keep and not (visit.cancelled or self._closed)
             if usable:
                 self._idle.append(process)
         if not usable:

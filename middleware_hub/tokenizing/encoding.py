@@ -57,14 +57,14 @@ class TextEncoder:
         self._added: dict[int, str] = {
             token: each.content for token, each in backend.get_added_tokens_decoder().items()
         }
-        self._needs_anchor = self._spells("a") != "a" or self._spells(" a") != " a"
+        self._needs_anchor = self._round_trip("a") != "a" or self._round_trip(" a") != " a"
 
     @property
     def added_tokens(self) -> Mapping[int, str]:
         """The contents of added tokens by id. The tokenizer matches these before any other token."""
         return self._added
 
-    def _spells(self, text: str) -> str:
+    def _round_trip(self, text: str) -> str:
         spelling = self._speller.spell(self._encode(text, special=False).ids, skip_special=False)
         return text if spelling is None else spelling.text
 

@@ -29,11 +29,11 @@ class TokenNames:
     async def ids(self, spelled: Sequence[bytes]) -> list[int] | None:
         """Return the id of each token, or None if the bytes of one are unknown or ambiguous."""
         if self._ids is None:
-            self._ids = await self._all()
+            self._ids = await self._find_all()
         found = [self._ids.get(each) for each in spelled]
         return [token for token in found if token is not None] if None not in found else None
 
-    async def _all(self) -> dict[bytes, int | None]:
+    async def _find_all(self) -> dict[bytes, int | None]:
         speller = speller_for(self._backend) if self._backend is not None else None
         if not isinstance(speller, ByteLevelSpeller):
             return {}  # other tokenizers do not determine a token by its bytes

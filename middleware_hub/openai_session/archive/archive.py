@@ -49,12 +49,12 @@ class SessionArchive:
         self._began = now()
         self._saved: dict[str, Saved] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # locks in use
-        self._let_go: set[str] = set()  # sessions already deleted on disk and still in memory
+        self._deleted_on_disk: set[str] = set()  # sessions already deleted on disk and still in memory
         self._forgetting: dict[str, asyncio.Task[None]] = {}
         #: Stored sessions that are not in memory, for lists.
         self.lines = HeldLines(router.store, self._is_elsewhere, sessions.bounds.sessions)
         if self._store is not None:
-            sessions.when_deleted = self._forget
+            sessions.when_deleted = self._delete_soon
 
     @property
     def is_held(self) -> bool:
@@ -70,7 +70,7 @@ class SessionArchive:
         if self._store is None:
             return
         async with self._lock(session.id):
-            await self._forgotten(session.id)
+            await self._wait_until_deleted(session.id)
             if session.ending.status.is_forgotten:
                 return
             saved = self._saved.get(session.id)
@@ -78,7 +78,7 @@ class SessionArchive:
             if unsaved.blobs:  # `anew` removes what an earlier session of this name may have left
                 await self._store.append(session.id, unsaved.blobs, large=unsaved.large, anew=saved is None)
             if not session.ending.status.is_forgotten:
-                self._saved[session.id] = unsaved.made()
+                self._saved[session.id] = unsaved.after_append()
 
     def save_soon(self, session: Session) -> None:
         """Save a session in the background. After a failure, its next change tries again."""
@@ -109,7 +109,7 @@ class SessionArchive:
         if not self._store.has(session_id):  # another process may own it
             return
         async with self._lock(session_id):
-            await self._forgotten(session_id)
+            await self._wait_until_deleted(session_id)
             blobs = {} if session_id in self._sessions else await self._store.load(session_id)
             large = await self._store.load(session_id, large=True) if blobs and are_kept(self._channels) else {}
             if not blobs or session_id in self._sessions:
@@ -148,7 +148,7 @@ class SessionArchive:
         return [summary_of(*each) async for each in self._heads()]
 
     @asynccontextmanager
-    async def let_go(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
+    async def deleting(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
         """Delete sessions durably on disk, then run the block, which must delete them in memory at once. If one
         deletion fails, all these sessions are saved again.
 
@@ -164,11 +164,11 @@ class SessionArchive:
             there = [session for session in sessions if not session.ending.status.is_forgotten]
             await self._delete_all(self._store, there)
             names = {session.id for session in there}
-            self._let_go |= names
+            self._deleted_on_disk |= names
             try:
                 yield
             finally:
-                self._let_go -= names
+                self._deleted_on_disk -= names
 
     async def _delete_all(self, store: StateStore, sessions: Sequence[Session]) -> None:
         deletes = [store.delete(session.id) for session in sessions]
@@ -212,7 +212,7 @@ class SessionArchive:
                 async with self._lock(session_id):  # a load at this moment counts as a use
                     if session_id not in self._sessions:
                         self._sessions.statistics.expired += 1
-                        self._forget(session_id)
+                        self._delete_soon(session_id)
 
     async def _heads(self, slots: Collection[int] | None = None) -> AsyncIterator[tuple[str, bytes]]:
         if self._store is None:
@@ -225,14 +225,14 @@ class SessionArchive:
     def _is_elsewhere(self, session_id: str) -> bool:
         return session_id in self._sessions or session_id in self._forgetting
 
-    def _forget(self, session_id: str) -> None:
+    def _delete_soon(self, session_id: str) -> None:
         """Delete a session on disk in the background; later operations on its name wait for that."""
         self._saved.pop(session_id, None)
         self.lines.drop(session_id)
-        if session_id in self._let_go:
+        if session_id in self._deleted_on_disk:
             return
         task = self._forgetting[session_id] = spawn(self._delete(session_id), name=f"forget {session_id}")
-        task.add_done_callback(lambda done: self._is_forgotten(session_id, done))
+        task.add_done_callback(lambda done: self._deletion_done(session_id, done))
 
     async def _delete(self, session_id: str) -> None:
         assert self._store is not None
@@ -242,11 +242,11 @@ class SessionArchive:
             fields = {"session_id": session_id, "reason": str(error)}
             logger.warning("session_not_deleted", extra={"fields": fields})
 
-    def _is_forgotten(self, session_id: str, task: asyncio.Task[None]) -> None:
+    def _deletion_done(self, session_id: str, task: asyncio.Task[None]) -> None:
         if self._forgetting.get(session_id) is task:
             del self._forgetting[session_id]
 
-    async def _forgotten(self, session_id: str) -> None:
+    async def _wait_until_deleted(self, session_id: str) -> None:
         task = self._forgetting.get(session_id)
         if task is not None:
             await asyncio.shield(task)

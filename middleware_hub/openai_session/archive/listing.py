@@ -35,7 +35,7 @@ class HeldLines:
         self._places: dict[str, EpisodePlace] = {}
         self._read: set[int] = set()
         self._unreadable: set[int] = set()
-        self._gone: set[str] = set()  # sessions dropped while a slot is read
+        self._dropped: set[str] = set()  # sessions dropped while a slot is read
         self._reading = asyncio.Lock()
 
     async def newest(self, before: EpisodePlace | None, most: int) -> list[bytes]:
@@ -52,7 +52,7 @@ class HeldLines:
         if place is not None:
             self._shelf.remove(place)
         elif self._reading.locked():
-            self._gone.add(session_id)
+            self._dropped.add(session_id)
 
     async def _try_to_read(self, store: StateStore, slot: int) -> None:
         try:
@@ -64,11 +64,11 @@ class HeldLines:
             return
         self._read.add(slot)
         for place, line in lines:
-            if place[1] not in self._gone and not self._is_elsewhere(place[1]):
+            if place[1] not in self._dropped and not self._is_elsewhere(place[1]):
                 self._add(place, line)
 
     async def _lines(self, store: StateStore, slot: int) -> list[tuple[EpisodePlace, bytes]]:
-        self._gone.clear()
+        self._dropped.clear()
         lines: list[tuple[EpisodePlace, bytes]] = []
         pace = Pace()
         async for session_id, head in heads_in(store, slot):

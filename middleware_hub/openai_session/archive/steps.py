@@ -146,7 +146,7 @@ class Unsaved:
         rows = taken.rows
         if rows is None:
             return taken.reason or NOT_WRITTEN
-        parent = _number_of(rows.parent, kind, self._session.turns)
+        parent = _owner_number(rows.parent, kind, self._session.turns)
         if not (self._with_rows and can_be_written(rows, parent)):
             return NOT_WRITTEN
         self.large[number_of_rows(kind, turn.number)] = written_rows(rows, parent)
@@ -163,7 +163,7 @@ class Unsaved:
         place = self._place(blake2b(settings, digest_size=16).digest(), lambda: settings)
         return {**{name: getattr(envelope, name) for name in ENVELOPE}, "settings": place}
 
-    def made(self) -> Saved:
+    def after_append(self) -> Saved:
         """Return what the journal contains once the blobs are durable."""
         saved = self._saved
         saved.turns, saved.untraced, saved.replies = self._counts
@@ -177,7 +177,7 @@ class Unsaved:
         return saved
 
 
-def _number_of(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
+def _owner_number(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
     """Return the number of the turn that owns these rows, or None."""
     if rows is None:
         return None

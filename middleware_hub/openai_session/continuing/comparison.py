@@ -51,7 +51,7 @@ class Comparison:
             self._skip()
             return None
         expected = self._renderer.encode(text)
-        found = comparator.compare_sequences(expected, ids, trim_trailing_ids=self._blank_end(expected))
+        found = comparator.compare_sequences(expected, ids, trim_trailing_ids=self._trailing_blanks(expected))
         return [each.to_dict() for each in found]
 
     @functools.cached_property
@@ -77,7 +77,7 @@ class Comparison:
             return None
         return texts[1].removeprefix(texts[0]).split("\n")[0] or None
 
-    def _blank_end(self, ids: Sequence[int]) -> set[int]:
+    def _trailing_blanks(self, ids: Sequence[int]) -> set[int]:
         """Return the ids of white space at the end of a rendered conversation: the engine does not sample those."""
         end = len(ids)
         while end and not self._renderer.is_added(ids[end - 1]) and not self._renderer.spelling(ids[end - 1]).strip():

@@ -27,7 +27,7 @@ SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort"))
 MIRROR = "{{ [messages, tools, documents, add_generation_prompt, %s] | tojson }}"
 #: Answers that a sandbox caches.
 MAX_ANSWERS = 1024
-OF_A_DICT = frozenset(dir(dict))
+DICT_ATTRIBUTES = frozenset(dir(dict))
 _CALL = {"name": "f", "arguments": {"a": [1, None, {"b": 0.5}], "c": True}}
 TRIAL: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
@@ -55,7 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     answers: dict[tuple[type, str], bool]
 
     @classmethod
-    def like(cls, sandbox: ImmutableSandboxedEnvironment) -> Sandbox:
+    def copy_of(cls, sandbox: ImmutableSandboxedEnvironment) -> Sandbox:
         """Return a sandbox with the same settings, filters and globals."""
         own = sandbox.overlay()
         own.__class__ = cls
@@ -66,7 +66,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute as the library does, but skip its failing attribute look-up on a dictionary. Templates
         mostly read items of dictionaries by attribute syntax."""
-        if type(obj) is not dict or attribute in OF_A_DICT:
+        if type(obj) is not dict or attribute in DICT_ATTRIBUTES:
             return super().getattr(obj, attribute)
         try:
             return obj[attribute]
@@ -83,68 +83,76 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return known
 
 
-class Unlike(ValueError):
+class RenderingDiffers(ValueError):
     """The reason why the library may pass other arguments to a template, or render it in another way."""
 
 
-def writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
+def make_writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
     """Return a function that renders `template`, or the tokenizer's own if it is None. `settings` apply unless a turn
     overrides them."""
-    library = _library(tokenizer, template, settings)
+    library = _library_writer(tokenizer, template, settings)
     try:
-        direct = _direct(tokenizer, template or tokenizer.chat_template, settings)
+        direct = _direct_writer(tokenizer, template or tokenizer.chat_template, settings)
         _require_same(library, direct)
         mirror = MIRROR % ", ".join(sorted({*tokenizer.special_tokens_map, *settings, "messages"}))
-        _require_same(_library(tokenizer, mirror, settings), _direct(tokenizer, mirror, settings))
-    except Unlike as reason:
+        _require_same(_library_writer(tokenizer, mirror, settings), _direct_writer(tokenizer, mirror, settings))
+    except RenderingDiffers as reason:
         logger.warning("chat_template_by_the_library", extra={"fields": {"reason": str(reason)}})
         return library
 
-    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+    def write(
+        messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> str:
         known = messages and kwargs.keys() <= SETTINGS and all(type(tool) is dict for tool in tools or ())
-        return (direct if known else library)(messages, tools, asks, kwargs)
+        return (direct if known else library)(messages, tools, generation_prompt, kwargs)
 
     return write
 
 
-def _library(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
+def _library_writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
     """Return a function that renders with `apply_chat_template`."""
     named = {} if template is None else {"chat_template": template}
 
-    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+    def write(
+        messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> str:
         given = {**settings, **kwargs, **named}
-        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=asks, tokenize=False, **given)
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **given
+        )
         return str(text)
 
     return write
 
 
-def _direct(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Write:
+def _direct_writer(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Write:
     """Return a function that renders the template as the library finally does.
 
     Raises:
-        Unlike: the library may render it differently.
+        RenderingDiffers: the library may render it differently.
     """
     if not isinstance(source, str):
-        raise Unlike("the tokenizer has several templates")
+        raise RenderingDiffers("the tokenizer has several templates")
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        raise Unlike("the tokenizer overrides apply_chat_template")
+        raise RenderingDiffers("the tokenizer overrides apply_chat_template")
     compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
     try:
         sandbox = compile_template(source).environment if compile_template is not None else None
     except TemplateError as error:
-        raise Unlike(f"the template cannot be compiled: {type(error).__name__}") from None
+        raise RenderingDiffers(f"the template cannot be compiled: {type(error).__name__}") from None
     if type(sandbox) is not ImmutableSandboxedEnvironment:
-        raise Unlike("transformers compiles templates differently")
-    template = Sandbox.like(sandbox).from_string(source)
+        raise RenderingDiffers("transformers compiles templates differently")
+    template = Sandbox.copy_of(sandbox).from_string(source)
     before = {**tokenizer.special_tokens_map, **settings}
 
-    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+    def write(
+        messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> str:
         aliased = [
             {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
             for message in messages
         ]
-        given = {"messages": aliased, "tools": tools, "documents": None, "add_generation_prompt": asks}
+        given = {"messages": aliased, "tools": tools, "documents": None, "add_generation_prompt": generation_prompt}
         return template.render({**before, **kwargs, **given})
 
     return write
@@ -154,20 +162,26 @@ def _require_same(library: Write, direct: Write) -> None:
     """Render the trial conversations with both.
 
     Raises:
-        Unlike: they write different texts.
+        RenderingDiffers: they write different texts.
     """
     for count in range(1, len(TRIAL) + 1):
         for tools in (None, [TOOL]):
-            for begin, asks in ((0, True), (count - 1, False)):
-                trial = TRIAL[begin:count], tools, asks, {"enable_thinking": False}
+            for begin, generation_prompt in ((0, True), (count - 1, False)):
+                trial = TRIAL[begin:count], tools, generation_prompt, {"enable_thinking": False}
                 if _outcome(library, *trial) != _outcome(direct, *trial):
-                    raise Unlike("transformers passes other arguments to templates, or renders them differently")
+                    raise RenderingDiffers(
+                        "transformers passes other arguments to templates, or renders them differently"
+                    )
 
 
 def _outcome(
-    write: Write, messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]
+    write: Write,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    generation_prompt: bool,
+    kwargs: Mapping[str, Any],
 ) -> str:
     try:
-        return write(messages, tools, asks, kwargs)
+        return write(messages, tools, generation_prompt, kwargs)
     except (TemplateError, *FAILURES) as error:
         return repr(error)

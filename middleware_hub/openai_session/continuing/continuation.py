@@ -23,10 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.openai_session.continuing.endings import AnswerShape, Ending, NotAppendOnly, behind, shared
+from middleware_hub.openai_session.continuing.endings import (
+    AnswerShape,
+    Ending,
+    NotAppendOnly,
+    common_start,
+    strip_call_end,
+)
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
-from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
+from middleware_hub.openai_session.continuing.proof import PROVED_AT_START, Proof, prove
 from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.roles import Roles
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
@@ -95,7 +101,7 @@ class Continuation:
         self.renderer = renderer
         self._encoder = encoder
         self._endings = proof.endings
-        self._kept_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
+        self._cached_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
     def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
         """Return messages in a form that the engine's template accepts, and the places of arguments that were
@@ -128,7 +134,7 @@ class Continuation:
         """
         renderer = self._beginning
         messages, _ = renderer.readable(messages)
-        before = messages[:-1] if goes_on else renderer.as_taken(messages)
+        before = messages[:-1] if goes_on else renderer.as_engine_reads(messages)
         text = renderer.render(before, tools, generation_prompt=True, template_kwargs=template_kwargs)
         ids = await self._encoder.encode_rendered(text)
         if not goes_on:
@@ -160,7 +166,7 @@ class Continuation:
             raise NotAppendOnly(f"more than {MAX_APPENDED} messages are appended")
         answer = AnswerShape(turn.tool_calls, turn.reasoning)
         try:
-            appended = self.renderer.as_taken(appended)
+            appended = self.renderer.as_engine_reads(appended)
             self.proof.require(shape_of(answer, appended, context.tools), context.template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
@@ -171,19 +177,19 @@ class Continuation:
 
     def _ending(self, answer: AnswerShape, context: Context) -> Ending:
         large = len(context.key) > MAX_KEPT_CONTEXT
-        return self._endings.measure(answer, context) if large else self._kept_ending(answer, context)
+        return self._endings.measure(answer, context) if large else self._cached_ending(answer, context)
 
     def _given(self, turn: HeldEnd, answer: AnswerShape, tail: str, context: Context) -> Given:
-        alike = AnswerShape(
+        generic = AnswerShape(
             tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning
         )
         try:
-            return given_behind(tail, self._ending(alike, context), turn, self.renderer)
+            return text_to_give(tail, self._ending(generic, context), turn, self.renderer)
         except NotAppendOnly:
             if not answer.calls:
                 raise
         # The template may repeat the id or name of a call behind its arguments.
-        return given_behind(tail, self._endings.measure(answer, context), turn, self.renderer)
+        return text_to_give(tail, self._endings.measure(answer, context), turn, self.renderer)
 
 
 class Given(NamedTuple):
@@ -194,17 +200,17 @@ class Given(NamedTuple):
     token: int | None
 
 
-def given_behind(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -> Given:
+def text_to_give(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -> Given:
     """Return the part of a tail that follows the sampled ids.
 
     Raises:
         NotAppendOnly: the answer's end has to be written, but cannot be separated from the end of a tool call.
     """
-    text = behind(tail, ending)
+    text = strip_call_end(tail, ending)
     last = turn.last_id if turn.ended else None
     stop = renderer.spelling(last) if last is not None else ""
     if text is None:
-        end = len(shared(tail, ending)) + len(stop)  # a stop token may also begin the next message
+        end = len(common_start(tail, ending)) + len(stop)  # a stop token may also begin the next message
         place = tail.rfind(stop, 0, end) if renderer.is_added(last) else -1
         if place < 0:
             raise NotAppendOnly("an answer with tool calls does not end with a token that the template ends it with")
@@ -227,7 +233,7 @@ def build(tokenizer: Any, tito_model: str | None, encoder: AsyncEncoder | None =
     """
     renderer = for_family(tokenizer, tito_model) if tito_model else from_tokenizer(tokenizer)
     file = ProofFile(renderer.subject)
-    known = file.read(len(AT_THE_START))
+    known = file.read(len(PROVED_AT_START))
     proof = prove(renderer, known)
     if known is None:
         file.write(list(proof.refusals.values()))

@@ -61,13 +61,13 @@ class Ending(NamedTuple):
         rest: the rest of the tool call, with which every tail begins; None if the end of a call cannot be separated
             from
             the end of the answer.
-        asked: the tail with nothing appended.
-        alone: the same without the prompt for another answer.
+        with_prompt: the tail with nothing appended.
+        without_prompt: the same without the prompt for another answer.
     """
 
     rest: str | None
-    asked: str
-    alone: str
+    with_prompt: str
+    without_prompt: str
 
 
 class Endings:
@@ -84,10 +84,10 @@ class Endings:
             CannotRender: the template accepts neither.
         """
         try:
-            self.parts(AnswerShape(), (), context, before=(USER,))
+            self.split_at_answer(AnswerShape(), (), context, before=(USER,))
             return (USER,)
         except CannotRender:
-            self.parts(AnswerShape(), (), context, before=(SYSTEM, USER))
+            self.split_at_answer(AnswerShape(), (), context, before=(SYSTEM, USER))
             return SYSTEM, USER
 
     def measure(self, answer: AnswerShape, context: Context) -> Ending:
@@ -96,11 +96,15 @@ class Endings:
         Raises:
             CannotRender: the template refuses such an answer.
         """
-        asked, alone = self.tail(answer, (), context), self.tail(answer, (), context, generation_prompt=False)
+        with_prompt, without_prompt = (
+            self.tail(answer, (), context),
+            self.tail(answer, (), context, generation_prompt=False),
+        )
         if not answer.calls:
-            return Ending("", asked, alone)
+            return Ending("", with_prompt, without_prompt)
         plain = self.tail(AnswerShape(reasoning=answer.reasoning), (), context)
-        return Ending(asked.removesuffix(plain) if asked.endswith(plain) else None, asked, alone)
+        rest = with_prompt.removesuffix(plain) if with_prompt.endswith(plain) else None
+        return Ending(rest, with_prompt, without_prompt)
 
     def tail(
         self, answer: AnswerShape, appended: Sequence[Message], context: Context, *, generation_prompt: bool = True
@@ -110,9 +114,9 @@ class Endings:
         Raises:
             CannotRender: the template refuses the messages.
         """
-        return self.parts(answer, appended, context, generation_prompt=generation_prompt)[1]
+        return self.split_at_answer(answer, appended, context, generation_prompt=generation_prompt)[1]
 
-    def parts(
+    def split_at_answer(
         self,
         answer: AnswerShape,
         appended: Sequence[Message],
@@ -130,7 +134,7 @@ class Endings:
         """
         history = self._before if before is None else before
         refusal = CannotRender("the template leaves an answer out")
-        for message in _spellings(answer, content):
+        for message in _answer_variants(answer, content):
             try:
                 text = self._renderer.render(
                     [*history, message, *appended],
@@ -147,7 +151,7 @@ class Endings:
         raise refusal
 
 
-def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
+def _answer_variants(answer: AnswerShape, content: str) -> Iterator[Message]:
     """Yield variants of an answer for different templates. Some accept no text beside calls, some require reasoning in
     every answer behind the last question, and some write no calls at all."""
     yield answer.message(content)
@@ -159,7 +163,7 @@ def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
         yield answer.message(MARKER)
 
 
-def behind(tail: str, ending: Ending) -> str | None:
+def strip_call_end(tail: str, ending: Ending) -> str | None:
     """Return a tail without the rest of a tool call, or None if that rest cannot be separated from the answer's end.
 
     Raises:
@@ -172,8 +176,8 @@ def behind(tail: str, ending: Ending) -> str | None:
     return tail[len(ending.rest) :]
 
 
-def shared(tail: str, ending: Ending) -> str:
+def common_start(tail: str, ending: Ending) -> str:
     """Return the common beginning of a tail and of both tails with nothing appended: the end of a call and of the
     answer."""
-    tails = zip(tail, ending.asked, ending.alone, strict=False)
+    tails = zip(tail, ending.with_prompt, ending.without_prompt, strict=False)
     return "".join(each[0] for each in takewhile(lambda each: each[0] == each[1] == each[2], tails))

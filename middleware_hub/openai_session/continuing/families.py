@@ -49,11 +49,11 @@ def for_family(tokenizer: Any, tito_model: str) -> Renderer:
         return from_tokenizer(tokenizer, origin=f"the tokenizer's chat template ({name}: not in the library)")
     _require_library()
     if name == "deepseek" or candidates[0].startswith("deepseek"):
-        return _deepseek(tokenizer, candidates)
+        return _deepseek_renderer(tokenizer, candidates)
     family = candidates[0]
     if len(candidates) > 1 and NEWER[family] not in str(tokenizer.chat_template):
         family = candidates[1]
-    return _jinja(tokenizer, family)
+    return _template_renderer(tokenizer, family)
 
 
 def _unknown(tito_model: str) -> str:
@@ -72,7 +72,7 @@ def _require_library() -> None:
         ) from None
 
 
-def _jinja(tokenizer: Any, family: str) -> Renderer:
+def _template_renderer(tokenizer: Any, family: str) -> Renderer:
     from miles_tito_tokenizers import resolve_fixed_chat_template
     from miles_tito_tokenizers.tokenizer_type import TITOTokenizerType
 
@@ -84,7 +84,7 @@ def _jinja(tokenizer: Any, family: str) -> Renderer:
     return from_tokenizer(tokenizer, template=template, settings=settings, origin=f"{whose} ({family})", family=family)
 
 
-def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
+def _deepseek_renderer(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
     """Return a renderer with DeepSeek's encoder, or with the chat template of a tokenizer before V3.2."""
     from miles_tito_tokenizers.encoders import deepseek_v4, deepseek_v32
 

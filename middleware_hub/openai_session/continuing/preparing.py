@@ -13,8 +13,8 @@ from miles_router.engines import client_json
 from miles_router.errors import RouterError
 
 #: Fields of a message that SGLang's request model keeps, by role.
-OF_A_USER = ("role", "content")
-OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
+USER_FIELDS = ("role", "content")
+OTHER_FIELDS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
 TEXT_PARTS = ("text", "input_text")
 #: Renders `(messages, tools, generation_prompt, template_kwargs)` to text.
 Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
@@ -39,7 +39,7 @@ def prepared(message: Message, *, parts: bool, json: bool = False) -> dict[str, 
     Raises:
         CannotRender: the arguments of a tool call are no JSON object, or a text part has no text.
     """
-    names = OF_A_USER if message.get("role") == "user" else OF_OTHERS
+    names = USER_FIELDS if message.get("role") == "user" else OTHER_FIELDS
     kept = {name: message[name] for name in names if message.get(name) is not None}
     kept["content"] = _content(kept.get("role"), kept.get("content", ""), parts=parts)
     if isinstance(kept.get("tool_calls"), list):

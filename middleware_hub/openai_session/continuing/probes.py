@@ -71,7 +71,7 @@ def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
             message["tool_call_id"] = next(pending, f"call_{place}")
             message["name"] = "probe"
         elif role == CALLING:
-            results = max(1, _run(shape.roles, place + 1, "tool"))
+            results = max(1, _run_length(shape.roles, place + 1, "tool"))
             calls = [f"call_{place}_{each}" for each in range(results)]
             pending = iter(calls)
             function = {"name": "probe", "arguments": '{"q": "again"}'}
@@ -81,7 +81,7 @@ def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
     return answer, messages
 
 
-def _run(roles: Sequence[str], start: int, role: str) -> int:
+def _run_length(roles: Sequence[str], start: int, role: str) -> int:
     return next((place for place in range(start, len(roles)) if roles[place] != role), len(roles)) - start
 
 
@@ -114,7 +114,7 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def given(before: Sequence[Message]) -> Iterator[tuple[str, str]]:
+def history_texts(before: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yield a name and a text for each part of a history that is not an answer: tools, questions, results."""
     yield "the tools", TOOL_WORD
     for message in before:

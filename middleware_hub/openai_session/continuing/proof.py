@@ -20,15 +20,15 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.continuing.endings import MARKER, Endings, NotAppendOnly, behind
+from middleware_hub.openai_session.continuing.endings import MARKER, Endings, NotAppendOnly, strip_call_end
 from middleware_hub.openai_session.continuing.probes import (
     BESIDE,
     STANDARD,
     TOOLS,
     History,
     Shape,
-    given,
     histories,
+    history_texts,
     probe_of,
 )
 from middleware_hub.openai_session.continuing.proof_file import Refusals
@@ -44,27 +44,27 @@ MAX_PROOFS = 512
 MAX_KEPT = 1 << 16
 #: The most roles of a shape: a proof takes half a millisecond for each, and blocks the event loop.
 MAX_ROLES = 128
-AT_THE_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values() for reasoning in (False, True)]
+PROVED_AT_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values() for reasoning in (False, True)]
 
 
 class Proof:
-    """The results of proving one renderer. `known` contains the refusals of `AT_THE_START` if they were proved at an
+    """The results of proving one renderer. `known` contains the refusals of `PROVED_AT_START` if they were proved at an
     earlier start."""
 
     def __init__(self, renderer: Renderer, endings: Endings, known: Refusals | None) -> None:
         self.endings = endings
         self._renderer = renderer
-        self._refusal = functools.lru_cache(maxsize=MAX_PROOFS)(self._proved)
-        found = known if known is not None else [self._proved(shape, b"{}") for shape in AT_THE_START]
+        self._cached_refusal = functools.lru_cache(maxsize=MAX_PROOFS)(self._find_refusal)
+        found = known if known is not None else [self._find_refusal(shape, b"{}") for shape in PROVED_AT_START]
         #: Results for the shapes that are proved at the start.
-        self.refusals = dict(zip(AT_THE_START, found, strict=True))
+        self.refusals = dict(zip(PROVED_AT_START, found, strict=True))
         self.exact: list[str] = []
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
         for name, shape in STANDARD.items():
-            self._try(name, shape)
+            self._report(name, shape)
 
-    def _try(self, name: str, shape: Shape) -> None:
+    def _report(self, name: str, shape: Shape) -> None:
         refusal = self.refusals[shape] or self.refusals[shape._replace(reasoning=True)]
         if refusal is not None:
             self.refused[name] = refusal
@@ -80,7 +80,7 @@ class Proof:
             return self.refusals[shape]
         settings = orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS)
         large = len(settings) + sum(map(len, shape.roles)) > MAX_KEPT
-        return self._proved(shape, settings) if large else self._refusal(shape, settings)
+        return self._find_refusal(shape, settings) if large else self._cached_refusal(shape, settings)
 
     def require(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> None:
         """Prove a shape under the settings of a request, unless the result is known.
@@ -98,7 +98,7 @@ class Proof:
         """Return the results for the log and `GET /router/info`."""
         return {"template": self._renderer.origin, "exact": self.exact, "refused": self.refused, "notes": self.notes}
 
-    def _proved(self, shape: Shape, settings: bytes) -> str | None:
+    def _find_refusal(self, shape: Shape, settings: bytes) -> str | None:
         context = Context(TOOLS if shape.tools else None, orjson.loads(settings))
         try:
             self._prove(shape, context)
@@ -110,29 +110,29 @@ class Proof:
         answer, appended = probe_of(shape)
         short = self.endings.tail(answer, appended, context)
         ending = self.endings.measure(answer, context)
-        behind(short, ending)
-        if not appended and ending.asked == ending.alone:
+        strip_call_end(short, ending)
+        if not appended and ending.with_prompt == ending.without_prompt:
             raise NotAppendOnly("the template writes no prompt for another answer behind an answer")
         _require_all(short, appended)
-        longer = [long for long in histories() if self._same(long, shape, short, context)]
+        longer = [long for long in histories() if self._has_same_tail(long, shape, short, context)]
         if not longer:
             raise NotAppendOnly("the template refuses every longer conversation")
 
-    def _same(self, history: History, shape: Shape, short: str, context: Context) -> bool:
+    def _has_same_tail(self, history: History, shape: Shape, short: str, context: Context) -> bool:
         """Return False if the template refuses this history; otherwise require that the tail is `short`."""
         answer, appended = probe_of(shape)
         before = history.messages
         try:
-            alone, _ = self.endings.parts(answer, (), context, before=before)
+            alone, _ = self.endings.split_at_answer(answer, (), context, before=before)
         except CannotRender:
             return False
-        head, tail = self.endings.parts(answer, appended, context, before=before)
-        _, with_text = self.endings.parts(answer, appended, context, before=before, content=BESIDE)
+        head, tail = self.endings.split_at_answer(answer, appended, context, before=before)
+        _, with_text = self.endings.split_at_answer(answer, appended, context, before=before, content=BESIDE)
         # Gemma 4 writes the text of an answer with calls behind the results. The recorded ids have it where it was
         # sampled.
         if tail != short or (with_text != short and BESIDE not in with_text):
             raise NotAppendOnly(f"what the template writes behind an answer depends on {history.name}")
-        for what, written in given(before):
+        for what, written in history_texts(before):
             if written in tail:
                 raise NotAppendOnly(f"the template writes {what} behind the answer")
             if head.count(written) != alone.count(written):
@@ -144,7 +144,7 @@ class Proof:
         difference."""
         answer, appended = probe_of(shape)
         context = Context(TOOLS if shape.tools else None, {})
-        head, tail = self.endings.parts(answer, appended, context)
+        head, tail = self.endings.split_at_answer(answer, appended, context)
         begin = len(self.endings.measure(answer, context).rest or "")
         stop = next(filter(self._renderer.is_special, self._renderer.encode(tail[begin:])), None)
         if stop is None:

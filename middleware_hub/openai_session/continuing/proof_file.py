@@ -43,8 +43,8 @@ class ProofFile:
     """The file with the proof of one template. `subject` is everything beside code that its rendering depends on."""
 
     def __init__(self, subject: Mapping[str, object]) -> None:
-        said = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code()]
-        self.digest = _digest(orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS))
+        content = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code_digest()]
+        self.digest = _digest(orjson.dumps(content, default=repr, option=orjson.OPT_SORT_KEYS))
         self._directory = default_directory()
 
     @property
@@ -57,7 +57,7 @@ class ProofFile:
         if self.path is None:
             return None
         try:
-            return self._refusals(_own(self.path), count)
+            return self._refusals(_read_own_file(self.path), count)
         except FileNotFoundError:
             return None
         except (OSError, Unusable) as reason:
@@ -68,23 +68,23 @@ class ProofFile:
         """Write a proof. If that fails, the next start proves again."""
         if self.path is None:
             return
-        said = {"subject": self.digest, "refusals": refusals, "digest": _digest(orjson.dumps(refusals))}
+        content = {"subject": self.digest, "refusals": refusals, "digest": _digest(orjson.dumps(refusals))}
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(self.path, orjson.dumps(said))
-            _forget_the_oldest(self.path.parent)
+            _replace(self.path, orjson.dumps(content))
+            _delete_oldest(self.path.parent)
         except OSError as reason:
             logger.info("proof_not_kept", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
 
     def _refusals(self, data: bytes, count: int) -> Refusals:
         try:
-            said = orjson.loads(data)
+            content = orjson.loads(data)
         except orjson.JSONDecodeError:
             raise Unusable("the file is damaged") from None
-        if not isinstance(said, dict) or said.get("subject") != self.digest:
+        if not isinstance(content, dict) or content.get("subject") != self.digest:
             raise Unusable("the file contains another proof")
-        refusals = said.get("refusals")
-        if not isinstance(refusals, list) or said.get("digest") != _digest(orjson.dumps(refusals)):
+        refusals = content.get("refusals")
+        if not isinstance(refusals, list) or content.get("digest") != _digest(orjson.dumps(refusals)):
             raise Unusable("the file is damaged")
         if len(refusals) != count or not all(each is None or isinstance(each, str) for each in refusals):
             raise Unusable("the file contains another proof")
@@ -101,7 +101,7 @@ def default_directory() -> Path | None:
     return base / "miles-router" / "proofs"
 
 
-def _own(path: Path) -> bytes:
+def _read_own_file(path: Path) -> bytes:
     """Return the content of a file that only this process's user may write."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -124,7 +124,7 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _forget_the_oldest(directory: Path) -> None:
+def _delete_oldest(directory: Path) -> None:
     ages = []
     for path in directory.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
@@ -146,7 +146,7 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def _code() -> str:
+def _code_digest() -> str:
     """Return a digest of this project's own code that a proof depends on."""
     files = sorted(path for folder in CODE for path in (HUB / folder).glob("*.py"))
     return _digest(b"\0".join(path.read_bytes() for path in files))

@@ -26,9 +26,9 @@ class Roles:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._kept_dropped = functools.lru_cache(maxsize=1024)(self._dropped)
+        self._cached_dropped = functools.lru_cache(maxsize=1024)(self._find_dropped)
 
-    def known(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
+    def with_known_roles(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
         """Return chat messages with roles that the template knows, and for each its index in `messages`.
 
         A `developer` message becomes a `system` message where the template writes one; otherwise its text joins the
@@ -39,39 +39,39 @@ class Roles:
             return messages, range(len(messages))
         found: list[Message] = []
         places: list[int] = []
-        words: list[Any] = []  # contents of developer messages, for the user's message behind them
+        instructions: list[Any] = []  # contents of developer messages, for the user's message behind them
         for place, message in enumerate(messages):
             role = message["role"].lower() if message["role"].lower() in ANY_CASE else message["role"]
             behind = messages[place + 1]["role"].lower() if place + 1 < len(messages) else None
             if role == DEVELOPER and not self.takes_system(found, alone=behind in (None, "assistant")):
-                words.append(message.get("content"))
+                instructions.append(message.get("content"))
                 if behind in (DEVELOPER, "user"):
                     continue
                 role, message = "user", {"role": "user", "content": None}
                 if found and found[-1]["role"] == "user":
                     message = found.pop()
                     places.pop()
-                    words.insert(0, message.get("content"))
-            elif words:
-                words.append(message.get("content"))
-            if words:
-                message, words = {**message, "content": _joined(words)}, []
+                    instructions.insert(0, message.get("content"))
+            elif instructions:
+                instructions.append(message.get("content"))
+            if instructions:
+                message, instructions = {**message, "content": _joined(instructions)}, []
             role = "system" if role == DEVELOPER else role
             found.append(message if role == message["role"] else {**message, "role": role})
             places.append(place)
         return found, places
 
-    def dropped(
+    def first_dropped(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
     ) -> int | None:
         """Return the index of the first message that the template does not write. None if it writes all messages, or
         refuses them with an error."""
         labels = tuple(map(_label, messages))
         if labels[-1:] == ("assistant",):
-            labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_taken`)
+            labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_engine_reads`)
         settings = orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS)
         small = sum(map(len, labels)) + len(settings) <= MAX_KEPT
-        return (self._kept_dropped if small else self._dropped)(labels, bool(tools), settings)
+        return (self._cached_dropped if small else self._find_dropped)(labels, bool(tools), settings)
 
     @functools.cached_property
     def system_first(self) -> bool:
@@ -83,17 +83,17 @@ class Roles:
         it."""
         labels = (*map(_label, before), "system", *(() if alone else ("user",)))
         try:
-            return self._missing(labels, tools=False, settings=b"{}") is None
+            return self._first_missing(labels, tools=False, settings=b"{}") is None
         except CannotRender:
             return False
 
-    def _dropped(self, labels: tuple[str, ...], tools: bool, settings: bytes) -> int | None:
+    def _find_dropped(self, labels: tuple[str, ...], tools: bool, settings: bytes) -> int | None:
         try:
-            return self._missing(labels, tools=tools, settings=settings)
+            return self._first_missing(labels, tools=tools, settings=settings)
         except CannotRender:
             return None
 
-    def _missing(self, labels: tuple[str, ...], *, tools: bool, settings: bytes) -> int | None:
+    def _first_missing(self, labels: tuple[str, ...], *, tools: bool, settings: bytes) -> int | None:
         """Return the index of the first role whose message the template does not write, or None.
 
         Raises:

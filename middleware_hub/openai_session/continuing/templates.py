@@ -29,7 +29,7 @@ SHORT = 9
 ENGINE_ID = re.compile(r"call_[0-9a-f]{24}")
 
 
-def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+def wrap_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
     """Return messages in which the arguments of every tool call are an object, and the places of invalid ones. Invalid
     arguments are wrapped in an object; empty arguments become `{}`. Returns the same list if nothing changed."""
     changed: dict[int, Message] = {}
@@ -38,7 +38,7 @@ def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
         calls = message.get("tool_calls") if message.get("role") == "assistant" else None
         if not isinstance(calls, list):
             continue
-        now = [_wrapped_call(call) for call in calls]
+        now = [_wrap_call(call) for call in calls]
         others = [number for number, (one, other) in enumerate(zip(calls, now, strict=True)) if one is not other]
         if others:
             changed[place] = {**message, "tool_calls": now}
@@ -48,17 +48,17 @@ def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
     return [changed.get(place, message) for place, message in enumerate(messages)], where[:MAX_NAMED]
 
 
-def _wrapped_call(call: Any) -> Any:
+def _wrap_call(call: Any) -> Any:
     function = function_of(call)
     arguments = function.get("arguments")
     if not function or isinstance(arguments, Mapping) or _is_object(arguments):
         return call
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null", "[]")):
-        said = "{}"
+        object_text = "{}"
     else:
         text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        said = orjson.dumps({INVALID_JSON: text}).decode()
-    return {**call, "function": {**function, "arguments": said}}
+        object_text = orjson.dumps({INVALID_JSON: text}).decode()
+    return {**call, "function": {**function, "arguments": object_text}}
 
 
 def _is_wrapped(call: Mapping[str, Any]) -> bool:
@@ -74,7 +74,7 @@ def _is_object(arguments: object) -> bool:
         return False
 
 
-def shortened(message: Message) -> Message:
+def shorten_ids(message: Message) -> Message:
     """Return a message whose call ids are shortened by `short_id`."""
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if isinstance(calls, list):
@@ -101,7 +101,7 @@ def short_id(call_id: str) -> str:
 __all__ = ["CannotRender", "Renderer", "from_tokenizer"]
 
 #: Parameters of `apply_chat_template` that are not settings of a template; a request must not set them.
-OURS = frozenset(
+RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
         *("continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
@@ -109,7 +109,7 @@ OURS = frozenset(
     )
 )
 #: A call id that every template accepts, and that occurs nowhere by chance.
-TRIED_ID = "qz7id7zq0"
+PROBE_ID = "qz7id7zq0"
 #: The number of characters that determine the first token of a text.
 LOOKAHEAD = 64
 
@@ -158,14 +158,14 @@ class Renderer:
         Raises:
             CannotRender: the template refuses the messages, or the request sets a reserved parameter.
         """
-        foreign = sorted(OURS & template_kwargs.keys())
+        foreign = sorted(RESERVED & template_kwargs.keys())
         if foreign:
             raise CannotRender(f"chat_template_kwargs: {foreign[0]} is not a template's setting")
         prepared = [self._prepared(message) for message in messages]
         written = [prepared_tool(tool) for tool in tools] if tools else None
         return self._write(prepared, written, generation_prompt, template_kwargs)
 
-    def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
+    def as_engine_reads(self, appended: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as SGLang reads them: an assistant's message at the end becomes a user's. SGLang does so
         in order to have a message to answer."""
         if not appended or appended[-1].get("role") != "assistant":
@@ -175,8 +175,8 @@ class Renderer:
 
     def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
         """Return messages in a form that the template accepts, and the places of arguments that were wrapped."""
-        taken, where = (messages, []) if self._json else wrapped(messages)
-        return [shortened(message) for message in taken] if self._short_ids else taken, where
+        taken, where = (messages, []) if self._json else wrap_arguments(messages)
+        return [shorten_ids(message) for message in taken] if self._short_ids else taken, where
 
     def same_id(self, held: object, sent: object) -> bool:
         """Return whether the template cannot distinguish two ids of a tool call."""
@@ -189,15 +189,15 @@ class Renderer:
     def writes_ids(self) -> bool:
         """Whether the template writes the ids of tool calls."""
         try:
-            return TRIED_ID in self._tried(TRIED_ID)
+            return PROBE_ID in self._render_call(PROBE_ID)
         except CannotRender:
             return True
 
     def _wants_short_ids(self) -> bool:
         """Return whether the template accepts only call ids of 9 characters."""
-        for call_id, is_taken in (("call_0", False), (TRIED_ID, True)):
+        for call_id, is_taken in (("call_0", False), (PROBE_ID, True)):
             try:
-                self._tried(call_id)
+                self._render_call(call_id)
             except CannotRender:
                 if is_taken:
                     return False
@@ -206,7 +206,7 @@ class Renderer:
                     return False
         return True
 
-    def _tried(self, call_id: str) -> str:
+    def _render_call(self, call_id: str) -> str:
         messages: list[Message] = [
             {"role": "user", "content": "a"},
             {
@@ -219,7 +219,7 @@ class Renderer:
         return self.render(messages, None, generation_prompt=True, template_kwargs={})
 
     def _prepared(self, message: Message) -> dict[str, Any]:
-        message = shortened(message) if self._short_ids else message
+        message = shorten_ids(message) if self._short_ids else message
         return prepared(message, parts=self._parts, json=self._json)
 
     def encode(self, text: str) -> list[int]:
@@ -271,12 +271,12 @@ def from_tokenizer(
     try:
         from jinja2 import TemplateError
 
-        from middleware_hub.openai_session.continuing.compiled import writer
+        from middleware_hub.openai_session.continuing.compiled import make_writer
     except ImportError:
         raise ConfigError("hf_checkpoint: chat templates need jinja2; pip install 'miles-router[tito]'") from None
     source = own if isinstance(own, str) else tokenizer.get_chat_template()
 
-    apply = writer(tokenizer, template, settings or {})
+    apply = make_writer(tokenizer, template, settings or {})
 
     def write(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
         try:

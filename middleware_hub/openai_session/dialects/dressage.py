@@ -99,9 +99,9 @@ class DressageDialect:
         held = name is not None and name in self._sessions.store
         if held and await self._endpoint.beside(self._sessions.store.get(name or ""), scope, receive, send):
             return True
-        if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
+        if not path.startswith(ROLLOUT) or (method, path) not in self._control_routes():
             return False
-        response = await self._orders()[method, path](Request(scope, receive))
+        response = await self._control_routes()[method, path](Request(scope, receive))
         await response(scope, receive, send)
         return True
 
@@ -115,11 +115,11 @@ class DressageDialect:
             self._check_version(session, scope)
             await self._endpoint.turn(session, scope, receive, send)
         except ContextOverflow as error:
-            raise self._in_words(error, session, scope) from None
+            raise self._as_window_error(error, session, scope) from None
         finally:
             self._sessions.store.drop_unused(session)
 
-    def _in_words(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
+    def _as_window_error(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
         """Convert an error about a full context to the form that the proxies in the framework's sandboxes expect. This
         applies to chat where `context_window` is set. Other readers find OpenAI's form under `error`."""
         if error.overflow is None or not self._contract.given or scope["path"] != paths.CHAT:
@@ -164,7 +164,7 @@ class DressageDialect:
         Exchange.of(scope).error_body = lambda error, request_id: {"detail": detail, **error.body(request_id)}
         raise error
 
-    def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
+    def _control_routes(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
         return {
             ("POST", "/v1/rollout/pause"): self._pause,
             ("POST", "/v1/rollout/resume"): self._resume,
@@ -173,7 +173,7 @@ class DressageDialect:
 
     async def _finalize(self, request: Request) -> Response:
         parsed = await read_object(request)
-        name = self._required(request, parsed)
+        name = self._owned_session(request, parsed)
         await self._sessions.archive.load(name)
         session = self._sessions.store.get(name)
         if not session.turns:
@@ -204,13 +204,13 @@ class DressageDialect:
         )
 
     async def _discard(self, request: Request) -> Response:
-        name = self._required(request, await read_object(request))
+        name = self._owned_session(request, await read_object(request))
         await self._sessions.archive.load(name)
         self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.ending.status is SessionStatus.FINALIZED else []
         if session is not None:
-            async with self._sessions.archive.let_go([session]):
+            async with self._sessions.archive.deleting([session]):
                 self._sessions.store.delete(session)
         about = {"session_removed": session is not None, "segments_removed": len(removed)}
         return as_response({"success": True, "session_id": name, **about})
@@ -223,7 +223,7 @@ class DressageDialect:
         if parsed.get("segment_view") not in (None, VIEW):
             raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
-            name = self._required(request, parsed)
+            name = self._owned_session(request, parsed)
             await self._sessions.archive.load(name)
             session = self._sessions.store.get(name)
             sessions, mode = [session] if session.ending.status is SessionStatus.FINALIZED else [], "trajectory"
@@ -239,9 +239,9 @@ class DressageDialect:
         self._draining |= draining  # a concurrent drain skips these sessions
         try:
             write = partial(segments_of, [(session, self._plan(session)) for session in sessions])
-            data = await self._sessions.beside(request, write)
+            data = await self._sessions.run_in_thread(request, write)
             if drain:  # on disk first: a session that cannot be deleted there stays, and can be drained again
-                async with self._sessions.archive.let_go(sessions):
+                async with self._sessions.archive.deleting(sessions):
                     for session in sessions:
                         self._sessions.store.delete(session)
         finally:
@@ -251,9 +251,9 @@ class DressageDialect:
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
 
-    def _required(self, request: Request, parsed: Mapping[str, Any]) -> str:
+    def _owned_session(self, request: Request, parsed: Mapping[str, Any]) -> str:
         """Return the session that a body names; continue only in the process that owns it."""
-        name = _named(parsed)
+        name = _named_session(parsed)
         self._sessions.store.owners.require(request.scope, name)
         return name
 
@@ -377,7 +377,7 @@ def _checked_name(field: str, value: object) -> Name:
     return value
 
 
-def _named(parsed: Mapping[str, Any]) -> str:
+def _named_session(parsed: Mapping[str, Any]) -> str:
     name = parsed.get("session_id", parsed.get("trajectory_id"))
     if not isinstance(name, str):
         raise BadRequest("session_id must be a string")

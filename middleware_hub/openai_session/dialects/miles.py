@@ -37,9 +37,9 @@ NAME = "miles"
 #: A file of more bytes is streamed from threads.
 AT_ONCE = 1 << 20
 #: The arguments of a comparison with the chat template: messages, tools, settings, and recorded tokens.
-Question = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
+ComparisonInput = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
 #: Fields that its client sends; only servers of its version 2 send `metadata`.
-SENT = frozenset({"max_seq_len", "metadata"})
+CLIENT_FIELDS = frozenset({"max_seq_len", "metadata"})
 META = "_samples_meta"
 #: The argument of a run that wants the messages of its samples.
 DUMPS_MESSAGES = "save_debug_trajectory_data"
@@ -65,14 +65,14 @@ class MilesForm:
         self._comparison = comparison
         self._with_messages = getattr(args, DUMPS_MESSAGES, None) is not None
 
-    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+    def is_requested(self, body: Mapping[str, Any], accept: str) -> bool:
         """Return whether a request asks for this form: by `format`, by `Accept`, or by the exact fields of the
         client."""
         if "format" in body:
             return bool(body["format"] == NAME)
         if "application/json" in accept:
             return False
-        return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= SENT)
+        return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= CLIENT_FIELDS)
 
     async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
         """Return the response with the file. A leaf whose first prompt alone fills `max_seq_len` is left out. Raises as
@@ -88,17 +88,17 @@ class MilesForm:
         if "metadata" in body:
             about["agent"] = wanted.metadata
         reason = None if leaves else _empty_reason(session, wanted)
-        questions = [_question(leaf) for leaf in leaves]  # before another task changes the session
-        write = partial(self._write, plan, questions, about, reason)
-        return _response(await self._sessions.beside(request, write))
+        inputs = [_comparison_input(leaf) for leaf in leaves]  # before another task changes the session
+        write = partial(self._write, plan, inputs, about, reason)
+        return _response(await self._sessions.run_in_thread(request, write))
 
     def _write(
-        self, plan: SamplePlan, questions: Sequence[Question | None], about: Mapping[str, Any], reason: str | None
+        self, plan: SamplePlan, inputs: Sequence[ComparisonInput | None], about: Mapping[str, Any], reason: str | None
     ) -> TensorFile:
         own, beside = {**plan.metadata, **plan.request.metadata}, dict[str, Any]()
         entries = []
-        for sample, (leaf, _), question in zip(plan.make(), plan.leaves, questions, strict=True):
-            mismatch = None if question is None else self._comparison.mismatches(*question)
+        for sample, (leaf, _), comparison_input in zip(plan.make(), plan.leaves, inputs, strict=True):
+            mismatch = None if comparison_input is None else self._comparison.mismatches(*comparison_input)
             mismatches = {} if mismatch is None else {"tito_session_mismatch": mismatch}
             beside |= mismatches
             messages = {"messages": _messages(leaf)} if self._with_messages else {}
@@ -110,14 +110,14 @@ def samples_file(
     entries: Sequence[Mapping[str, Any]], session_metadata: Mapping[str, Any], empty_reason: str | None
 ) -> TensorFile:
     """Return the file of samples. An entry contains the fields of `TENSORS` and `VALUES` that a sample has."""
-    arrays, types, told = {}, {}, []
+    arrays, types, objects = {}, {}, []
     for place, entry in enumerate(entries):
         for name, dtype in TENSORS.items():
             if entry.get(name) is not None:
                 arrays[f"{name}.{place}"], types[f"{name}.{place}"] = entry[name], dtype
         nulls = [name for name in TENSORS if entry.get(name) is None]
-        told.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
-    meta = orjson.dumps({"samples": told, "session_metadata": session_metadata, "empty_reason": empty_reason})
+        objects.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
+    meta = orjson.dumps({"samples": objects, "session_metadata": session_metadata, "empty_reason": empty_reason})
     return TensorFile({**arrays, META: np.frombuffer(meta, np.uint8)}, types=types)
 
 
@@ -184,7 +184,7 @@ def _empty_reason(session: Session, request: SampleRequest) -> str:
     return "all_truncated" if truncated else "nothing_sampled"
 
 
-def _question(leaf: Turn) -> Question | None:
+def _comparison_input(leaf: Turn) -> ComparisonInput | None:
     """Return the arguments for a comparison of a leaf's line; None for a line without a chat template."""
     if leaf.path == paths.COMPLETIONS:
         return None

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 #: For a fixed setting, other settings of a request with the same effect; they are removed.
-ALSO = {"stop": ("stop_token_ids", "stop_regex")}
+SAME_EFFECT = {"stop": ("stop_token_ids", "stop_regex")}
 REFUSE, MARK, REPLACE = "refuse", "mark", "replace"
 Group = str | int
 
@@ -42,12 +42,12 @@ class Budget:
     deadline_s: float | None = None
 
     @property
-    def counts(self) -> bool:
+    def limits_usage(self) -> bool:
         """Whether a limit depends on the usage of earlier turns."""
         return self.max_tokens is not None or self.max_turns is not None
 
     @property
-    def measures(self) -> bool:
+    def limits_length(self) -> bool:
         """Whether a limit depends on the length of prompts."""
         return self.max_tokens is not None or self.max_context is not None
 
@@ -88,7 +88,7 @@ class Contract:
     group: Group | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    def apply_fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Apply the fixed settings to a request. Returns the changed request, and the agent's own values that they
         override."""
         fixed: dict[str, Any] = dict(self.sampling)
@@ -100,7 +100,7 @@ class Contract:
             fixed |= base_model(request)
         if not fixed:
             return request, {}
-        instead = [other for name in fixed for other in ALSO.get(name, ())]
+        instead = [other for name in fixed for other in SAME_EFFECT.get(name, ())]
         asked = {
             name: request[name]
             for name in (*fixed, *instead)

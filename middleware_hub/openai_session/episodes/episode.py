@@ -23,7 +23,7 @@ class Ledger:
         self.tokens = 0  # sampled, in turns that are recorded
         self.turns = 0  # requests that are recorded
         self._reserved: dict[object, int] = {}
-        self._counted: dict[object, int] = {}  # settled turns by repeat key
+        self._settled: dict[object, int] = {}  # settled turns by repeat key
 
     def reserve(self, turn: object, tokens: int) -> None:
         """Reserve tokens for a turn that begins."""
@@ -36,11 +36,11 @@ class Ledger:
         self.tokens += tokens
         self.turns += not self._is_free(repeat_key)
         if repeat_key is not None:
-            self._counted[repeat_key] = self._counted.get(repeat_key, 0) + 1
+            self._settled[repeat_key] = self._settled.get(repeat_key, 0) + 1
 
     def _is_free(self, repeat_key: object) -> bool:
         """Return whether a turn repeats a counted turn and does not count itself."""
-        return 0 < self._counted.get(repeat_key, 0) <= FREE_REPETITIONS
+        return 0 < self._settled.get(repeat_key, 0) <= FREE_REPETITIONS
 
     def reserved_by(self, turn: object) -> int:
         """Return the tokens that a turn may still sample."""
@@ -117,7 +117,7 @@ def asked_tokens(request: Mapping[str, Any], lengths: Sequence[str], default: in
     return None if any(name in request for name in lengths) else default
 
 
-def cut(request: Mapping[str, Any], lengths: Sequence[str], tokens: int) -> Mapping[str, Any]:
+def limit_tokens(request: Mapping[str, Any], lengths: Sequence[str], tokens: int) -> Mapping[str, Any]:
     """Return the request, limited to `tokens` tokens."""
     names = [name for name in lengths if request.get(name) is not None] or lengths[-1:]
     least = request.get("min_tokens")
@@ -137,7 +137,7 @@ def choices_of(request: Mapping[str, Any], prompts: int) -> int:
     return prompts * (n or 1)
 
 
-class OnItsWay(Protocol):
+class RequestProgress(Protocol):
     """Progress of a request: how many of its generations wait now, and how many seconds generations have waited."""
 
     waits: int
@@ -150,7 +150,7 @@ class Stoppable(Protocol):
     stopped_by: RouterError | None
 
     @property
-    def flight(self) -> OnItsWay:
+    def flight(self) -> RequestProgress:
         """The progress of its request."""
         ...
 
@@ -188,16 +188,16 @@ class EpisodeState:
         return next((name for name in named if isinstance(name, (str, int)) and not isinstance(name, bool)), None)
 
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
-        """Count a turn that sampled `tokens` tokens, and wake `freed`."""
+        """Count a turn that sampled `tokens` tokens, and wake `wait_until_freed`."""
         self.ledger.settle(turn, tokens, repeat_key)
         self._freed.set()
 
     def release(self, turn: object) -> None:
-        """Drop a turn's reservation, and wake `freed`."""
+        """Drop a turn's reservation, and wake `wait_until_freed`."""
         self.ledger.release(turn)
         self._freed.set()
 
-    async def freed(self) -> None:
+    async def wait_until_freed(self) -> None:
         """Wait until a turn is over."""
         self._freed.clear()
         await self._freed.wait()

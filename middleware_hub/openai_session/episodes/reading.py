@@ -96,7 +96,7 @@ def read_contract(given: object) -> Contract:
     """
     if given is None:
         return NO_CONTRACT
-    parts = _known("contract", given, PARTS)
+    parts = _checked_fields("contract", given, PARTS)
     budget = _read("contract.budget", parts.get("budget"), BUDGET)
     sampling = _read("contract.sampling", parts.get("sampling"), SAMPLING)
     model = _read("contract.model", parts.get("model"), MODEL)
@@ -121,7 +121,7 @@ def _is_group(value: object) -> bool:
     return (isinstance(value, str) and 0 < len(value) <= MAX_NAME) or type(value) is int
 
 
-def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[str, Any]:
+def _checked_fields(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise BadRequest(f"{where} must be an object")
     if unknown := given.keys() - set(known):
@@ -132,7 +132,7 @@ def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[
 def _read(where: str, given: object, known: Fields) -> dict[str, Any]:
     if given is None:
         return {}
-    read = {name: value for name, value in _known(where, given, known).items() if value is not None}
+    read = {name: value for name, value in _checked_fields(where, given, known).items() if value is not None}
     for name, value in read.items():
         check, words = known[name]
         if not check(value):

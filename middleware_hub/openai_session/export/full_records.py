@@ -103,14 +103,14 @@ def _meta_info(turn: Turn, sampled: Sequence[int], logprobs: Sequence[float]) ->
     """Return the fields of SGLang's `meta_info` that are known."""
     asked, answered = turn.facts.get("asked_at"), turn.facts.get("answered_at")
     versions = [piece.version for piece in turn.sampled if piece.version is not None]
-    told = {
+    facts = {
         "id": turn.facts.get("rid"),
         "cached_tokens": turn.facts.get("cached_tokens"),
         "weight_version": versions[-1] if versions else None,
         "e2e_latency": answered - asked if asked is not None and answered is not None else None,
     }
     return {
-        **{name: value for name, value in told.items() if value is not None},
+        **{name: value for name, value in facts.items() if value is not None},
         "finish_reason": {"type": turn.finish_reason},
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": len(sampled),

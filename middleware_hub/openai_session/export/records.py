@@ -22,7 +22,7 @@ def classified(session: Session) -> list[Classified]:
     return list(zip(session.turns, session.history.classified(), strict=True))
 
 
-def written(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
+def compact_answer(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
     """Return the answer to `GET /sessions/{id}?form=compact`. Turns are immutable, so this may run in a thread."""
     records = ((orjson.dumps(record(*each), default=dict),) for each in turns)
     begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)

@@ -25,7 +25,7 @@ from middleware_hub.openai_session.export.full_records import (
     is_large,
     line_metadata,
 )
-from middleware_hub.openai_session.export.records import classified, metadata_of, summary, written
+from middleware_hub.openai_session.export.records import classified, compact_answer, metadata_of, summary
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -42,7 +42,7 @@ Written = TypeVar("Written")
 class SampleForm(Protocol):
     """A format of samples of another framework, with its own response."""
 
-    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+    def is_requested(self, body: Mapping[str, Any], accept: str) -> bool:
         """Return whether a request asks for this form. `accept` is the value of its header."""
         ...
 
@@ -125,13 +125,13 @@ class SessionRoutes:
         if form not in FORMS:
             raise BadRequest(f"form must be one of {', '.join(FORMS)}")
         if form == COMPACT:
-            write = partial(written, session.id, classified(session), metadata_of(session))
-            return Response(await self.beside(request, write), media_type=JSON)
+            write = partial(compact_answer, session.id, classified(session), metadata_of(session))
+            return Response(await self.run_in_thread(request, write), media_type=JSON)
         metadata = {**metadata_of(session), **line_metadata(session)}
         parts = full_parts(session.id, classified(session), metadata, self.maker.decode)
         if is_large(session.turns):
             return StreamingResponse(parts, media_type=JSON)
-        return Response(await self.beside(request, partial(b"".join, parts)), media_type=JSON)
+        return Response(await self.run_in_thread(request, partial(b"".join, parts)), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
         """Delete a session. With `abort=true`, its turns in flight are cancelled; otherwise they finish."""
@@ -143,7 +143,7 @@ class SessionRoutes:
         abort = request.query_params.get("abort", "false")
         if abort not in ("true", "false"):
             raise BadRequest("abort must be true or false")
-        async with self.archive.let_go([session]):
+        async with self.archive.deleting([session]):
             if abort == "true":
                 self._stop(session, SessionStatus.DISCARDED)
             self.store.delete(session)
@@ -153,14 +153,14 @@ class SessionRoutes:
         session = self._session(request)
         wanted = await read_object(request)
         accept = request.headers.get("accept", "")
-        form = next((form for form in self.forms if form.is_meant(wanted, accept)), None)
+        form = next((form for form in self.forms if form.is_requested(wanted, accept)), None)
         if form is not None:
             return await form.answer(request, session, wanted)
         sample_request = SampleRequest.read(wanted)
-        body = await self.beside(request, self.maker.plan(session, sample_request).write)
+        body = await self.run_in_thread(request, self.maker.plan(session, sample_request).write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
-    async def beside(self, request: Request, work: Callable[[], Written]) -> Written:
+    async def run_in_thread(self, request: Request, work: Callable[[], Written]) -> Written:
         """Run work in a single thread, one piece after another, and return its result.
 
         Several threads would compete for the interpreter's lock and block the event loop. Work that has not begun when

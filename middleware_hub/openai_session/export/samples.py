@@ -149,7 +149,7 @@ class SampleMaker:
         Raises:
             UnusableSample: an operator's policy returned something other than turns of this session.
         """
-        return None if self.mask else trained_tokens(self._usual(session))
+        return None if self.mask else trained_tokens(self._default_leaves(session))
 
     def loss_mask(self, session: Session, leaf: Turn) -> Callable[[], Mask]:
         """Return a function that computes the loss mask of a leaf's sample for a default request. The mask is all zero
@@ -158,16 +158,16 @@ class SampleMaker:
         Raises:
             UnusableSample: an operator's policy returned something other than turns of this session.
         """
-        leaves, line = self._usual(session), leaf.line()
+        leaves, line = self._default_leaves(session), leaf.line()
         elsewhere = trained_before(leaves, leaf)
 
         def make() -> Mask:
             trajectory = line_trajectory(line, elsewhere=elsewhere)
-            return self.masked(line, trajectory, self.mask) if leaf in leaves else np.zeros(leaf.tokens, np.uint8)
+            return self.apply_masks(line, trajectory, self.mask) if leaf in leaves else np.zeros(leaf.tokens, np.uint8)
 
         return make
 
-    def _usual(self, session: Session) -> Sequence[Turn]:
+    def _default_leaves(self, session: Session) -> Sequence[Turn]:
         """Return the leaves that a default request selects."""
         return self._selected(session, SampleRequest(build=self.build), () if self.side_calls else side_calls(session))
 
@@ -176,7 +176,7 @@ class SampleMaker:
         wanted = self.side_calls if request.side_calls is None else request.side_calls
         return self.selection.leaves(session, request.branches, default=default, without=() if wanted else aside)
 
-    def masked(self, line: Sequence[Turn], trajectory: Trajectory, names: Iterable[str]) -> Mask:
+    def apply_masks(self, line: Sequence[Turn], trajectory: Trajectory, names: Iterable[str]) -> Mask:
         """Return the trajectory's loss mask with the named masks applied."""
         loss_mask = trajectory.loss_mask
         for name in names:
@@ -231,7 +231,7 @@ class SamplePlan:
         whole = line_trajectory(line, elsewhere=elsewhere)
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
-        loss_mask = self.maker.masked(line, trajectory, request.mask or ())
+        loss_mask = self.maker.apply_masks(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
@@ -284,18 +284,18 @@ class SamplePlan:
         }
 
 
-def checked_defaults(of: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def checked_defaults(middleware: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return a middleware's default build and masks, checked.
 
     Raises:
         ConfigError: there is no such build or mask.
     """
     if build not in BUILDS:
-        raise ConfigError(f"{of}.default_build: must be one of {', '.join(BUILDS)}, not {build!r}")
+        raise ConfigError(f"{middleware}.default_build: must be one of {', '.join(BUILDS)}, not {build!r}")
     try:
         return build, checked_masks(mask)
     except BadRequest as error:
-        raise ConfigError(f"{of}.default_mask: {error}") from None
+        raise ConfigError(f"{middleware}.default_mask: {error}") from None
 
 
 def untraced_in_words(session: Session) -> str:

@@ -38,13 +38,13 @@ def without_superseded(session: Session, leaves: Sequence[Turn]) -> Sequence[Tur
 
 def side_calls(session: Session) -> set[Turn]:
     """Return the turns outside the main line."""
-    main, found = _main(session), session.history.classified()
+    main, found = _main_root(session), session.history.classified()
     return {
         turn for turn, each in zip(session.turns, found, strict=True) if each.side_call or each.conversation is not main
     }
 
 
-def _main(session: Session) -> Turn | None:
+def _main_root(session: Session) -> Turn | None:
     """Return the root of the main line's conversation."""
     classify = session.history.classify
     first = [root for root in session.roots if classify(root).conversation is root and not root.side_call]
@@ -80,7 +80,7 @@ class Selection:
     """
 
     def __init__(self, allowed: Sequence[str], default: str = "") -> None:
-        own = {path: _own(load_function(path, "branch_policies", POLICIES)) for path in allowed}
+        own = {path: _operator_policy(load_function(path, "branch_policies", POLICIES)) for path in allowed}
         self._policies: dict[str, Policy] = {**POLICIES, **own}
         if default and default not in self._policies:
             known = ", ".join(self._policies)
@@ -109,7 +109,7 @@ class Selection:
         return [leaf for leaf in leaves if leaf not in without]
 
 
-def _own(select: Callable[[Session], Sequence[Turn]]) -> Policy:
+def _operator_policy(select: Callable[[Session], Sequence[Turn]]) -> Policy:
     """Wrap an operator's policy."""
     return lambda session, leaves: select(session)
 
