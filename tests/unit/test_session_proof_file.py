@@ -94,7 +94,7 @@ CHANGES: Mapping[str, tuple[Callable[[], Continuation], str, object]] = {
     "other special tokens": (other_special_tokens, "", None),
     "another library": (chatml, "middleware_hub.openai_session.continuing.proof_file._version", lambda name: "0"),
     "another Python": (chatml, "platform.python_version", lambda: "3.9"),
-    "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code", lambda: "other"),
+    "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code_digest", lambda: "other"),
 }
 
 
