@@ -1,9 +1,13 @@
-"""The parts of OpenAISessionMiddleware, in chapters:
+"""The parts of OpenAISessionMiddleware, by folder:
 
-sessions    the tree of turns, the messages in it, turns under way, and where all sessions are kept
-continuing  from a held turn and what an agent appends to the ids that the engine is given
-faces       the APIs that agents speak, a file each
-turns       a turn on its way: taken in, relayed, recorded, given again
-export      what a trainer reads: records and samples
-dialects    what training frameworks expect beside that, a file each
+sessions    the tree of turns, the messages in it, turns in progress, and the session store
+continuing  the token ids for the next prompt, from a recorded turn and the messages behind it
+faces       the APIs that agents use
+turns       one turn: read, sampled, relayed, recorded, repeated
+episodes    contracts of episodes: what they allow, what is used, why they end
+archive     sessions in the state store: written and restored
+export      records and samples for trainers
+audit       checks of recorded sessions
+dashboard   sessions as episodes of the dashboard
+dialects    routes and clients of training frameworks
 """

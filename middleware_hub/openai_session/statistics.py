@@ -1,4 +1,4 @@
-"""The sessions' numbers, for `GET /metrics` and `GET /router/info`."""
+"""Metrics of sessions for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ TOKENS = "Tokens of recorded turns, by origin."
 
 
 class SessionStatistics(Statistics, prefix="miles_router_sessions"):
-    """What was made, recorded and forgotten since the start, and what is held now."""
+    """Counters since the start, and gauges of what is held now."""
 
     sessions = gauge("Sessions held.", name="")
     bytes = gauge("Bytes of messages and arrays held.")
-    created = counter("Sessions made.")
-    expired = counter("Sessions forgotten since nobody used them.")
+    created = counter("Sessions created.")
+    expired = counter("Sessions forgotten after their idle timeout.")
     evicted = counter("Sessions of bare `X-Session-Id` headers that were forgotten to make room.")
     ended = counter(
-        "Sessions ended, by reason; one that goes on after all, in a smaller context, ends again.", by="reason"
+        "Sessions ended, by reason. A session that continues with a shorter context ends again.", by="reason"
     )
     turns = counter("Turns recorded.")
-    refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
-    unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")
+    refused = counter("Sessions and turns refused for lack of room, by the bound that was reached.", by="bound")
+    unrecorded_history = counter("Recorded turns whose history contains answers that the session did not record.")
     untraced = counter("Requests not recorded.")
     invalid_answers = counter("Answers that contradict themselves and were refused, by worker.", by="worker")
     uncompared = counter("Samples too long to be compared with what the chat template writes.")
@@ -29,5 +29,4 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     reused_tokens = counter(TOKENS, name="tokens", labels={"origin": "reused"})
 
     def count_uncompared(self) -> None:
-        """One more sample is not compared."""
         self.uncompared += 1

@@ -1,5 +1,5 @@
-"""Whether the engines' tokenizers are the router's. A transformers release that loads a tokenizer wrongly, or another
-file on one side, would make every sample wrong without a word."""
+"""Check that each engine tokenizes as the router does. A transformers release that loads a tokenizer wrongly, or a
+different tokenizer file on one side, would silently make every training sample wrong."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ logger = logging.getLogger(__name__)
 
 NAME = "tokenizer_agreement"
 OK, NOT_FOUND = 200, 404
-#: What an engine answers that has a key which it was not asked with.
+#: Statuses of an engine that requires an API key.
 KEYED = frozenset({401, 403})
-#: How often an engine process is asked that does not answer, and the seconds that a request waits for it.
+#: Attempts for each engine process, and seconds that a request waits for the comparison.
 ATTEMPTS, PATIENCE = 3, 5.0
-#: Special tokens that an engine may add in front of a text and behind it, though it is told not to.
+#: Special tokens that an engine may add on each side of a text despite `add_special_tokens: false`.
 MAX_ADDED = 2
 
 
 class TokenizerDiffers(RouterError):
-    """Every routable worker makes other tokens of a text than the router: what is recorded would not be what its model
-    has read. Sessions and the text cache send requests only to workers that do not differ."""
+    """Every routable worker tokenizes text differently from the router. The recorded tokens would not be the tokens
+    that the model read. Sessions and the text cache therefore send requests only to workers whose tokenizer agrees."""
 
     status = 502
     type = "tokenizer_differs"
 
 
 class ProbeComparison:
-    """What is known of one engine process. It goes with the engine's facts."""
+    """The result of the comparison with one engine process. It is stored with the engine's facts."""
 
     def __init__(self) -> None:
         self.attempts = 0
         self.settled = False
         self.difference: str | None = None
-        self.asking: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
 
 class TokenizerAgreement:
-    """Compares the ids of a probe text with those of each engine process, as soon as it has said what it is. All
-    middlewares of a router share one."""
+    """A comparison of the router's tokenizer with that of each engine process, by the ids of a probe text. A worker is
+    compared as soon as its facts are known. All middlewares of a router share one instance."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -56,12 +56,12 @@ class TokenizerAgreement:
         self._probe = probe_text(added[token] for token in sorted(added))
         self._ids = encoder.encode_rendered(self._probe).tolist()
         self._added = frozenset(added)
-        self._unknown: set[Worker] = set()  # that were waited for, and have not said what they are
-        self._differing: set[Worker] = set()  # some of whose processes did
+        self._unknown: set[Worker] = set()  # workers whose facts were requested and are still unknown
+        self._differing: set[Worker] = set()  # workers of which at least one engine process differed
 
     @classmethod
     def of(cls, router: Router) -> TokenizerAgreement:
-        """Return the router's one."""
+        """Return the router's shared instance; create it at the first call."""
         found: TokenizerAgreement | None = getattr(router.state, NAME, None)
         if found is None:
             found = cls(router)
@@ -70,7 +70,7 @@ class TokenizerAgreement:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Compare the tokenizers of workers as they join, beside all else. No registration waits for it."""
+        """Compare workers in the background as they join; registration does not wait for it."""
         fleet = self._router.fleet
         fleet.facts_listeners.append(self._compare_soon)
         for worker in fleet.pool:
@@ -80,16 +80,16 @@ class TokenizerAgreement:
         finally:
             fleet.facts_listeners.remove(self._compare_soon)
             for worker in fleet.pool:
-                known = _known(worker)
-                if known is not None and known.asking is not None:
-                    await cancelled(known.asking)
+                comparison = _comparison_of(worker)
+                if comparison is not None and comparison.task is not None:
+                    await cancelled(comparison.task)
 
     async def require(self, scope: Scope) -> None:
-        """Compare the tokenizer of each routable worker that was not compared before. The request goes to none that
-        differs.
+        """Compare routable workers that are not compared yet, and bar the request from workers whose tokenizer differs.
+        Waits at most `PATIENCE` seconds; workers that are still not compared stay eligible.
 
         Raises:
-            TokenizerDiffers: all do.
+            TokenizerDiffers: every routable worker that generates differs.
         """
         flight = Exchange.of(scope).flight
         flight.excluded_workers = self._barred
@@ -108,67 +108,74 @@ class TokenizerAgreement:
             raise TokenizerDiffers("; ".join(self._reasons(barred)))
 
     def _barred(self) -> Sequence[Worker]:
-        """Return the workers that differ now."""
+        """Return the workers whose current engine process differs."""
         if not self._differing:
             return ()
-        return [worker for worker in self._differing if (known := _known(worker)) is not None and known.difference]
+        return [
+            worker
+            for worker in self._differing
+            if (comparison := _comparison_of(worker)) is not None and comparison.difference
+        ]
 
     def _reasons(self, workers: Iterable[Worker]) -> Iterable[str]:
         for worker in sorted(workers, key=lambda worker: worker.url):
-            if (known := _known(worker)) is not None:
-                yield f"{worker.url} {known.difference}"
+            if (comparison := _comparison_of(worker)) is not None:
+                yield f"{worker.url} {comparison.difference}"
 
     def _is_settled(self, worker: Worker) -> bool:
-        """Return whether there is nothing to wait for."""
-        known = _known(worker)
-        if known is None:
+        """Return whether a request no longer has to wait for this worker's comparison."""
+        comparison = _comparison_of(worker)
+        if comparison is None:
             return worker in self._unknown
-        return known.asking is None and (known.settled or known.attempts >= ATTEMPTS)
+        return comparison.task is None and (comparison.settled or comparison.attempts >= ATTEMPTS)
 
     async def _settle(self, worker: Worker, key: bytes | None) -> None:
-        """Wait until a worker was compared; ask it with this `Authorization`, if it was not asked without one."""
+        """Wait until a worker is compared. `key` is the `Authorization` value for an engine that requires one."""
         if worker.facts is None:
             await self._router.fleet.facts(worker.url)
         if worker.facts is None:
             self._unknown = {each for each in self._unknown if self._router.pool.find(each.url) is each} | {worker}
-        known = _known(worker)
-        if known is not None and known.asking is not None:
-            await asyncio.wait({known.asking})
-            known = _known(worker)
-        if known is not None and not self._is_settled(worker):
-            await asyncio.wait({known.asking or self._begin(worker, known, key, again=True)})
+        comparison = _comparison_of(worker)
+        if comparison is not None and comparison.task is not None:
+            await asyncio.wait({comparison.task})
+            comparison = _comparison_of(worker)
+        if comparison is not None and not self._is_settled(worker):
+            await asyncio.wait({comparison.task or self._start(worker, comparison, key, final=True)})
 
     def _compare_soon(self, worker: Worker) -> None:
-        """Compare a worker that has said what it is, unless that was done."""
+        """Start the comparison once the worker's facts are known, unless it runs or is done."""
         self._unknown.discard(worker)
-        known = _known(worker)
-        if known is not None and known.asking is None and not self._is_settled(worker):
-            self._begin(worker, known, None, again=False)
+        comparison = _comparison_of(worker)
+        if comparison is not None and comparison.task is None and not self._is_settled(worker):
+            self._start(worker, comparison, None, final=False)
 
-    def _begin(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> asyncio.Task[None]:
-        known.asking = spawn(self._compare(worker, known, key, again=again), name=f"tokenizer of {worker.url}")
-        return known.asking
+    def _start(
+        self, worker: Worker, comparison: ProbeComparison, key: bytes | None, *, final: bool
+    ) -> asyncio.Task[None]:
+        comparison.task = spawn(self._compare(worker, comparison, key, final=final), name=f"tokenizer of {worker.url}")
+        return comparison.task
 
-    async def _compare(self, worker: Worker, known: ProbeComparison, key: bytes | None, *, again: bool) -> None:
-        """Ask a worker and compare. `again`: a refusal for want of a key counts, for no other key will come."""
+    async def _compare(self, worker: Worker, comparison: ProbeComparison, key: bytes | None, *, final: bool) -> None:
+        """Ask a worker for the probe's ids and compare them with the router's. With `final`, a status 401 or 403 counts
+        as an attempt. Without it the comparison waits for a request that brings a key."""
         path = None if worker.facts is None else _path(worker.facts)
         try:
             status, answer = await self._ask(worker, path, key)
         finally:
-            known.asking = None
-        if status in KEYED and not again:
+            comparison.task = None
+        if status in KEYED and not final:
             return
-        known.attempts += 1
+        comparison.attempts += 1
         ids = (worker.engine or USUAL).tokens(answer) if status == OK else None
-        known.settled = ids is not None or status in (OK, NOT_FOUND)
+        comparison.settled = ids is not None or status in (OK, NOT_FOUND)
         fields: dict[str, object] = {"worker": worker.url}
         if ids is None:
-            if known.settled or known.attempts >= ATTEMPTS:
+            if comparison.settled or comparison.attempts >= ATTEMPTS:
                 logger.info("tokenizer_not_compared", extra={"fields": {**fields, "status": status}})
         elif not self._agrees(ids):
-            known.difference = self._difference(ids)
+            comparison.difference = self._difference(ids)
             self._differing = {each for each in self._differing if self._router.pool.find(each.url) is each} | {worker}
-            logger.error("tokenizer_differs", extra={"fields": {**fields, "difference": known.difference}})
+            logger.error("tokenizer_differs", extra={"fields": {**fields, "difference": comparison.difference}})
 
     async def _ask(self, worker: Worker, path: str | None, key: bytes | None) -> tuple[int, bytes]:
         if path is None:
@@ -179,31 +186,35 @@ class TokenizerAgreement:
             return 0, str(error).encode()
 
     def _agrees(self, ids: list[int]) -> bool:
-        """Return whether ids are the router's. An engine that does not know `add_special_tokens` has added some."""
+        """Return whether `ids` are the router's, apart from special tokens at both ends. An engine that ignores
+        `add_special_tokens` adds some."""
         for begin in range(MAX_ADDED + 1):
             end = begin + len(self._ids)
-            more = ids[:begin] + ids[end:]
-            if ids[begin:end] == self._ids and len(more) <= 2 * MAX_ADDED and self._added.issuperset(more):
+            extra = ids[:begin] + ids[end:]
+            if ids[begin:end] == self._ids and len(extra) <= 2 * MAX_ADDED and self._added.issuperset(extra):
                 return True
         return False
 
     def _difference(self, ids: list[int]) -> str:
         pairs = zip(self._ids, ids, strict=False)
-        place = next((place for place, (own, its) in enumerate(pairs) if own != its), min(len(ids), len(self._ids)))
+        place = next(
+            (place for place, (own, theirs) in enumerate(pairs) if own != theirs), min(len(ids), len(self._ids))
+        )
         return (
-            f"tokenizes a probe text otherwise than the router, from token {place} on ({len(ids)} tokens, not "
-            f"{len(self._ids)}): nothing is traced with it. Give both the same tokenizer files and a transformers "
-            "release that loads them rightly; if the tokenizer has code of its own, set --trust-remote-tokenizer"
+            f"tokenizes a probe text differently from the router, from token {place} on ({len(ids)} tokens instead of "
+            f"{len(self._ids)}), so its answers are not recorded. Give both the same tokenizer files and a "
+            "transformers release that loads them correctly; if the tokenizer has code, set --trust-remote-tokenizer"
         )
 
 
-def _known(worker: Worker) -> ProbeComparison | None:
-    """Return what is known of a worker's process; None while it has not said what it is."""
+def _comparison_of(worker: Worker) -> ProbeComparison | None:
+    """Return the comparison with the worker's current engine process; None while its facts are unknown."""
     return None if worker.facts is None else worker.facts.learned(ProbeComparison)
 
 
 def _path(facts: Facts) -> str | None:
-    """Return the route that tokenizes text. An engine that withholds its schema without a key has it all the same."""
+    """Return the path of the engine's tokenize route, or None if it has no such route. An engine that withholds its
+    schema without a key is assumed to have the usual route."""
     names = (facts.engine or USUAL).tokenize
     withheld = facts.endpoints is None and facts.model_path is None
     return next((path for path in names if withheld or facts.answers(path)), None)

@@ -1,11 +1,11 @@
-"""A `TextEncoder` for the event loop. How long work may take decides where it is done:
+"""A `TextEncoder` for the event loop. The length of a text decides where it is encoded:
 
     at once            a few milliseconds at most
-    in a thread        tokenizers work without the interpreter's lock there; what needs it takes a few milliseconds
-    in a process       whatever takes longer, and would hold the lock for long: reading a million ids out of a
-                       tokenizer, say. It ends with the request that waits for it.
+    in a thread        tokenizers release the interpreter's lock there; the rest takes a few milliseconds
+    in a process       longer work, which would hold the lock for long, such as reading a million ids out of a
+                       tokenizer. It ends when the request that waits for it is cancelled.
 
-More work than threads and processes waits for its turn; what nobody waits for any more is not begun.
+Further work queues for a free thread or process. Work that is cancelled while it queues never starts.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import Router, Statistics, counter, gauge
 from miles_router.trajectory.pieces import Tokens
 
-#: Characters of a text, or ids, up to which work is done at once, and in a thread.
+#: The longest work done at once, and in a thread, in characters or ids.
 AT_ONCE, IN_A_THREAD = 4096, 1 << 18
-#: A process that did more than this is not kept: it would keep the memory for it.
+#: A process that encoded a longer text is ended, because it would keep the memory.
 LARGE = 1 << 21
 THREADS, PROCESSES = 4, 2
 NAME = "encoding"
 
 
 class TextTooLong(BadRequest):
-    """A text has more characters, or ids, than `--max-text-chars`."""
+    """A text has more characters or ids than `--max-text-chars` allows."""
 
     status = 413
     type = "text_too_long"
 
 
 class EncodingStatistics(Statistics, prefix="miles_router_encoding"):
-    """What is encoded for middlewares, except for what is done at once."""
+    """Counts of texts that threads and processes encode; work done at once is not counted."""
 
-    pending = gauge("Texts that are being encoded or spelled beside the event loop, or wait for it.")
-    abandoned = counter("Texts whose client left before they were encoded.")
+    pending = gauge("Texts that threads and processes encode or decode now, and texts that wait for them.")
+    abandoned = counter("Texts whose client disconnected before they were encoded.")
     refused = counter("Texts refused for their length.")
 
 
 class AsyncEncoder:
-    """Does the work of a `TextEncoder`; see there. All middlewares of a router share one (`of`).
+    """A `TextEncoder` whose methods do not block the event loop. All middlewares of a router share one (`of`). The
+    methods behave as those of `TextEncoder`, and raise `TextTooLong` beyond `longest`.
 
     Args:
-        longest: characters of a text, and number of ids, that are taken.
+        longest: the maximum length of an input, in characters or ids.
     """
 
     def __init__(self, tokenizer: Any, *, longest: int) -> None:
-        #: For work that is always short.
+        #: For work that is always short: it runs in the caller.
         self.encoder = TextEncoder(tokenizer)
         self.statistics = EncodingStatistics(pending=lambda: self._pending)
         self._longest = longest
@@ -68,7 +69,7 @@ class AsyncEncoder:
 
     @classmethod
     def of(cls, router: Router) -> AsyncEncoder:
-        """The router's one."""
+        """Return the router's shared encoder; create it at the first call."""
         found: AsyncEncoder | None = getattr(router.state, NAME, None)
         if found is None:
             found = cls(router.tokenizer, longest=router.config.max_text_chars)
@@ -78,7 +79,8 @@ class AsyncEncoder:
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Makes ready for processes, which would hold the event loop for a moment later, and ends them."""
+        """Prepare the tokenizer for encoder processes, and end the processes on exit. Preparing it later would block
+        the event loop for a moment."""
         self._processes.pack()
         try:
             yield
@@ -87,42 +89,37 @@ class AsyncEncoder:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, length: int) -> None:
-        """Refuse a text of so many characters, or so many ids.
+        """Refuse an input of `length` characters or ids if it is too long.
 
         Raises:
-            TextTooLong: they are too many.
+            TextTooLong: it is longer than `--max-text-chars`.
         """
         if length > self._longest:
             self.statistics.refused += 1
             raise TextTooLong(f"a text of {length} characters or ids is longer than {self._longest} (--max-text-chars)")
 
     async def encode_whole(self, text: str) -> Encoding:
-        """See `TextEncoder`."""
         encoding: Encoding = await self._run(len(text), methodcaller("encode_whole", text))
         return encoding
 
     async def encode_rendered(self, text: str) -> Tokens:
-        """See `TextEncoder`."""
         ids: Tokens = await self._run(len(text), methodcaller("encode_rendered", text))
         return ids
 
     async def encode_rest(self, text: str) -> Encoding:
-        """See `TextEncoder`."""
         encoding: Encoding = await self._run(len(text), methodcaller("encode_rest", text))
         return encoding
 
     async def encode_behind(self, text: str, token: int | None) -> Tokens:
-        """See `TextEncoder`."""
         ids: Tokens = await self._run(len(text), methodcaller("encode_behind", text, token))
         return ids
 
     async def spell_whole(self, ids: Sequence[int]) -> Spelling:
-        """See `TextEncoder`."""
         spelling: Spelling = await self._run(len(ids), methodcaller("spell_whole", ids))
         return spelling
 
     async def align(self, ids: Sequence[int], text: str, **how: Any) -> Alignment:
-        """See `TextEncoder`. An answer is never too long."""
+        """Align an answer. Its length is not limited."""
         alignment: Alignment = await self._run(len(ids), methodcaller("align", ids, text, **how), answer=True)
         return alignment
 
@@ -145,15 +142,15 @@ class AsyncEncoder:
 
 @dataclass
 class _Visit:
-    """A piece of work with a process; `keep`: the process may do more; `left`: nobody waits for it any more."""
+    """One use of a process. `keep`: the process may be reused afterwards; `cancelled`: the caller was cancelled."""
 
     keep: bool
     process: EncoderProcess | None = None
-    left: bool = False
+    cancelled: bool = False
 
 
 class _EncoderProcesses:
-    """The processes, each started when it is needed first, and a thread for each that talks to it."""
+    """A pool of encoder processes, started on demand, with one thread for each that talks to it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -164,29 +161,28 @@ class _EncoderProcesses:
         self._closed = False
 
     def pack(self) -> PackedTokenizer:
-        """The tokenizer as processes are given it, packed once."""
+        """Return the tokenizer in the form that processes receive; pack it once."""
         if self._packed is None:
             self._packed = PackedTokenizer.of(self._tokenizer)
         return self._packed
 
     async def run(self, work: EncoderWork, *, keep: bool) -> Any:
-        """Do work in one of them, as soon as one is free. It ends with its caller.
+        """Run work in the next free process. Cancelling the caller kills the process.
 
         Raises:
-            EncoderLost: the process ended in the middle of it, or none could be started.
+            EncoderLost: the process ended during the work, or no process could be started.
         """
         visit = _Visit(keep)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, visit, work)
         except asyncio.CancelledError:
             with self._lock:
-                visit.left = True
+                visit.cancelled = True
                 if visit.process is not None:
                     visit.process.kill()
             raise
 
     def close(self) -> None:
-        """End them all."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
@@ -194,28 +190,28 @@ class _EncoderProcesses:
             process.close()
 
     def _work(self, visit: _Visit, work: EncoderWork) -> Any:
-        """In a thread: what the work gives."""
+        """Run work in a process and return its result; runs in a thread."""
         while True:
-            process, kept = self._take(visit)
+            process, kept = self._acquire(visit)
             try:
                 result = process.run(work)
             except EncoderLost:
                 self._discard(visit, process)
                 if not kept:
                     raise
-                # It may have been ended while it waited, which is no fault of this text.
-            except RouterError:  # the work's own
-                self._give_back(visit, process)
+                # A reused process may have been killed while it was idle: that is not this text's fault, so retry.
+            except RouterError:  # raised by the work itself: the process is fine
+                self._release(visit, process)
                 raise
             else:
-                self._give_back(visit, process)
+                self._release(visit, process)
                 return result
 
-    def _take(self, visit: _Visit) -> tuple[EncoderProcess, bool]:
-        """A process for the visit, and whether it was kept from an earlier one."""
+    def _acquire(self, visit: _Visit) -> tuple[EncoderProcess, bool]:
+        """Return a process, and whether an earlier visit used it already."""
         with self._lock:
-            if visit.left or self._closed:
-                raise EncoderLost("the router does not encode any more")
+            if visit.cancelled or self._closed:
+                raise EncoderLost("the router is stopping and encodes no further texts")
             kept = self._idle.pop() if self._idle else None
             visit.process = kept or EncoderProcess(self.pack())
             return visit.process, kept is not None
@@ -225,10 +221,10 @@ class _EncoderProcesses:
             visit.process = None
         process.close()
 
-    def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:
+    def _release(self, visit: _Visit, process: EncoderProcess) -> None:
         with self._lock:
             visit.process = None
-            usable = visit.keep and not (visit.left or self._closed)
+            usable = visit.keep and not (visit.cancelled or self._closed)
             if usable:
                 self._idle.append(process)
         if not usable:

@@ -1,9 +1,9 @@
-"""A process that encodes texts: its work takes nothing from the router's interpreter lock, and can be ended.
+"""A process that encodes long texts outside the router's interpreter lock, and that can be killed.
 
     python -m middleware_hub.tokenizing.encoder_process
 
-Pickles go in by its standard input: first a packed tokenizer, then one piece of work after the other. What each gave
-comes out by its standard output. It ends when its input does, so it does not outlive its router.
+The standard input carries pickles: first a packed tokenizer, then one piece of work after another. The standard output
+carries the result of each. The process ends when its input ends, so it does not outlive its router.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ EncoderWork = Callable[[TextEncoder], Any]
 
 
 class PackedTokenizer(NamedTuple):
-    """All that a `TextEncoder` needs of a tokenizer: its `tokenizer.json`, and the id that texts begin with."""
+    """The parts of a tokenizer that a `TextEncoder` needs: its `tokenizer.json`, and the beginning-of-sequence id."""
 
     json: str
     bos_token_id: int | None
 
     @classmethod
     def of(cls, tokenizer: Any) -> PackedTokenizer:
-        """A transformers tokenizer, packed. Takes some tenths of a second where its vocabulary is large."""
+        """Pack a transformers tokenizer. Takes some tenths of a second for a large vocabulary."""
         return cls(tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id)
 
     @property
     def backend_tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer`, made anew."""
+        """A new `tokenizers.Tokenizer`."""
         from tokenizers import Tokenizer
 
         return Tokenizer.from_str(self.json)
 
 
 class EncoderLost(RouterError):
-    """The process that encodes long texts ended in the middle of one, or none could be started; the request may be
-    repeated."""
+    """The process that encodes long texts ended during one, or could not be started. The request may be repeated."""
 
     status = 503
     type = "encoder_lost"
@@ -52,10 +51,10 @@ class EncoderLost(RouterError):
 
 
 class EncoderProcess:
-    """One process. All but `kill` blocks, and belongs into a thread.
+    """One encoder process. Every method except `kill` blocks, so call it in a thread.
 
     Raises:
-        EncoderLost: the system lets us start none.
+        EncoderLost: the operating system refuses to start a process.
     """
 
     def __init__(self, tokenizer: PackedTokenizer) -> None:
@@ -64,19 +63,19 @@ class EncoderProcess:
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # Not in our group: Ctrl-C reaches the router alone, which lets requests in flight finish.
+                # A separate process group: Ctrl-C reaches only the router, which lets requests in flight finish.
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
             )
         except OSError as error:
-            raise EncoderLost(f"no process that encodes long texts can be started: {error.strerror}") from None
+            raise EncoderLost(f"cannot start a process that encodes long texts: {error.strerror}") from None
         self._unsent: PackedTokenizer | None = tokenizer
 
     def run(self, work: EncoderWork) -> Any:
-        """What the work gives.
+        """Run the work in the process and return its result.
 
         Raises:
-            EncoderLost: the process ended before that.
+            EncoderLost: the process ended first.
             RouterError: the work raised it.
         """
         source, results = self._process.stdin, self._process.stdout
@@ -90,30 +89,30 @@ class EncoderProcess:
             source.flush()
             failure, result = pickle.load(results)
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise EncoderLost("the process that encodes long texts ended in the middle of one") from None
+            raise EncoderLost("the process that encodes long texts ended too early; repeat the request") from None
         if failure is not None:
             raise failure
         return result
 
     def kill(self) -> None:
-        """End it at once, whatever it is doing; `close` has to follow."""
+        """Kill the process at once, whatever it does. Call `close` afterwards."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it and give back what it takes."""
+        """Kill the process, wait for it, and close its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not written has nobody to read it
+            with contextlib.suppress(OSError):  # closing flushes buffered input, and the reader is gone
                 pipe.close()
 
 
 def main() -> None:
-    """Work until the standard input ends."""
+    """Run work from the standard input until it ends."""
     source = sys.stdin.buffer
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep a library's prints out of the results
     encoder: TextEncoder | None = None
     while True:
         try:

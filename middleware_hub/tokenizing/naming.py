@@ -1,4 +1,4 @@
-"""Which token spells some bytes: for a stream that tells each token's bytes, and broke off before it told its ids."""
+"""Find the id of a token by its bytes, for a stream that reports bytes and broke off before it reported ids."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 from miles_router.engines.spelling import ByteLevelSpeller, speller_for
 from miles_router.middlewares import Pace
 
-STEP = 500  # tokens between which others go on
+STEP = 500  # tokens between two yields to the event loop
 
 
 class TokenNames:
-    """The ids of tokens, where only one token spells the bytes; found out at the first use.
+    """A map from the bytes of a token to its id, where only one token has these bytes. The first use builds it.
 
     Args:
         backend: a `tokenizers.Tokenizer`, or None.
-        model_size: ids that the model may sample, if that is known. Those behind the tokenizer's last an engine shows
-            as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`).
+        model_size: the number of ids that the model may sample, if known. An engine reports an id behind the
+            tokenizer's
+            last one as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`).
     """
 
     def __init__(self, backend: Any, model_size: int | None) -> None:
@@ -26,16 +27,16 @@ class TokenNames:
         self._ids: dict[bytes, int | None] | None = None
 
     async def ids(self, spelled: Sequence[bytes]) -> list[int] | None:
-        """The ids of tokens; None where one of them may be another's."""
+        """Return the id of each token, or None if the bytes of one are unknown or ambiguous."""
         if self._ids is None:
-            self._ids = await self._all()
+            self._ids = await self._find_all()
         found = [self._ids.get(each) for each in spelled]
         return [token for token in found if token is not None] if None not in found else None
 
-    async def _all(self) -> dict[bytes, int | None]:
+    async def _find_all(self) -> dict[bytes, int | None]:
         speller = speller_for(self._backend) if self._backend is not None else None
         if not isinstance(speller, ByteLevelSpeller):
-            return {}  # the text of a token is not all that it is
+            return {}  # other tokenizers do not determine a token by its bytes
         size = self._backend.get_vocab_size(with_added_tokens=True)
         pace, ids = Pace(), dict[bytes, int | None]()
         for token in range(size):

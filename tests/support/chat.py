@@ -181,7 +181,7 @@ def with_template(template: str, name: str = "qwen3") -> Any:
 
 def whole(renderer: Renderer, messages: Sequence[Mapping[str, Any]], context: Context) -> list[int]:
     """The ids of a conversation that an answer is due to, by what production renders and encodes with."""
-    taken = renderer.as_taken(messages)
+    taken = renderer.as_engine_reads(messages)
     text = renderer.render(taken, context.tools, generation_prompt=True, template_kwargs=context.template_kwargs)
     return renderer.encode(text)
 

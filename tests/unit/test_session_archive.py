@@ -149,7 +149,7 @@ async def test_a_session_that_was_read_again_goes_on_where_its_steps_end() -> No
             session.history.append(_again(turn, session))
             unsaved = Unsaved(session, saved, with_rows=False)
             blobs |= unsaved.blobs
-            saved = unsaved.made()
+            saved = unsaved.after_append()
         found, _ = read_session(NAME, blobs, {}, {}, now=0.0, clock=0.0)
         assert [_described(turn) for turn in found.turns] == [_described(turn) for turn in turns]
         assert sum(map(len, blobs.values())) < 1.5 * sum(map(len, stored()[0].values())), "nothing is written twice"

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from middleware_hub.openai_session.continuing import compiled
-from middleware_hub.openai_session.continuing.compiled import writer
+from middleware_hub.openai_session.continuing.compiled import make_writer
 from middleware_hub.openai_session.continuing.preparing import FAILURES, Write, prepared
 from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from tests.support.chat import CHATML, TEMPLATES, TOOLS, conversation, with_template
@@ -29,7 +29,7 @@ def asked(
     monkeypatch: pytest.MonkeyPatch, made: Any, template: str | None = None, **settings: Any
 ) -> tuple[Write, Any]:
     """A writer, and the calls of the library's front door from here on."""
-    write, calls = writer(made, template, settings), []
+    write, calls = make_writer(made, template, settings), []
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)
@@ -149,7 +149,7 @@ def test_the_sandbox_still_refuses_what_is_not_safe(source: str, monkeypatch: py
 
 def test_a_sandbox_remembers_no_more_than_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MAX_ANSWERS", 3)
-    sandbox = compiled.Sandbox.like(ImmutableSandboxedEnvironment())
+    sandbox = compiled.Sandbox.copy_of(ImmutableSandboxedEnvironment())
     assert all(sandbox.is_safe_attribute("", f"name{place}", None) for place in range(9))
     assert not sandbox.is_safe_attribute("", "__class__", None)
     assert len(sandbox.answers) == 3

@@ -248,7 +248,7 @@ def test_a_message_that_the_template_refuses_is_not_given() -> None:
 def test_arguments_that_are_no_json_are_refused(behind: list[Message]) -> None:
     call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{secret"}}
     injected = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(NotAppendOnly, match="no JSON") as refused:
+    with pytest.raises(NotAppendOnly, match="not a JSON") as refused:
         at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, *behind], Context(None, {})))
     assert "secret" not in str(refused.value)
 
@@ -396,7 +396,7 @@ def test_deepseek_asks_for_an_answer_behind_questions_alone() -> None:
     assert given(made, end, user(), family="deepseekv32") == (0, "<｜User｜>More<｜Assistant｜></think>")
     thinking = given(made, end, user(), family="deepseekv32", thinking=True)
     assert thinking == (0, "<｜User｜>More<｜Assistant｜><think>")
-    with pytest.raises(NotAppendOnly, match="asks for no answer"):
+    with pytest.raises(NotAppendOnly, match="no prompt for another answer"):
         at_once(made.after(end, [], Context(None, {})))
 
 

@@ -12,7 +12,14 @@ from middleware_hub.openai_session.episodes.contract import (
     Freshness,
     SessionStatus,
 )
-from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance, asked_tokens, choices_of, cut
+from middleware_hub.openai_session.episodes.episode import (
+    Allowance,
+    Ledger,
+    allowance,
+    asked_tokens,
+    choices_of,
+    limit_tokens,
+)
 from middleware_hub.openai_session.episodes.reading import read_contract
 from miles_router.errors import BadRequest
 
@@ -91,7 +98,7 @@ def test_what_is_wrong_with_a_contract_is_named(wrong: Any, named: str) -> None:
 def test_what_is_fixed_counts_and_what_was_asked_for_is_told() -> None:
     contract = read_contract({"sampling": {"temperature": 0.7, "top_p": 1, "stop": "a"}})
     request = {"temperature": 0.1, "top_p": 1, "stop_token_ids": [7], "seed": 3}
-    fixed, asked = contract.fixed(request)
+    fixed, asked = contract.apply_fixed(request)
     assert fixed == {"temperature": 0.7, "top_p": 1, "stop": "a", "seed": 3}
     assert asked == {"temperature": 0.1, "stop_token_ids": [7]}
     assert request == {"temperature": 0.1, "top_p": 1, "stop_token_ids": [7], "seed": 3}, "the request is not changed"
@@ -99,17 +106,19 @@ def test_what_is_fixed_counts_and_what_was_asked_for_is_told() -> None:
 
 def test_without_fixed_settings_a_request_stays_as_it_is() -> None:
     request = {"temperature": 0.1}
-    assert read_contract({"budget": {"max_turns": 1}}).fixed(request) == (request, {})
+    assert read_contract({"budget": {"max_turns": 1}}).apply_fixed(request) == (request, {})
 
 
 def test_no_name_of_a_model_brings_another_adapter_than_the_contract_s() -> None:
-    fixed, asked = read_contract({"model": {"lora": "mine"}}).fixed({"model": "base:other", "lora_path": "another"})
+    fixed, asked = read_contract({"model": {"lora": "mine"}}).apply_fixed(
+        {"model": "base:other", "lora_path": "another"}
+    )
     assert fixed == {"model": "base", "lora_path": "mine"}
     assert asked == {"model": "base:other", "lora_path": "another"}
 
 
 def test_the_name_of_the_contract_takes_the_place_of_the_agent_s() -> None:
-    fixed, _ = read_contract({"model": {"name": "student", "lora": "mine"}}).fixed({"model": "gpt:x"})
+    fixed, _ = read_contract({"model": {"name": "student", "lora": "mine"}}).apply_fixed({"model": "gpt:x"})
     assert fixed == {"model": "student", "lora_path": "mine"}
 
 
@@ -176,9 +185,9 @@ def test_what_an_engine_might_read_otherwise_is_refused(value: Any) -> None:
 
 
 def test_a_request_is_cut_where_it_says_how_long_it_may_be() -> None:
-    assert cut({}, LENGTHS, 3) == {"max_tokens": 3}
-    assert cut({"max_completion_tokens": 9}, LENGTHS, 3) == {"max_completion_tokens": 3}
-    assert cut({"max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 5}, LENGTHS, 3) == {
+    assert limit_tokens({}, LENGTHS, 3) == {"max_tokens": 3}
+    assert limit_tokens({"max_completion_tokens": 9}, LENGTHS, 3) == {"max_completion_tokens": 3}
+    assert limit_tokens({"max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 5}, LENGTHS, 3) == {
         "max_completion_tokens": 3,
         "max_tokens": 3,
         "min_tokens": 3,

@@ -65,14 +65,14 @@ def test_what_a_template_refuses_is_refused_in_its_words() -> None:
         "{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('Late system') }}{%- endif -%}"
     )
     proof = proved(refusing)
-    assert proof.refused == {"system": "the template says: Late system"}
+    assert proof.refused == {"system": "the template raises an error: Late system"}
     with pytest.raises(NotAppendOnly, match="Late system"):
         proof.require(STANDARD["system"], {})
 
 
 def test_a_message_that_the_template_leaves_out_is_refused() -> None:
     silent = CHATML.replace("+ m.content", "+ (m.content if m.role != 'system' or loop.first else '')")
-    assert proved(silent).refused == {"system": "the template does not write what a system says here"}
+    assert proved(silent).refused == {"system": "the template omits a message of role system here"}
 
 
 def test_messages_in_another_order_are_refused() -> None:
@@ -80,7 +80,7 @@ def test_messages_in_another_order_are_refused() -> None:
         "in messages -%}", "in (messages[:-2] + messages[-2:][::-1] if messages[-2].role == 'critic' else messages) -%}"
     )
     reason = proved(turning).refusal(Shape(("critic", "user")), {})
-    assert reason == "the template does not write what a user says here"
+    assert reason == "the template omits a message of role user here"
 
 
 def test_a_tail_that_depends_on_the_history_is_refused() -> None:
@@ -99,7 +99,7 @@ def test_a_tail_that_depends_on_the_system_message_is_refused() -> None:
 
 def test_a_switch_said_in_the_history_is_refused() -> None:
     switching = CHATML + "{%- if '/no_think' in (messages | map(attribute='content') | join) -%}{{ '.' }}{%- endif -%}"
-    with pytest.raises(ConfigError, match="depends on /no_think said before"):
+    with pytest.raises(ConfigError, match="depends on /no_think in an earlier message"):
         proved(switching)
 
 
@@ -129,12 +129,12 @@ def test_history_that_is_left_out_once_something_is_appended_is_refused() -> Non
         LOOP, "{%- set kept = messages[-4:] if messages[-1].role == 'critic' else messages -%}{%- for m in kept -%}"
     )
     reason = proved(forgetting).refusal(Shape(("critic",)), {})
-    assert reason == "the template writes a user message of before differently once something is appended"
+    assert reason == "the template writes an earlier user message differently once messages are appended"
 
 
 def test_a_template_without_a_prompt_for_an_answer_cannot_go_on_from_nothing() -> None:
     mute = CHATML.replace(OPENING, "")
-    assert proved(mute).refused == {"nothing": "the template asks for no answer behind an answer"}
+    assert proved(mute).refused == {"nothing": "the template writes no prompt for another answer behind an answer"}
 
 
 def test_a_question_that_cannot_be_appended_is_a_mistake_of_configuration() -> None:
@@ -158,7 +158,7 @@ def test_a_template_without_tools_is_proved_without() -> None:
 
 def test_a_template_that_takes_no_system_message_is_proved_without() -> None:
     refusing = within("{%- if m.role == 'system' -%}{{ raise_exception('No system') }}{%- endif -%}")
-    assert proved(refusing).refused == {"system": "the template says: No system"}
+    assert proved(refusing).refused == {"system": "the template raises an error: No system"}
 
 
 def test_a_template_that_writes_no_answers_is_a_mistake_of_configuration() -> None:
@@ -171,7 +171,7 @@ def test_a_template_that_takes_one_answer_alone_is_a_mistake_of_configuration() 
         "{%- if messages[-1].role == 'assistant' and (messages | selectattr('role', 'equalto', 'assistant') | list)[1:]"
         " -%}{{ raise_exception('One answer') }}{%- endif -%}"
     )
-    with pytest.raises(ConfigError, match="the template takes no longer conversation"):
+    with pytest.raises(ConfigError, match="the template refuses every longer conversation"):
         proved(short + CHATML)
 
 
@@ -212,7 +212,7 @@ def test_an_answer_whose_text_moves_behind_the_results_is_exact() -> None:
 def test_notes_say_where_no_special_token_ends_an_answer() -> None:
     plain = "{%- for m in messages -%}{{ m.role + ': ' + m.content + '\\n' }}{%- endfor -%}{{ 'assistant:' }}"
     notes = proved(plain).notes
-    assert "user: no special token ends an answer: the ids behind it are those of the text behind it alone" in notes
+    assert "user: no special token ends an answer: the text behind an answer is encoded separately" in notes
 
 
 def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:

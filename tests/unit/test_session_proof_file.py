@@ -60,8 +60,8 @@ def test_a_restart_knows_what_was_proved_and_refused_before(proved: list[Shape],
     second = build(with_template(REFUSING), None).proof
     assert proved == []
     assert second.describe() == first.describe()
-    assert second.refused == {"system": "the template says: Late system"}
-    assert second.refusal(STANDARD["system"], {}) == "the template says: Late system"
+    assert second.refused == {"system": "the template raises an error: Late system"}
+    assert second.refusal(STANDARD["system"], {}) == "the template raises an error: Late system"
     assert second.refusal(STANDARD["user"], {}) is None
     (kept,) = directory.iterdir()
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -94,7 +94,7 @@ CHANGES: Mapping[str, tuple[Callable[[], Continuation], str, object]] = {
     "other special tokens": (other_special_tokens, "", None),
     "another library": (chatml, "middleware_hub.openai_session.continuing.proof_file._version", lambda name: "0"),
     "another Python": (chatml, "platform.python_version", lambda: "3.9"),
-    "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code", lambda: "other"),
+    "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code_digest", lambda: "other"),
 }
 
 
@@ -122,17 +122,17 @@ def into_a_directory(path: Path) -> None:
 
 
 DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda path: os.truncate(path, path.stat().st_size - 9), "it is damaged"),
-    "empty": (lambda path: os.truncate(path, 0), "it is damaged"),
-    "endless": (lambda path: os.truncate(path, 1 << 30), "it is damaged"),
-    "no object": (lambda path: path.write_bytes(b"[]"), "it proves something else"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 9), "the file is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "the file is damaged"),
+    "endless": (lambda path: os.truncate(path, 1 << 30), "the file is damaged"),
+    "no object": (lambda path: path.write_bytes(b"[]"), "the file contains another proof"),
     "a refusal taken out": (
         lambda path: rewritten(path, refusals=[None] * (2 * len(STANDARD))),
-        "it is damaged",
+        "the file is damaged",
     ),
-    "refusals that are none": (lambda path: rewritten(path, refusals=3), "it is damaged"),
-    "of something else": (lambda path: rewritten(path, subject="0"), "it proves something else"),
-    "written by anybody": (lambda path: path.chmod(0o666), "somebody else may have written it"),
+    "refusals that are none": (lambda path: rewritten(path, refusals=3), "the file is damaged"),
+    "of something else": (lambda path: rewritten(path, subject="0"), "the file contains another proof"),
+    "written by anybody": (lambda path: path.chmod(0o666), "another user may have written the file"),
     "a directory": (into_a_directory, "Is a directory"),
 }
 
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_trusted_is_ignored_and_written_anew(
     spoil, reason = DAMAGES[damage]
     spoil(path)
     proved.clear()
-    assert build(with_template(REFUSING), None).proof.refused == {"system": "the template says: Late system"}
+    assert build(with_template(REFUSING), None).proof.refused == {"system": "the template raises an error: Late system"}
     assert len(proved) == 2 * len(STANDARD)
     (told,) = ignored(caplog)
     assert reason in told
@@ -164,7 +164,7 @@ def test_a_proof_of_another_length_is_none(directory: Path, caplog: pytest.LogCa
     assert file.read(3) is None
     file.write([None, 3])  # type: ignore[list-item]
     assert file.read(2) is None
-    assert ignored(caplog) == ["it proves something else"] * 2
+    assert ignored(caplog) == ["the file contains another proof"] * 2
 
 
 def test_without_a_place_for_it_every_start_proves_anew(

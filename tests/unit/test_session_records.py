@@ -6,7 +6,14 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.export.records import classified, metadata_of, record, summary, turn_span, written
+from middleware_hub.openai_session.export.records import (
+    classified,
+    compact_answer,
+    metadata_of,
+    record,
+    summary,
+    turn_span,
+)
 from middleware_hub.openai_session.sessions.session import Session
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 
@@ -15,7 +22,7 @@ START = [SYSTEM, user("Add.")]
 
 def described(session: Session) -> Any:
     """The answer to `GET /sessions/{id}`."""
-    return orjson.loads(written(session.id, classified(session), metadata_of(session)))
+    return orjson.loads(compact_answer(session.id, classified(session), metadata_of(session)))
 
 
 def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:

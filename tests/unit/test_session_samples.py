@@ -330,10 +330,10 @@ async def test_samples_are_written_one_by_one_and_not_for_a_client_that_left() -
         begun.append("one")
         return go_on.wait(PATIENCE)
 
-    writing = spawn(routes.beside(Request({"type": "http"}, stays), one), name="one")
+    writing = spawn(routes.run_in_thread(Request({"type": "http"}, stays), one), name="one")
     await until(lambda: begun, "the first is begun")
     with pytest.raises(ClientDisconnected):
-        await routes.beside(Request({"type": "http"}, leaves), lambda: begun.append("another"))
+        await routes.run_in_thread(Request({"type": "http"}, leaves), lambda: begun.append("another"))
     go_on.set()
     assert await writing
     assert begun == ["one"]

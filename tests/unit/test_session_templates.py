@@ -90,7 +90,7 @@ def test_a_tool_has_the_fields_of_the_engines_request_in_the_order_they_were_sen
 
 @pytest.mark.parametrize("arguments", ["{private", "[1]", '"private"', ""])
 def test_arguments_that_are_no_object_cannot_be_rendered(arguments: str) -> None:
-    with pytest.raises(CannotRender, match="no JSON object") as error:
+    with pytest.raises(CannotRender, match="not a JSON object") as error:
         prepared(called(arguments), parts=False)
     assert "private" not in str(error.value)
 
@@ -162,7 +162,7 @@ def test_what_is_no_setting_of_a_template_cannot_be_set(name: str) -> None:
 
 def test_what_a_template_says_is_the_reason() -> None:
     template = "{{ raise_exception('Roles must alternate') }}"
-    with pytest.raises(CannotRender, match="the template says: Roles must alternate"):
+    with pytest.raises(CannotRender, match="the template raises an error: Roles must alternate"):
         rendered(template, {"role": "user", "content": ""}, tools=TOOLS)
 
 
@@ -188,7 +188,7 @@ def test_a_tokenizer_without_a_template_is_a_mistake_of_configuration() -> None:
 def test_of_several_templates_the_default_is_taken() -> None:
     made = copy.copy(tokenizer("qwen3"))
     made.chat_template = {"default": "{{ raise_exception('The default') }}", "other": CHATML}
-    with pytest.raises(CannotRender, match="the template says: The default"):
+    with pytest.raises(CannotRender, match="the template raises an error: The default"):
         from_tokenizer(made).render([{"role": "user"}], None, generation_prompt=False, template_kwargs={})
 
 

@@ -1,1 +1,1 @@
-"""What of sessions outlives the process (`--state-dir`): the rows of each, and when they are written and read."""
+"""Sessions in the state store (`--state-dir`): their blobs, and when these are written and read."""

@@ -1,4 +1,4 @@
-"""When sessions are written to what outlives the process, and read from it."""
+"""Write sessions to the state store, and restore them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from miles_router.middlewares.state import StateStore
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between looks for sessions that nobody has used, at least.
+#: The shortest interval between searches for idle stored sessions, in seconds.
 LOOK = 1.0
 
 
 class SessionArchive:
-    """Sessions beyond memory. Without a store it holds nothing, and all of it does nothing.
+    """Stored sessions of this process. Without a state store, every method does nothing.
 
     Args:
-        now: Unix seconds.
-        clock: the one by which sessions began.
+        now: returns Unix seconds.
+        clock: the monotonic clock of the sessions.
     """
 
     def __init__(
@@ -48,40 +48,40 @@ class SessionArchive:
         self._now, self._clock = now, clock
         self._began = now()
         self._saved: dict[str, Saved] = {}
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody holds
-        self._let_go: set[str] = set()  # those that the disk has no more, and memory still has
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # locks in use
+        self._deleted_on_disk: set[str] = set()  # sessions already deleted on disk and still in memory
         self._forgetting: dict[str, asyncio.Task[None]] = {}
-        #: Those that are not in memory, for lists.
+        #: Stored sessions that are not in memory, for lists.
         self.lines = HeldLines(router.store, self._is_elsewhere, sessions.bounds.sessions)
         if self._store is not None:
-            sessions.when_deleted = self._forget
+            sessions.when_deleted = self._delete_soon
 
     @property
     def is_held(self) -> bool:
-        """Whether anything outlives the process."""
+        """Whether there is a state store."""
         return self._store is not None
 
     async def save(self, session: Session) -> None:
-        """Returns when all that is known of a session is durable.
+        """Write the changes of a session; return when they are durable.
 
         Raises:
-            StateError: it is not, and why. It stays in memory, and is tried again with the next change.
+            StateError: writing failed. The session stays in memory, and its next change tries again.
         """
         if self._store is None:
             return
         async with self._lock(session.id):
-            await self._forgotten(session.id)
+            await self._wait_until_deleted(session.id)
             if session.ending.status.is_forgotten:
                 return
             saved = self._saved.get(session.id)
             unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
-            if unsaved.blobs:  # of another that had its name nothing may be left, whatever became of that
+            if unsaved.blobs:  # `anew` removes what an earlier session of this name may have left
                 await self._store.append(session.id, unsaved.blobs, large=unsaved.large, anew=saved is None)
             if not session.ending.status.is_forgotten:
-                self._saved[session.id] = unsaved.made()
+                self._saved[session.id] = unsaved.after_append()
 
     def save_soon(self, session: Session) -> None:
-        """The same beside the caller, who does not wait for it; where it fails, the next change tries again."""
+        """Save a session in the background. After a failure, its next change tries again."""
         if self._store is not None and not session.ending.status.is_forgotten:
             spawn(self._try_to_save(session), name=f"save {session.id}")
 
@@ -93,23 +93,23 @@ class SessionArchive:
             logger.warning("session_not_saved", extra={"fields": fields})
 
     def is_saved(self, session: Session) -> bool:
-        """Whether all turns of a session are held."""
+        """Return whether all turns of a session are stored."""
         saved = self._saved.get(session.id)
         return self._store is None or len(session.turns) == (0 if saved is None else saved.turns)
 
     async def load(self, session_id: str) -> None:
-        """Bring a session back into memory, if it is held and not there.
+        """Restore a stored session to memory, unless it is there.
 
         Raises:
-            StateError: nobody can tell.
-            TooManySessions: there is no room.
+            StateError: the session cannot be read.
+            TooManySessions: there is no room in memory.
         """
         if self._store is None or session_id in self._sessions or not ID.fullmatch(session_id):
             return
-        if not self._store.has(session_id):  # another process has it, and answers for it
+        if not self._store.has(session_id):  # another process may own it
             return
         async with self._lock(session_id):
-            await self._forgotten(session_id)
+            await self._wait_until_deleted(session_id)
             blobs = {} if session_id in self._sessions else await self._store.load(session_id)
             large = await self._store.load(session_id, large=True) if blobs and are_kept(self._channels) else {}
             if not blobs or session_id in self._sessions:
@@ -131,7 +131,12 @@ class SessionArchive:
             self.lines.drop(session_id)
 
     async def load_all(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Bring back all sessions whose head is wanted. Raises as `load`."""
+        """Restore all sessions whose head satisfies `wanted`.
+
+        Raises:
+            StateError: a session cannot be read.
+            TooManySessions: there is no room in memory.
+        """
         pace = Pace()
         async for session_id, head in self._heads():
             if wanted(orjson.loads(head)):
@@ -139,31 +144,31 @@ class SessionArchive:
             await pace.step()
 
     async def summaries(self) -> list[dict[str, Any]]:
-        """Those that are held and not in memory, as `GET /sessions` has them."""
+        """Return the lines of `GET /sessions` for stored sessions that are not in memory."""
         return [summary_of(*each) async for each in self._heads()]
 
     @asynccontextmanager
-    async def let_go(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
-        """Once this is entered, it is durable that these are deleted; whoever enters it deletes them in memory, at
-        once. Where one cannot be, all are to be held again.
+    async def deleting(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
+        """Delete sessions durably on disk, then run the block, which must delete them in memory at once. If one
+        deletion fails, all these sessions are saved again.
 
         Raises:
-            StateError: one cannot be, and why.
+            StateError: a session could not be deleted.
         """
         if self._store is None:
             yield
             return
         async with AsyncExitStack() as locks:
             for session_id in sorted(session.id for session in sessions):
-                await locks.enter_async_context(self._lock(session_id))  # what is saved behind it sees it deleted
+                await locks.enter_async_context(self._lock(session_id))  # waiting saves then find it deleted
             there = [session for session in sessions if not session.ending.status.is_forgotten]
             await self._delete_all(self._store, there)
             names = {session.id for session in there}
-            self._let_go |= names
+            self._deleted_on_disk |= names
             try:
                 yield
             finally:
-                self._let_go -= names
+                self._deleted_on_disk -= names
 
     async def _delete_all(self, store: StateStore, sessions: Sequence[Session]) -> None:
         deletes = [store.delete(session.id) for session in sessions]
@@ -179,7 +184,7 @@ class SessionArchive:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, sessions expire that are held and not in memory."""
+        """Expire idle stored sessions that are not in memory while the block runs."""
         idle = self._sessions.bounds.idle_timeout
         if self._store is None or not idle:
             yield
@@ -204,10 +209,10 @@ class SessionArchive:
         async for session_id, head in self._heads((slot,)):
             used_at = max(orjson.loads(head)["used_at"], self._began)
             if used_at < self._now() - idle:
-                async with self._lock(session_id):  # who reads it at this moment uses it
+                async with self._lock(session_id):  # a load at this moment counts as a use
                     if session_id not in self._sessions:
                         self._sessions.statistics.expired += 1
-                        self._forget(session_id)
+                        self._delete_soon(session_id)
 
     async def _heads(self, slots: Collection[int] | None = None) -> AsyncIterator[tuple[str, bytes]]:
         if self._store is None:
@@ -220,28 +225,28 @@ class SessionArchive:
     def _is_elsewhere(self, session_id: str) -> bool:
         return session_id in self._sessions or session_id in self._forgetting
 
-    def _forget(self, session_id: str) -> None:
-        """It was deleted; what is asked of it from now on comes behind that."""
+    def _delete_soon(self, session_id: str) -> None:
+        """Delete a session on disk in the background; later operations on its name wait for that."""
         self._saved.pop(session_id, None)
         self.lines.drop(session_id)
-        if session_id in self._let_go:
+        if session_id in self._deleted_on_disk:
             return
         task = self._forgetting[session_id] = spawn(self._delete(session_id), name=f"forget {session_id}")
-        task.add_done_callback(lambda done: self._is_forgotten(session_id, done))
+        task.add_done_callback(lambda done: self._deletion_done(session_id, done))
 
     async def _delete(self, session_id: str) -> None:
         assert self._store is not None
         try:
             await self._store.delete(session_id)
-        except StateError as error:  # it is there again when somebody asks for it, and expires
+        except StateError as error:  # the session remains readable and expires later
             fields = {"session_id": session_id, "reason": str(error)}
             logger.warning("session_not_deleted", extra={"fields": fields})
 
-    def _is_forgotten(self, session_id: str, task: asyncio.Task[None]) -> None:
+    def _deletion_done(self, session_id: str, task: asyncio.Task[None]) -> None:
         if self._forgetting.get(session_id) is task:
             del self._forgetting[session_id]
 
-    async def _forgotten(self, session_id: str) -> None:
+    async def _wait_until_deleted(self, session_id: str) -> None:
         task = self._forgetting.get(session_id)
         if task is not None:
             await asyncio.shield(task)

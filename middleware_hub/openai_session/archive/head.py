@@ -1,5 +1,5 @@
-"""The head of a stored session: everything about the session as a whole. Each commit writes it anew, so that lists read
-it instead of the turns."""
+"""The head of a stored session: everything about the session as a whole. Each commit rewrites the head, so lists read
+only heads and no turns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ KIND = "session"
 
 
 async def heads_in(store: StateStore, slot: int) -> AsyncIterator[tuple[str, bytes]]:
-    """Iterate over the stored sessions of a slot and their heads. Other owners have names that no session may have."""
+    """Yield the name and the head of each stored session of a slot. Other owners in the store have names that no
+    session may have."""
     async for owner, head in store.owners(slot):
         if ID.fullmatch(owner):
             yield owner, head
 
 
 def written_head(session: Session, tokens: int, used_at: float) -> bytes:
-    """Write the head of a session whose turns have this many tokens, as JSON."""
+    """Return the head of a session as JSON. `tokens` is the number of tokens of its turns."""
     episode = session.episode
     head = {
         "kind": KIND,
@@ -54,10 +55,10 @@ def written_head(session: Session, tokens: int, used_at: float) -> bytes:
 
 
 def session_of(session_id: str, head: dict[str, Any], *, now: float, clock: float, equal: Equality) -> Session:
-    """Return a session without turns that a head describes. Its idle time begins now.
+    """Return the session that a head describes, without turns. Its idle time begins now.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no head.
+        KeyError, TypeError, ValueError: the JSON is not a head.
     """
     session = Session(
         session_id,
@@ -90,10 +91,10 @@ def summary_of(session_id: str, head: bytes) -> dict[str, Any]:
 
 
 def line_of(session_id: str, head: bytes) -> dict[str, Any]:
-    """Return what a list of episodes shows of a session, as `EpisodeRow` names that.
+    """Return the fields of a session in a list of episodes, as in `EpisodeRow`.
 
     Raises:
-        KeyError, ValueError: it is no head.
+        KeyError, ValueError: the JSON is not a head.
     """
     known = orjson.loads(head)
     tally, model = known["tally"], (known["contract"] or {}).get("model") or {}

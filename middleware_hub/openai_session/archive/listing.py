@@ -1,5 +1,5 @@
-"""Sessions that are held and not in memory, for lists: a short line of each, which their heads tell. Each slot is read
-once, at the first look at a list after it has come to this process; nothing is loaded."""
+"""Lines for lists of stored sessions that are not in memory, taken from their heads. Each slot is read once, when a
+list is requested for the first time after this process received the slot. No session is loaded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class HeldLines:
-    """Those of this process.
+    """Lines of this process's stored sessions.
 
     Args:
-        is_elsewhere: whether a session is in memory, or about to be forgotten.
-        most: lines that are kept, those of the newest sessions.
+        is_elsewhere: returns whether a session is in memory, or is being deleted.
+        most: the maximum number of lines; the newest sessions are kept.
     """
 
     def __init__(self, store: StateStore | None, is_elsewhere: Callable[[str], bool], most: int) -> None:
@@ -35,11 +35,11 @@ class HeldLines:
         self._places: dict[str, EpisodePlace] = {}
         self._read: set[int] = set()
         self._unreadable: set[int] = set()
-        self._gone: set[str] = set()  # meanwhile, while a slot is read
+        self._dropped: set[str] = set()  # sessions dropped while a slot is read
         self._reading = asyncio.Lock()
 
     async def newest(self, before: EpisodePlace | None, most: int) -> list[bytes]:
-        """As `EpisodeShelf.newest`."""
+        """Read new slots, then return at most `most` lines behind `before`, as `EpisodeShelf.newest` does."""
         if self._store is not None and not self._read.issuperset(self._store.slots):
             async with self._reading:
                 for slot in [slot for slot in self._store.slots if slot not in self._read]:
@@ -47,28 +47,28 @@ class HeldLines:
         return self._shelf.newest(before, most)
 
     def drop(self, session_id: str) -> None:
-        """It is in memory now, or nowhere."""
+        """Remove the line of a session that is now in memory or deleted."""
         place = self._places.pop(session_id, None)
         if place is not None:
             self._shelf.remove(place)
         elif self._reading.locked():
-            self._gone.add(session_id)
+            self._dropped.add(session_id)
 
     async def _try_to_read(self, store: StateStore, slot: int) -> None:
         try:
             lines = await self._lines(store, slot)
-        except StateError as error:  # lists show what can be read, and look again
+        except StateError as error:  # lists show the readable slots, and the next list tries again
             if slot not in self._unreadable:
                 self._unreadable.add(slot)
                 logger.warning("held_sessions_not_listed", extra={"fields": {"slot": slot, "reason": str(error)}})
             return
         self._read.add(slot)
         for place, line in lines:
-            if place[1] not in self._gone and not self._is_elsewhere(place[1]):
+            if place[1] not in self._dropped and not self._is_elsewhere(place[1]):
                 self._add(place, line)
 
     async def _lines(self, store: StateStore, slot: int) -> list[tuple[EpisodePlace, bytes]]:
-        self._gone.clear()
+        self._dropped.clear()
         lines: list[tuple[EpisodePlace, bytes]] = []
         pace = Pace()
         async for session_id, head in heads_in(store, slot):

@@ -1,13 +1,14 @@
-"""A session as blobs of the journal, and back. Its head is number 0; each commit that brings more than a new head adds
-one step, and a load replays the steps in their order:
+"""Convert a session to blobs of the journal, and back.
 
-    header (`with_header`)   turns, untraced requests, replies under an `X-Turn-Id`, responses stored and deleted
+Blob 0 is the head. Each commit that adds more than a new head appends one step; a load replays the steps in order:
+
+    header (`with_header`)   turns, untraced requests, replies by `X-Turn-Id`, responses stored and deleted
     things                   messages (JSON), contexts, tools (compressed), settings of responses (JSON)
-    arrays of each turn      ids given (int32); for each sampled piece ids (int32) and logprobs (float32)
+    arrays of each turn      given ids (int32); for each sampled piece its ids (int32) and logprobs (float32)
     bodies of replies
 
-A thing is written once in a session. Turns refer to it by its place among all things in the order of writing. Rows of
-experts are large blobs, a number for each turn and kind.
+A thing is written once for each session. Turns refer to a thing by its index in the order of writing. Rows of experts
+are large blobs, one for each turn and kind.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from miles_router.trajectory.rows import KINDS, AlignedRows, RowKind
 
 HEAD = 0
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
-#: Fields of a turn that JSON has as they are.
+#: Fields of a turn that are written as JSON without conversion.
 PLAIN = (*("path", "answer", "dropped", "finish_reason", "ended_itself", "choice", "segment", "facts", "side_call"),)
-#: Of an envelope, what JSON has as it is.
+#: Fields of an envelope that are written as JSON without conversion.
 ENVELOPE = ("id", "created_at", "own", "seals", "usage", "cut_call")
 
 
 @dataclass(slots=True)
 class Saved:
-    """What the journal has of a session: how many steps, things, turns, tokens, untraced requests and replies."""
+    """What the journal contains of a session: counts of its parts, the last head, and the places of things."""
 
     steps: int = 0
     things: int = 0
@@ -64,15 +65,15 @@ class Saved:
     untraced: int = 0
     replies: int = 0
     head: bytes = b""
-    used_at: float = 0.0  # as the head says it
+    used_at: float = 0.0  # the value in `head`
     responses: frozenset[str] = frozenset()
-    #: The places of things that may come again: messages by identity, for the session keeps them; contexts and tools;
-    #: settings by digest.
+    #: Indices of things that may recur: messages by `id()`, because the session keeps the objects alive; contexts and
+    #: tools by their bytes; settings by digest.
     places: dict[int | bytes, int] = field(default_factory=dict)
 
 
 class Unsaved:
-    """What the journal lacks of a session: blobs to append, and what it has once they are durable."""
+    """The changes of a session that the journal lacks: the blobs to append, and the journal's content afterwards."""
 
     def __init__(self, session: Session, saved: Saved, *, with_rows: bool) -> None:
         self._session, self._saved, self._with_rows = session, saved, with_rows
@@ -80,7 +81,7 @@ class Unsaved:
         self._things: list[bytes] = []
         self._parts: list[bytes] = []
         self._tokens = saved.tokens
-        #: Rows of experts of new turns.
+        #: Rows of experts of new turns, by number of the large blob.
         self.large: dict[int, bytes] = {}
         responses = session.notes.get(NOTE)
         self._responses = responses if isinstance(responses, Responses) else Responses()
@@ -95,7 +96,7 @@ class Unsaved:
             "responses": [self._response(each) for each in envelopes],
             "deleted": [*self._deleted],
         }
-        #: What to append; empty where the journal has all of the session.
+        #: Blobs to append; empty if the journal is complete.
         self.blobs: dict[int, bytes] = {}
         if any(step.values()):
             step["things"] = [*map(len, self._things)]
@@ -141,11 +142,11 @@ class Unsaved:
         }
 
     def _rows(self, turn: Turn, kind: RowKind, taken: TrajectoryRows) -> str | None:
-        """Return why a turn has no rows of a kind, or None where they are written."""
+        """Write a turn's rows of a kind. Return None if they are written, else the reason why there are none."""
         rows = taken.rows
         if rows is None:
             return taken.reason or NOT_WRITTEN
-        parent = _number_of(rows.parent, kind, self._session.turns)
+        parent = _owner_number(rows.parent, kind, self._session.turns)
         if not (self._with_rows and can_be_written(rows, parent)):
             return NOT_WRITTEN
         self.large[number_of_rows(kind, turn.number)] = written_rows(rows, parent)
@@ -162,8 +163,8 @@ class Unsaved:
         place = self._place(blake2b(settings, digest_size=16).digest(), lambda: settings)
         return {**{name: getattr(envelope, name) for name in ENVELOPE}, "settings": place}
 
-    def made(self) -> Saved:
-        """Return what the journal has once the blobs are durable."""
+    def after_append(self) -> Saved:
+        """Return what the journal contains once the blobs are durable."""
         saved = self._saved
         saved.turns, saved.untraced, saved.replies = self._counts
         saved.tokens, saved.things = self._tokens, saved.things + len(self._things)
@@ -176,8 +177,8 @@ class Unsaved:
         return saved
 
 
-def _number_of(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
-    """Return the number of the turn that has these rows."""
+def _owner_number(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
+    """Return the number of the turn that owns these rows, or None."""
     if rows is None:
         return None
     return next((each.number for each in turns if each.rows.get(kind, (None,))[0] is rows), None)
@@ -193,13 +194,13 @@ def read_session(
     clock: float,
     equal: Equality = MEANING,
 ) -> tuple[Session, Saved]:
-    """Replay a session as it was when it was last saved; return what the journal has of it, too.
+    """Rebuild a session from its blobs; also return what the journal contains of it.
 
     Args:
-        large: its rows of experts, which are taken out as they are read; unread where no layer keeps rows.
+        large: rows of experts by blob number. Read rows are removed; unused if no layer keeps rows.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: blobs are missing, or are no session's.
+        KeyError, IndexError, TypeError, ValueError: blobs are missing or invalid.
     """
     head = orjson.loads(blobs[HEAD])
     session = session_of(session_id, head, now=now, clock=clock, equal=equal)
@@ -207,14 +208,14 @@ def read_session(
     for number in range(1, len(blobs)):
         replay.step(blobs[number])
     if head["turns"] != len(session.turns):
-        raise ValueError(f"{head['turns']} turns are not the {len(session.turns)} that there are")
+        raise ValueError(f"the head counts {head['turns']} turns, but the steps contain {len(session.turns)}")
     session.tally = Tally.restored(head["tally"], head["turns"])
     replay.restore_responses()
     return session, replay.saved(head, blobs)
 
 
 class _Replay:
-    """A session while its steps are read."""
+    """A session that is being rebuilt from its steps."""
 
     def __init__(
         self, session: Session, large: MutableMapping[int, bytes], channels: Mapping[RowKind, RowChannel]
@@ -226,7 +227,7 @@ class _Replay:
         self._message = cache(self._parsed_message)
 
     def step(self, blob: bytes) -> None:
-        """Do what a step says."""
+        """Apply one step."""
         header, begin = header_of(blob)
         parts = _Cursor(blob, begin)
         self._things += [parts.bytes(length) for length in header["things"]]
@@ -287,7 +288,7 @@ class _Replay:
         return found
 
     def restore_responses(self) -> None:
-        """Keep the stored responses, and know what was said in the others."""
+        """Restore stored responses. Of other responses, only their id and turn are known."""
         for turn in self._of_responses():
             responses, response_id = Responses.of(self._session), turn.facts["response_id"]
             about = self._responses.get(response_id)
@@ -301,7 +302,7 @@ class _Replay:
         return (turn for turn in self._session.turns if turn.facts.get("response_id") is not None)
 
     def saved(self, head: Mapping[str, Any], blobs: Blobs) -> Saved:
-        """Return what the journal has, once all steps are read."""
+        """Return what the journal contains, once all steps are applied."""
         session = self._session
         for about in self._responses.values():
             settings = self._things[about["settings"]]
@@ -321,24 +322,36 @@ class _Replay:
 
 
 class _Cursor:
-    """What stands behind a header, one part behind the other; each that is taken is memory of its own."""
+    """A reader of the parts behind a header. Each part that it returns is a copy."""
 
     def __init__(self, data: bytes, begin: int) -> None:
         self._data, self._at = data, begin
 
     def bytes(self, length: int) -> bytes:
-        """Take the next bytes. Raises ValueError where the data ends before."""
+        """Return the next `length` bytes.
+
+        Raises:
+            ValueError: the data ends before.
+        """
         if not 0 <= length <= len(self._data) - self._at:
-            raise ValueError(f"{length} bytes are not there")
+            raise ValueError(f"a part of {length} bytes does not fit in the data")
         self._at += length
         return self._data[self._at - length : self._at]
 
     def array(self, kind: np.dtype[Any], count: int) -> Any:
-        """Take the next array. Raises as `bytes`."""
+        """Return the next array.
+
+        Raises:
+            ValueError: the data ends before.
+        """
         array = np.frombuffer(self.bytes(count * kind.itemsize), kind).astype(kind.newbyteorder("="))
         return frozen(array)
 
     def end(self) -> None:
-        """Raise ValueError where something is left."""
+        """Require that all data was read.
+
+        Raises:
+            ValueError: some data is left.
+        """
         if self._at != len(self._data):
-            raise ValueError(f"{len(self._data) - self._at} bytes are left")
+            raise ValueError(f"{len(self._data) - self._at} bytes are left behind the last part")

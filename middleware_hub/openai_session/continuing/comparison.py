@@ -1,7 +1,7 @@
-"""Where held tokens differ from what the chat template would write of the same messages.
+"""Compare recorded tokens with the tokens that the chat template writes for the same messages.
 
-Held tokens are what the engine was given and sampled; they are right by definition. Where the template would write
-something else, a model that is served without sessions would see that instead: trainers watch how often it happens.
+Recorded tokens are what the engine read and sampled; they are right by definition. Where the template writes something
+else, a model that is served without sessions reads that instead, so trainers watch how often it happens.
 `miles-tito-tokenizers` compares, and names the kinds of differences.
 """
 
@@ -16,11 +16,11 @@ from middleware_hub.openai_session.sessions.messages import Message
 
 
 class Comparison:
-    """Compares for one model. It does no I/O and may run in a thread.
+    """A comparison for one model. It does no I/O and may run in a thread.
 
     Args:
-        longest: ids, or characters of the template's text, that are compared.
-        skip: called where they are more.
+        longest: the maximum length that is compared, in ids and in characters of the rendered text.
+        skip: called for a longer sample.
     """
 
     def __init__(self, renderer: Renderer, *, longest: int, skip: Callable[[], None]) -> None:
@@ -35,8 +35,8 @@ class Comparison:
         template_kwargs: Mapping[str, Any],
         ids: Sequence[int],
     ) -> list[dict[str, Any]] | None:
-        """Each difference with its `type`; None where the library is missing, the template refuses the messages, or
-        they are too long: others wait for the thread that compares."""
+        """Return each difference with its `type`. None if the library is not installed, the template refuses the
+        messages, or the sample is too long: other samples wait for the same thread."""
         comparator = self._comparator
         if comparator is None:
             return None
@@ -51,7 +51,7 @@ class Comparison:
             self._skip()
             return None
         expected = self._renderer.encode(text)
-        found = comparator.compare_sequences(expected, ids, trim_trailing_ids=self._blank_end(expected))
+        found = comparator.compare_sequences(expected, ids, trim_trailing_ids=self._trailing_blanks(expected))
         return [each.to_dict() for each in found]
 
     @functools.cached_property
@@ -66,7 +66,7 @@ class Comparison:
         return TokenSeqComparator(renderer.tokenizer, assistant_start_str=self._answer_prompt())
 
     def _answer_prompt(self) -> str | None:
-        """What the template writes in front of an answer, up to a line break."""
+        """Return the first line that the template writes in front of an answer, or None."""
         asked: list[Message] = [{"role": "user", "content": "a"}]
         try:
             texts = [
@@ -77,8 +77,8 @@ class Comparison:
             return None
         return texts[1].removeprefix(texts[0]).split("\n")[0] or None
 
-    def _blank_end(self, ids: Sequence[int]) -> set[int]:
-        """The ids of white space at the end of a rendered conversation: the engine does not sample those."""
+    def _trailing_blanks(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids of white space at the end of a rendered conversation: the engine does not sample those."""
         end = len(ids)
         while end and not self._renderer.is_added(ids[end - 1]) and not self._renderer.spelling(ids[end - 1]).strip():
             end -= 1

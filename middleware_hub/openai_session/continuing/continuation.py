@@ -1,16 +1,16 @@
-"""From a held turn and the messages behind it to the ids that the engine is given.
+"""Compute the ids of the prompt that continues a recorded turn with appended messages.
 
-    held      ... sampled ids, the last of them a stop token or not
-    tail      what the template writes behind such an answer: its end, what is appended, the prompt for the next
-    given     the tail without what the sampled ids say already
+    held      ... sampled ids; the last one may be a stop token
+    tail      the text that the template writes behind such an answer: its end, the appended messages, the next prompt
+    given     the tail without the part that the sampled ids contain already
 
-A stop token that the tail begins with is in the sampled ids: what is left is given (a line break behind `<|im_end|>`).
-It may be the answer's end or, with GLM's `<|user|>` and `<|observation|>`, the beginning of the next message. A stop
-token that the template does not write there (gpt-oss' `<|return|>`, GLM's `<|user|>` in front of a tool's result) is
-dropped, and the tail given. Behind an answer that was cut (length, abort, stop string) the whole tail is given.
+If the tail begins with the sampled stop token, only the rest is given (a line break behind `<|im_end|>`). That stop
+token may end the answer or, with GLM's `<|user|>` and `<|observation|>`, begin the next message. A stop token that the
+template does not write there (gpt-oss' `<|return|>`, GLM's `<|user|>` in front of a tool's result) is dropped, and the
+whole tail is given. The whole tail is also given behind an answer that was cut (length, abort, stop string).
 
-Nothing that the engine sampled is rendered or encoded, so it cannot drift. That tails are the same whatever came before
-is proved at the start, and for shapes and settings not seen before when they first come (proof.py).
+Sampled ids are never rendered or encoded again, so they cannot drift. proof.py proves that tails do not depend on the
+history: for common shapes at the start, for other shapes and settings when they first occur.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.openai_session.continuing.endings import AnswerShape, Ending, NotAppendOnly, behind, shared
+from middleware_hub.openai_session.continuing.endings import (
+    AnswerShape,
+    Ending,
+    NotAppendOnly,
+    common_start,
+    strip_call_end,
+)
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
-from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
+from middleware_hub.openai_session.continuing.proof import PROVED_AT_START, Proof, prove
 from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.roles import Roles
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
@@ -41,16 +47,16 @@ __all__ = ["Continuation", "Extension", "HeldEnd", "NotAppendOnly", "build"]
 
 logger = logging.getLogger(__name__)
 
-#: Endings kept, by shape of the answer, tools and template settings.
+#: Endings in the cache, by shape of the answer, tools and template settings.
 MAX_ENDINGS = 64
-#: Bytes of tools and settings whose endings are kept.
+#: The largest tools and settings, in bytes, whose endings are cached.
 MAX_KEPT_CONTEXT = 1 << 18
-#: Messages that are written behind an answer: a template takes some 20 microseconds for each.
+#: The most messages that are appended to an answer: a template takes some 20 microseconds for each.
 MAX_APPENDED = 4096
 
 
 class HeldEnd(NamedTuple):
-    """How a held turn ends: its last sampled token, whether that is a stop token, and the shape of its answer."""
+    """The end of a recorded turn: its last sampled token, whether that is a stop token, and the shape of its answer."""
 
     last_id: int | None
     ended: bool
@@ -59,7 +65,7 @@ class HeldEnd(NamedTuple):
 
     @classmethod
     def of(cls, turn: Turn) -> HeldEnd:
-        """The end of a turn of a chat."""
+        """Return the end of a chat turn."""
         calls = turn.answer.get("tool_calls") or ()
         return cls(
             last_id=turn.last_id,
@@ -70,39 +76,45 @@ class HeldEnd(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """How many sampled tokens the engine is not given again (0 or 1), and the ids that are given behind the rest."""
+    """How many sampled tokens the next prompt leaves out at the end (0 or 1), and the ids that follow the rest."""
 
     drop: int
     ids: Tokens
 
 
 class Continuation:
-    """The ids behind held turns, for one model."""
+    """A computer of prompt ids for one model.
+
+    Args:
+        renderer: writes the messages that continue a turn.
+        beginning: writes conversations that continue nothing, with the engine's own template; `renderer` by default.
+    """
 
     def __init__(
         self, renderer: Renderer, proof: Proof, encoder: AsyncEncoder, beginning: Renderer | None = None
     ) -> None:
         self.proof = proof
         self._beginning = beginning or renderer
-        #: Of the template that the engine renders with.
+        #: The roles that the engine's own template writes.
         self.roles = Roles(self._beginning)
         self.is_special = renderer.is_special
         self.renderer = renderer
         self._encoder = encoder
         self._endings = proof.endings
-        self._kept_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
+        self._cached_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
     def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-        """Return the messages of a beginning as the engine takes them, and where arguments of calls were wrapped."""
+        """Return messages in a form that the engine's template accepts, and the places of arguments that were
+        wrapped."""
         return self._beginning.readable(messages)
 
     def same_id(self, held: object, sent: object) -> bool:
-        """Return whether the template cannot tell two ids of a call apart."""
+        """Return whether the templates cannot distinguish two ids of a tool call."""
         return self.renderer.same_id(held, sent) and self._beginning.same_id(held, sent)
 
     @property
     def writes_ids(self) -> bool:
-        """Whether the template writes the ids of calls."""
+        """Whether a template writes the ids of tool calls."""
         return self.renderer.writes_ids or self._beginning.writes_ids
 
     async def beginning(
@@ -113,16 +125,16 @@ class Continuation:
         *,
         goes_on: bool = False,
     ) -> Tokens:
-        """The ids that the engine makes of a conversation that continues nothing; `goes_on`: the answer goes on from
-        the last message.
+        """Return the ids that the engine makes of a conversation that continues no turn. With `goes_on`, the answer
+        continues the text of the last message.
 
         Raises:
-            CannotRender: it refuses these messages.
-            TextTooLong: they are too long.
+            CannotRender: the template refuses the messages.
+            TextTooLong: the messages are too long.
         """
         renderer = self._beginning
         messages, _ = renderer.readable(messages)
-        before = messages[:-1] if goes_on else renderer.as_taken(messages)
+        before = messages[:-1] if goes_on else renderer.as_engine_reads(messages)
         text = renderer.render(before, tools, generation_prompt=True, template_kwargs=template_kwargs)
         ids = await self._encoder.encode_rendered(text)
         if not goes_on:
@@ -131,10 +143,10 @@ class Continuation:
         return np.concatenate([ids, begun])
 
     async def text_tokens(self, text: str) -> int:
-        """How many ids the engine makes of a text.
+        """Return how many ids the engine makes of a text.
 
         Raises:
-            TextTooLong: it is too long.
+            TextTooLong: the text is too long.
         """
         return len((await self._encoder.encode_whole(text)).ids)
 
@@ -144,17 +156,17 @@ class Continuation:
         appended: Sequence[Message],
         context: Context,
     ) -> Extension:
-        """What follows a held turn, up to and with the prompt for the next answer.
+        """Return the ids that follow a recorded turn, up to and including the prompt for the next answer.
 
         Raises:
-            NotAppendOnly: it cannot be given exactly.
-            TextTooLong: it is too long.
+            NotAppendOnly: the messages cannot be appended exactly.
+            TextTooLong: the appended text is too long.
         """
         if len(appended) > MAX_APPENDED:
             raise NotAppendOnly(f"more than {MAX_APPENDED} messages are appended")
         answer = AnswerShape(turn.tool_calls, turn.reasoning)
         try:
-            appended = self.renderer.as_taken(appended)
+            appended = self.renderer.as_engine_reads(appended)
             self.proof.require(shape_of(answer, appended, context.tools), context.template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
@@ -165,40 +177,40 @@ class Continuation:
 
     def _ending(self, answer: AnswerShape, context: Context) -> Ending:
         large = len(context.key) > MAX_KEPT_CONTEXT
-        return self._endings.measure(answer, context) if large else self._kept_ending(answer, context)
+        return self._endings.measure(answer, context) if large else self._cached_ending(answer, context)
 
     def _given(self, turn: HeldEnd, answer: AnswerShape, tail: str, context: Context) -> Given:
-        alike = AnswerShape(
+        generic = AnswerShape(
             tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning
         )
         try:
-            return given_behind(tail, self._ending(alike, context), turn, self.renderer)
+            return text_to_give(tail, self._ending(generic, context), turn, self.renderer)
         except NotAppendOnly:
             if not answer.calls:
                 raise
-        # What the template writes behind a call's arguments may repeat its id or name.
-        return given_behind(tail, self._endings.measure(answer, context), turn, self.renderer)
+        # The template may repeat the id or name of a call behind its arguments.
+        return text_to_give(tail, self._endings.measure(answer, context), turn, self.renderer)
 
 
 class Given(NamedTuple):
-    """How many sampled ids to drop, the text to give, and the token it stands behind, if that is known."""
+    """How many sampled ids to drop, the text to append, and the token in front of that text, if known."""
 
     drop: int
     text: str
     token: int | None
 
 
-def given_behind(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -> Given:
-    """What of a tail is to be given behind what was sampled.
+def text_to_give(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -> Given:
+    """Return the part of a tail that follows the sampled ids.
 
     Raises:
-        NotAppendOnly: the answer's end would have to be written, and cannot be told from that of a tool call.
+        NotAppendOnly: the answer's end has to be written, but cannot be separated from the end of a tool call.
     """
-    text = behind(tail, ending)
+    text = strip_call_end(tail, ending)
     last = turn.last_id if turn.ended else None
     stop = renderer.spelling(last) if last is not None else ""
     if text is None:
-        end = len(shared(tail, ending)) + len(stop)  # a stop token may begin the next message, too
+        end = len(common_start(tail, ending)) + len(stop)  # a stop token may also begin the next message
         place = tail.rfind(stop, 0, end) if renderer.is_added(last) else -1
         if place < 0:
             raise NotAppendOnly("an answer with tool calls does not end with a token that the template ends it with")
@@ -207,20 +219,21 @@ def given_behind(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -
         return Given(0, text, None)
     if stop and renderer.begins_with(text.lstrip(), last):
         return Given(0, text.lstrip()[len(stop) :], last)
-    if stop and ending.rest and ending.rest.endswith(stop):  # the token that ends the calls
+    if stop and ending.rest and ending.rest.endswith(stop):  # this stop token ends the calls
         return Given(0, text, last)
     return Given(1, text, None)
 
 
 def build(tokenizer: Any, tito_model: str | None, encoder: AsyncEncoder | None = None) -> Continuation:
-    """The continuation of a model, proved. Without an encoder it has one of its own.
+    """Return the proved continuation for a model. Without `encoder`, a private one is created.
 
     Raises:
-        ConfigError: there is no chat template or no such family, or not even a user's message can be appended.
+        ConfigError: there is no chat template or no such family, or the template cannot append a user's or tool's
+            message.
     """
     renderer = for_family(tokenizer, tito_model) if tito_model else from_tokenizer(tokenizer)
     file = ProofFile(renderer.subject)
-    known = file.read(len(AT_THE_START))
+    known = file.read(len(PROVED_AT_START))
     proof = prove(renderer, known)
     if known is None:
         file.write(list(proof.refusals.values()))

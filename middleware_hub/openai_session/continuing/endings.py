@@ -1,12 +1,12 @@
-"""What a template writes behind an answer: measured in a short conversation, so that it costs what is appended and not
-what came before.
+"""Measure the text that a template writes behind an answer, in a short conversation. The cost is that of the appended
+messages, not of the whole history.
 
     user, answer, appended messages  ──►  ...... MARKER <tail>
 
 The marker is the answer's content, or stands in the arguments of its last tool call; then the tail begins with the rest
-of that call. The tail goes on with what ends the answer, the appended messages, and the prompt for the next answer.
-History in front of the marker may be written in any other way once something is appended (reasoning left out, dates,
-trimmed text): it is not looked at, because its ids are held. Pure but for the rendering.
+of that call. The tail continues with the end of the answer, the appended messages, and the prompt for the next answer.
+A template may rewrite the history in front of the marker once messages are appended (reasoning removed, dates, trimmed
+text). That does not matter, because the recorded ids of the history are used. Pure, except for rendering.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
 from miles_router.errors import RouterError
 
-#: No template changes it, and no conversation holds it in front of the answer.
+#: No template changes this text, and no conversation contains it in front of the answer.
 MARKER = "qz7answer7zq"
 SYSTEM: Message = {"role": "system", "content": "qz7system7zq"}
 USER: Message = {"role": "user", "content": "qz7question7zq"}
 
 
 class NotAppendOnly(RouterError):
-    """These messages cannot be given behind this answer exactly; the reason is in words, without text of theirs."""
+    """The messages cannot be appended to this answer exactly. The reason contains no text of theirs."""
 
 
 class AnswerShape(NamedTuple):
@@ -37,7 +37,7 @@ class AnswerShape(NamedTuple):
     reasoning: bool = False
 
     def message(self, content: str = "") -> Message:
-        """An answer of this shape; its last call is marked, or its content where it has none."""
+        """Return an answer of this shape, with the marker in its last call, or as its content if it has no calls."""
         message: dict[str, Any] = {"role": "assistant", "content": content if self.calls else MARKER}
         if self.reasoning:
             message["reasoning_content"] = "qz7reasoning7zq"
@@ -55,58 +55,68 @@ def _call(place: int, call: tuple[str | None, str | None], marked: bool) -> Mapp
 
 
 class Ending(NamedTuple):
-    """How answers of a shape end. `rest` is what every tail begins with that belongs to a tool call; None where the end
-    of a call and the end of an answer are one. `asked` is the tail of nothing appended, `alone` the same without the
-    prompt for another answer."""
+    """The measured end of answers of one shape.
+
+    Attributes:
+        rest: the rest of the tool call, with which every tail begins; None if the end of a call cannot be separated
+            from
+            the end of the answer.
+        with_prompt: the tail with nothing appended.
+        without_prompt: the same without the prompt for another answer.
+    """
 
     rest: str | None
-    asked: str
-    alone: str
+    with_prompt: str
+    without_prompt: str
 
 
 class Endings:
-    """Tails and endings of one renderer, in the shortest conversation that its template takes."""
+    """Tails and endings of one renderer, measured in the shortest conversation that its template accepts."""
 
     def __init__(self, renderer: Renderer, context: Context) -> None:
         self._renderer = renderer
         self._before = self._shortest(context)
 
     def _shortest(self, context: Context) -> tuple[Message, ...]:
-        """Some templates may take no conversation without a system message.
+        """Return a user message; behind a system message if the template requires one.
 
         Raises:
-            CannotRender: the template takes neither.
+            CannotRender: the template accepts neither.
         """
         try:
-            self.parts(AnswerShape(), (), context, before=(USER,))
+            self.split_at_answer(AnswerShape(), (), context, before=(USER,))
             return (USER,)
         except CannotRender:
-            self.parts(AnswerShape(), (), context, before=(SYSTEM, USER))
+            self.split_at_answer(AnswerShape(), (), context, before=(SYSTEM, USER))
             return SYSTEM, USER
 
     def measure(self, answer: AnswerShape, context: Context) -> Ending:
-        """How answers of a shape end.
+        """Return the ending of answers of a shape.
 
         Raises:
             CannotRender: the template refuses such an answer.
         """
-        asked, alone = self.tail(answer, (), context), self.tail(answer, (), context, generation_prompt=False)
+        with_prompt, without_prompt = (
+            self.tail(answer, (), context),
+            self.tail(answer, (), context, generation_prompt=False),
+        )
         if not answer.calls:
-            return Ending("", asked, alone)
+            return Ending("", with_prompt, without_prompt)
         plain = self.tail(AnswerShape(reasoning=answer.reasoning), (), context)
-        return Ending(asked.removesuffix(plain) if asked.endswith(plain) else None, asked, alone)
+        rest = with_prompt.removesuffix(plain) if with_prompt.endswith(plain) else None
+        return Ending(rest, with_prompt, without_prompt)
 
     def tail(
         self, answer: AnswerShape, appended: Sequence[Message], context: Context, *, generation_prompt: bool = True
     ) -> str:
-        """What stands behind an answer, with these messages appended.
+        """Return the text behind an answer, with `appended` behind it.
 
         Raises:
-            CannotRender: the template refuses them.
+            CannotRender: the template refuses the messages.
         """
-        return self.parts(answer, appended, context, generation_prompt=generation_prompt)[1]
+        return self.split_at_answer(answer, appended, context, generation_prompt=generation_prompt)[1]
 
-    def parts(
+    def split_at_answer(
         self,
         answer: AnswerShape,
         appended: Sequence[Message],
@@ -116,15 +126,15 @@ class Endings:
         content: str = "",
         generation_prompt: bool = True,
     ) -> tuple[str, str]:
-        """The text in front of the marker and the text behind it, in the shortest conversation or behind `before`;
-        `content` stands beside tool calls.
+        """Return the text in front of the marker and the text behind it. The conversation is `before`, or the shortest
+        one if it is None. `content` is the answer's text beside tool calls.
 
         Raises:
-            CannotRender: the template refuses these messages, or leaves the answer out.
+            CannotRender: the template refuses the messages, or omits the answer.
         """
         history = self._before if before is None else before
         refusal = CannotRender("the template leaves an answer out")
-        for message in _spellings(answer, content):
+        for message in _answer_variants(answer, content):
             try:
                 text = self._renderer.render(
                     [*history, message, *appended],
@@ -141,9 +151,9 @@ class Endings:
         raise refusal
 
 
-def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
-    """An answer of a shape as templates want it: some take no text beside calls, some want reasoning in every answer
-    behind the last question, some write no calls at all."""
+def _answer_variants(answer: AnswerShape, content: str) -> Iterator[Message]:
+    """Yield variants of an answer for different templates. Some accept no text beside calls, some require reasoning in
+    every answer behind the last question, and some write no calls at all."""
     yield answer.message(content)
     if content and answer.calls:
         yield answer.message()
@@ -153,11 +163,11 @@ def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
         yield answer.message(MARKER)
 
 
-def behind(tail: str, ending: Ending) -> str | None:
-    """A tail without the rest of a tool call; None where that cannot be told from the end of the answer.
+def strip_call_end(tail: str, ending: Ending) -> str | None:
+    """Return a tail without the rest of a tool call, or None if that rest cannot be separated from the answer's end.
 
     Raises:
-        NotAppendOnly: it begins with another rest than measured.
+        NotAppendOnly: the tail begins with another rest than the measured one.
     """
     if ending.rest is None:
         return None
@@ -166,7 +176,8 @@ def behind(tail: str, ending: Ending) -> str | None:
     return tail[len(ending.rest) :]
 
 
-def shared(tail: str, ending: Ending) -> str:
-    """What a tail has in common with those of nothing appended: the end of a call and of the answer."""
-    tails = zip(tail, ending.asked, ending.alone, strict=False)
+def common_start(tail: str, ending: Ending) -> str:
+    """Return the common beginning of a tail and of both tails with nothing appended: the end of a call and of the
+    answer."""
+    tails = zip(tail, ending.with_prompt, ending.without_prompt, strict=False)
     return "".join(each[0] for each in takewhile(lambda each: each[0] == each[1] == each[2], tails))

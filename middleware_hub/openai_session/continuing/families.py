@@ -1,8 +1,8 @@
-"""What is known of a model family's rendering: `miles-tito-tokenizers`, behind the interface of templates.py.
+"""Renderers for model families, from `miles-tito-tokenizers`, behind the interface of templates.py.
 
-It brings templates that do not rewrite history, settings to the same end, and the encoders of families that have no
-chat template. Which tokens follow an answer is measured for these as for every other (endings.py): the library's own
-`merge_tokens` is what tests hold that against.
+The library contains templates that do not rewrite history, settings for the same purpose, and encoders of families that
+have no chat template. The tokens behind an answer are measured as for every other template (endings.py); tests compare
+them with the library's own `merge_tokens`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotR
 from middleware_hub.openai_session.continuing.templates import Renderer, from_tokenizer
 from miles_router.errors import ConfigError
 
-#: The option's values, each with the library's families it may mean.
+#: Values of the option, each with the families of the library that it may mean.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("qwen3",),
     "qwen3.5": ("qwen35",),
@@ -26,20 +26,20 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "minimax": ("minimax_m27", "minimax_m25"),
     "deepseek": ("deepseekv32", "deepseekv4"),
     "nemotron": ("nemotron3",),
-    "gpt-oss": (),  # not in the library: its own template serves
+    "gpt-oss": (),  # not in the library: the tokenizer's own template is used
 }
 LIBRARY = tuple(sorted({name for names in FAMILIES.values() for name in names}))
-#: What tells the newer family of a pair by its chat template.
+#: Text in the chat template that identifies the newer family of a pair.
 NEWER = {"kimi26": "preserve_thinking", "minimax_m27": "M2.7"}
-#: Roles that may be appended, the widest first: the library has a template for each set.
+#: Sets of roles that may be appended, the widest first: the library has a template for each set.
 ROLES = (("tool", "user", "system"), ("tool", "user"), ("tool",))
 
 
 def for_family(tokenizer: Any, tito_model: str) -> Renderer:
-    """The renderer of a family, by a name of `FAMILIES` or the library's own.
+    """Return the renderer of a family, by a name in `FAMILIES` or one of the library's own names.
 
     Raises:
-        ConfigError: no such family, the library is not installed, or the tokenizer is of another family.
+        ConfigError: there is no such family, the library is not installed, or the tokenizer is of another family.
     """
     name = tito_model.strip().lower()
     candidates = FAMILIES.get(name, (name,) if name in LIBRARY else None)
@@ -49,11 +49,11 @@ def for_family(tokenizer: Any, tito_model: str) -> Renderer:
         return from_tokenizer(tokenizer, origin=f"the tokenizer's chat template ({name}: not in the library)")
     _require_library()
     if name == "deepseek" or candidates[0].startswith("deepseek"):
-        return _deepseek(tokenizer, candidates)
+        return _deepseek_renderer(tokenizer, candidates)
     family = candidates[0]
     if len(candidates) > 1 and NEWER[family] not in str(tokenizer.chat_template):
         family = candidates[1]
-    return _jinja(tokenizer, family)
+    return _template_renderer(tokenizer, family)
 
 
 def _unknown(tito_model: str) -> str:
@@ -72,7 +72,7 @@ def _require_library() -> None:
         ) from None
 
 
-def _jinja(tokenizer: Any, family: str) -> Renderer:
+def _template_renderer(tokenizer: Any, family: str) -> Renderer:
     from miles_tito_tokenizers import resolve_fixed_chat_template
     from miles_tito_tokenizers.tokenizer_type import TITOTokenizerType
 
@@ -84,8 +84,8 @@ def _jinja(tokenizer: Any, family: str) -> Renderer:
     return from_tokenizer(tokenizer, template=template, settings=settings, origin=f"{whose} ({family})", family=family)
 
 
-def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
-    """DeepSeek's encoders; an older DeepSeek has a chat template, and that serves."""
+def _deepseek_renderer(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
+    """Return a renderer with DeepSeek's encoder, or with the chat template of a tokenizer before V3.2."""
     from miles_tito_tokenizers.encoders import deepseek_v4, deepseek_v32
 
     modules = {"deepseekv32": deepseek_v32, "deepseekv4": deepseek_v4}
@@ -109,5 +109,5 @@ def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
 
 
 def _thinking(kwargs: Mapping[str, Any]) -> str:
-    """SGLang reads one setting for these families, and thinks only if it is asked to."""
+    """Return the thinking mode. SGLang reads one setting for these families, and thinks only on request."""
     return "thinking" if kwargs.get("thinking") else "chat"

@@ -1,4 +1,4 @@
-"""Messages as SGLang's chat endpoint hands them to a chat template (0.5.23, `serving_chat.py`)."""
+"""Convert messages to the form that SGLang's chat endpoint passes to a chat template (0.5.23, `serving_chat.py`)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.engines import client_json
 from miles_router.errors import RouterError
 
-#: What a message keeps on its way through SGLang's request model, by role.
-OF_A_USER = ("role", "content")
-OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
+#: Fields of a message that SGLang's request model keeps, by role.
+USER_FIELDS = ("role", "content")
+OTHER_FIELDS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
 TEXT_PARTS = ("text", "input_text")
-#: `(messages, tools, generation_prompt, template_kwargs)` to text.
+#: Renders `(messages, tools, generation_prompt, template_kwargs)` to text.
 Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
 
-#: What a template that cannot write some messages raises beside `jinja2.TemplateError`.
+#: Errors of a template that cannot write some messages, beside `jinja2.TemplateError`.
 FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NotImplementedError)
-#: transformers' own tag; it writes nothing.
+#: A tag that only transformers knows; it writes nothing.
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 class CannotRender(RouterError):
-    """A template that does not write these messages. The reason holds no text of theirs."""
+    """A template refuses the messages. The reason contains no text of theirs."""
 
 
 def prepared(message: Message, *, parts: bool, json: bool = False) -> dict[str, Any]:
-    """One message as SGLang hands it to a template. `parts`: lists of text parts stay lists; `json`: arguments of
-    tool calls stay text.
+    """Return one message in the form that SGLang passes to a template.
+
+    Args:
+        parts: lists of text parts stay lists.
+        json: arguments of tool calls stay text.
 
     Raises:
-        CannotRender: the arguments of a tool call are no JSON object, or a text is none.
+        CannotRender: the arguments of a tool call are no JSON object, or a text part has no text.
     """
-    names = OF_A_USER if message.get("role") == "user" else OF_OTHERS
+    names = USER_FIELDS if message.get("role") == "user" else OTHER_FIELDS
     kept = {name: message[name] for name in names if message.get(name) is not None}
     kept["content"] = _content(kept.get("role"), kept.get("content", ""), parts=parts)
     if isinstance(kept.get("tool_calls"), list):
@@ -60,7 +63,7 @@ def _content(role: object, content: Any, *, parts: bool) -> Any:
 
 
 def _call(call: Any, arguments: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """A tool call with the fields, and the order, that SGLang's request model gives it."""
+    """Return a tool call with the fields, and their order, of SGLang's request model."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise CannotRender("a tool call has no function")
     function = call["function"]
@@ -81,7 +84,7 @@ def _as_object(arguments: Any) -> Any:
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise CannotRender("the arguments of a tool call are no JSON object")
+        raise CannotRender("the arguments of a tool call are not a JSON object")
     return value
 
 
@@ -90,7 +93,7 @@ def _as_json(arguments: Any) -> str:
 
 
 def loops_over_parts(template: str) -> bool:
-    """Whether a template takes a content as a list of parts (SGLang gives it one then) or as text."""
+    """Return whether a template loops over a content as a list of parts; SGLang then passes a list instead of text."""
     if any(word in template for word in ("image", "audio", "video", "vision")):
         return True
     from jinja2 import Environment, TemplateError, nodes
@@ -104,7 +107,7 @@ def loops_over_parts(template: str) -> bool:
 
 
 def _is_content(node: Any) -> bool:
-    """`message.content` in any spelling, with filters, tests and slices."""
+    """Return whether a node is `message.content` in any spelling, with filters, tests and slices."""
     from jinja2 import nodes
 
     if isinstance(node, (nodes.Filter, nodes.Test)):

@@ -1,7 +1,5 @@
-"""Small conversations that a template is tried on: shapes of what is appended, and histories in front of it.
-
-Every message says a word of its own, so that it is found in what the template writes.
-"""
+"""Small conversations on which a template is tried: shapes of appended messages, and histories in front of them. Every
+message contains a unique word, so that it can be found in the rendered text."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from typing import Any, NamedTuple
 from middleware_hub.openai_session.continuing.endings import SYSTEM, USER, AnswerShape
 from middleware_hub.openai_session.sessions.messages import Message
 
-#: So many equal roles in a row, or calls in an answer, stand for more.
+#: Runs of more equal roles, and answers with more calls, are reduced to this number.
 MANY = 3
 CALLING = "assistant with calls"
-BESIDE = "qz7beside7zq"  # said beside tool calls
+BESIDE = "qz7beside7zq"  # the text of an answer with tool calls
 TOOL_WORD = "qz7tool7zq"
 #: The content of each message of `probe_of`.
 CONTENT = re.compile("qz7appended[0-9]+7zq")
-#: Words by which some templates switch reasoning for all that follows.
+#: Words that switch reasoning off or on in some templates, for all that follows.
 SWITCHES = ("/no_think", "/think")
 TOOLS = [
     {
@@ -35,7 +33,7 @@ TOOLS = [
 
 
 class Shape(NamedTuple):
-    """What decides how a template writes the messages behind an answer, as far as anyone can see from outside."""
+    """The properties of a continuation that can decide how a template writes it, as far as visible from outside."""
 
     roles: tuple[str, ...]
     calls: int = 0
@@ -43,7 +41,7 @@ class Shape(NamedTuple):
     reasoning: bool = False
 
 
-#: What agents append. Tool calls come with tools.
+#: Shapes that agents usually append. Shapes with tool calls have tools.
 STANDARD: Mapping[str, Shape] = {
     "user": Shape(("user",)),
     "user, with tools given": Shape(("user",), tools=True),
@@ -57,14 +55,13 @@ STANDARD: Mapping[str, Shape] = {
 
 
 def shape_of(answer: AnswerShape, appended: Sequence[Message], tools: Sequence[Any] | None) -> Shape:
-    """The shape of a continuation."""
     labels = (CALLING if message.get("tool_calls") else str(message.get("role")) for message in appended)
     roles = tuple(label for label, run in groupby(labels) for _ in range(min(MANY, sum(1 for _ in run))))
     return Shape(roles, min(MANY, len(answer.calls)), bool(tools), answer.reasoning)
 
 
 def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
-    """An answer and messages of a shape, each message with a content of its own."""
+    """Return an answer and messages of a shape, each message with unique content."""
     answer = AnswerShape(tuple((f"call_{place}", "probe") for place in range(shape.calls)), shape.reasoning)
     pending = iter([f"call_{place}" for place in range(shape.calls)])
     messages: list[Message] = []
@@ -74,7 +71,7 @@ def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
             message["tool_call_id"] = next(pending, f"call_{place}")
             message["name"] = "probe"
         elif role == CALLING:
-            results = max(1, _run(shape.roles, place + 1, "tool"))
+            results = max(1, _run_length(shape.roles, place + 1, "tool"))
             calls = [f"call_{place}_{each}" for each in range(results)]
             pending = iter(calls)
             function = {"name": "probe", "arguments": '{"q": "again"}'}
@@ -84,19 +81,19 @@ def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
     return answer, messages
 
 
-def _run(roles: Sequence[str], start: int, role: str) -> int:
+def _run_length(roles: Sequence[str], start: int, role: str) -> int:
     return next((place for place in range(start, len(roles)) if roles[place] != role), len(roles)) - start
 
 
 class History(NamedTuple):
-    """A conversation that an answer may stand behind, and what it is there for."""
+    """A conversation in front of an answer; `name` is the part that a tail must not depend on."""
 
     name: str
     messages: Sequence[Message]
 
 
 def histories() -> Iterator[History]:
-    """Longer conversations; templates differ in which of them they take."""
+    """Yield longer conversations. Each template accepts some of them."""
     question = _user("qz7earlier7zq")
     answered: Message = {"role": "assistant", "content": "qz7answered7zq", "reasoning_content": "qz7thought7zq"}
     call = {"id": "call_9", "type": "function", "function": {"name": "probe", "arguments": '{"q": "9"}'}}
@@ -108,18 +105,18 @@ def histories() -> Iterator[History]:
         yield History(name, [*system, question, answered, USER, answered, USER])
     plain: Message = {"role": "assistant", "content": "qz7answered7zq"}
     for switch in SWITCHES:
-        yield History(f"{switch} said before", [_user(f"qz7earlier7zq {switch}"), plain, USER])
+        yield History(f"{switch} in an earlier message", [_user(f"qz7earlier7zq {switch}"), plain, USER])
         switched = {"role": "system", "content": f"{SYSTEM['content']} {switch}"}
-        yield History(f"{switch} said before", [switched, question, plain, USER])
+        yield History(f"{switch} in an earlier message", [switched, question, plain, USER])
 
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def given(before: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """What of a history no answer is: tools, questions, results."""
+def history_texts(before: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yield a name and a text for each part of a history that is not an answer: tools, questions, results."""
     yield "the tools", TOOL_WORD
     for message in before:
         if message["role"] != "assistant":
-            yield f"a {message['role']} message of before", str(message["content"])
+            yield f"an earlier {message['role']} message", str(message["content"])

@@ -1,8 +1,8 @@
-"""What was proved of a template, in a file for the next start.
+"""Store the proofs of a template in a file for the next start.
 
-A proof depends on the template and what it is given beside a conversation, on the libraries that render it, and on our
-own code. A digest of all that names the file. A file that is damaged, that proves something else, or that somebody
-else may have written is ignored: the log says so, and the proof is made anew.
+A proof depends on the template and its settings, on the libraries that render it, and on this project's code. The
+file's name is a digest of all these. A damaged file, a file about another proof, and a file that another user may have
+written are ignored: the log reports the file, and the proof is made again.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
-#: Whatever decides how a template is written.
+#: Libraries that influence how a template is rendered.
 LIBRARIES = ("jinja2", "miles-tito-tokenizers", "orjson", "tokenizers", "transformers")
 HUB = Path(__file__).parents[2]
 CODE = ("openai_session/continuing", "openai_session/sessions", "tokenizing")
-#: Files kept; those written first go first.
+#: The most files in the directory; the oldest are deleted.
 MAX_FILES = 256
 MAX_BYTES = 1 << 20
 
-#: For each shape that is proved at the start, why it is refused; None where it is not.
+#: For each shape that is proved at the start, why it is refused, or None.
 Refusals = Sequence[str | None]
 
 
 class Unusable(ValueError):
-    """A file that says nothing of this proof; the reason."""
+    """The reason why a proof file is ignored."""
 
 
 class ProofFile:
-    """Where the proof of one template is kept. `subject` is all that its rendering depends on, beside code."""
+    """The file with the proof of one template. `subject` is everything beside code that its rendering depends on."""
 
     def __init__(self, subject: Mapping[str, object]) -> None:
-        said = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code()]
-        self.digest = _digest(orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS))
+        content = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code_digest()]
+        self.digest = _digest(orjson.dumps(content, default=repr, option=orjson.OPT_SORT_KEYS))
         self._directory = default_directory()
 
     @property
     def path(self) -> Path | None:
-        """None on a machine without a place for caches."""
+        """The path of the file; None on a machine without a cache directory."""
         return self._directory / f"{self.digest}.json" if self._directory is not None else None
 
     def read(self, count: int) -> Refusals | None:
-        """The `count` refusals of the proof; None where there is no file that can be used."""
+        """Return the `count` refusals of the proof, or None if there is no usable file."""
         if self.path is None:
             return None
         try:
-            return self._refusals(_own(self.path), count)
+            return self._refusals(_read_own_file(self.path), count)
         except FileNotFoundError:
             return None
         except (OSError, Unusable) as reason:
@@ -65,34 +65,34 @@ class ProofFile:
             return None
 
     def write(self, refusals: Refusals) -> None:
-        """Keep a proof. Where that cannot be done, the next start makes it again."""
+        """Write a proof. If that fails, the next start proves again."""
         if self.path is None:
             return
-        said = {"subject": self.digest, "refusals": refusals, "digest": _digest(orjson.dumps(refusals))}
+        content = {"subject": self.digest, "refusals": refusals, "digest": _digest(orjson.dumps(refusals))}
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(self.path, orjson.dumps(said))
-            _forget_the_oldest(self.path.parent)
+            _replace(self.path, orjson.dumps(content))
+            _delete_oldest(self.path.parent)
         except OSError as reason:
             logger.info("proof_not_kept", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
 
     def _refusals(self, data: bytes, count: int) -> Refusals:
         try:
-            said = orjson.loads(data)
+            content = orjson.loads(data)
         except orjson.JSONDecodeError:
-            raise Unusable("it is damaged") from None
-        if not isinstance(said, dict) or said.get("subject") != self.digest:
-            raise Unusable("it proves something else")
-        refusals = said.get("refusals")
-        if not isinstance(refusals, list) or said.get("digest") != _digest(orjson.dumps(refusals)):
-            raise Unusable("it is damaged")
+            raise Unusable("the file is damaged") from None
+        if not isinstance(content, dict) or content.get("subject") != self.digest:
+            raise Unusable("the file contains another proof")
+        refusals = content.get("refusals")
+        if not isinstance(refusals, list) or content.get("digest") != _digest(orjson.dumps(refusals)):
+            raise Unusable("the file is damaged")
         if len(refusals) != count or not all(each is None or isinstance(each, str) for each in refusals):
-            raise Unusable("it proves something else")
+            raise Unusable("the file contains another proof")
         return refusals
 
 
 def default_directory() -> Path | None:
-    """`$XDG_CACHE_HOME/miles-router/proofs`, or the same below `~/.cache`."""
+    """Return `$XDG_CACHE_HOME/miles-router/proofs`, or the same below `~/.cache`; None without a home directory."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = named if named.is_absolute() else Path.home() / ".cache"
@@ -101,19 +101,19 @@ def default_directory() -> Path | None:
     return base / "miles-router" / "proofs"
 
 
-def _own(path: Path) -> bytes:
-    """A file that nobody but its owner, who we are, may have written."""
+def _read_own_file(path: Path) -> bytes:
+    """Return the content of a file that only this process's user may write."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise Unusable("somebody else may have written it")
+            raise Unusable("another user may have written the file")
         if status.st_size > MAX_BYTES:
-            raise Unusable("it is damaged")
+            raise Unusable("the file is damaged")
         return file.read()
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Nobody ever reads half of it."""
+    """Replace a file atomically."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -124,10 +124,10 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _forget_the_oldest(directory: Path) -> None:
+def _delete_oldest(directory: Path) -> None:
     ages = []
     for path in directory.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process forgets, too
+        with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
             ages.append((path.stat().st_mtime, path))
     for _, path in sorted(ages)[:-MAX_FILES]:
         path.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def _code() -> str:
-    """Our own part of it."""
+def _code_digest() -> str:
+    """Return a digest of this project's own code that a proof depends on."""
     files = sorted(path for folder in CODE for path in (HUB / folder).glob("*.py"))
     return _digest(b"\0".join(path.read_bytes() for path in files))

@@ -1,4 +1,4 @@
-"""Which messages a chat template writes, by their roles. Many templates write nothing of a role that they do not know:
+"""Find out which messages a chat template writes, by their roles. Many templates write nothing for an unknown role:
 Qwen3's drops `developer`, gpt-oss' drops a system message behind the first message."""
 
 from __future__ import annotations
@@ -14,63 +14,64 @@ from middleware_hub.openai_session.continuing.templates import CannotRender, Ren
 from middleware_hub.openai_session.sessions.messages import Message
 
 DEVELOPER = "developer"
-#: Between an instruction and what a user says beside it, where both are one message.
+#: The separator between an instruction and a user's text that are joined in one message.
 JOINT = "\n\n"
-#: Roles that SGLang reads in any case (0.5.23, `ChatCompletionMessageGenericParam`).
+#: Roles that SGLang accepts in upper or lower case (0.5.23, `ChatCompletionMessageGenericParam`).
 ANY_CASE = frozenset(("system", "assistant", "tool", "function", DEVELOPER, "latest_reminder", "root"))
-MAX_KEPT = 4096  # characters of roles and settings whose answers are kept
+MAX_KEPT = 4096  # the longest roles and settings, in characters, whose results are cached
 
 
 class Roles:
-    """The roles that a model's template writes, found by trying it with words in place of what was said."""
+    """The roles that a model's template writes, found by rendering probe messages."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._kept_dropped = functools.lru_cache(maxsize=1024)(self._dropped)
+        self._cached_dropped = functools.lru_cache(maxsize=1024)(self._find_dropped)
 
-    def known(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
-        """Return chat messages with roles that the template knows, and for each the place it had.
+    def with_known_roles(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
+        """Return chat messages with roles that the template knows, and for each its index in `messages`.
 
-        `developer` becomes `system` where the template takes one, else it is the user's words. What becomes of a
-        message depends on those in front of it and on the next one alone, so that later turns read it the same way.
+        A `developer` message becomes a `system` message where the template writes one; otherwise its text joins the
+        user's. The result for a message depends only on the messages before it and on the next one, so later turns read
+        it the same way.
         """
         if all(message["role"] in ("user", "assistant", "tool", "system") for message in messages):
             return messages, range(len(messages))
         found: list[Message] = []
         places: list[int] = []
-        words: list[Any] = []  # of developers, for the user's message behind them
+        instructions: list[Any] = []  # contents of developer messages, for the user's message behind them
         for place, message in enumerate(messages):
             role = message["role"].lower() if message["role"].lower() in ANY_CASE else message["role"]
             behind = messages[place + 1]["role"].lower() if place + 1 < len(messages) else None
             if role == DEVELOPER and not self.takes_system(found, alone=behind in (None, "assistant")):
-                words.append(message.get("content"))
+                instructions.append(message.get("content"))
                 if behind in (DEVELOPER, "user"):
                     continue
                 role, message = "user", {"role": "user", "content": None}
                 if found and found[-1]["role"] == "user":
                     message = found.pop()
                     places.pop()
-                    words.insert(0, message.get("content"))
-            elif words:
-                words.append(message.get("content"))
-            if words:
-                message, words = {**message, "content": _joined(words)}, []
+                    instructions.insert(0, message.get("content"))
+            elif instructions:
+                instructions.append(message.get("content"))
+            if instructions:
+                message, instructions = {**message, "content": _joined(instructions)}, []
             role = "system" if role == DEVELOPER else role
             found.append(message if role == message["role"] else {**message, "role": role})
             places.append(place)
         return found, places
 
-    def dropped(
+    def first_dropped(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
     ) -> int | None:
-        """Return the place of the first message of which the template writes nothing; None where it writes all, or
-        refuses them by itself."""
+        """Return the index of the first message that the template does not write. None if it writes all messages, or
+        refuses them with an error."""
         labels = tuple(map(_label, messages))
         if labels[-1:] == ("assistant",):
-            labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_taken`)
+            labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_engine_reads`)
         settings = orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS)
         small = sum(map(len, labels)) + len(settings) <= MAX_KEPT
-        return (self._kept_dropped if small else self._dropped)(labels, bool(tools), settings)
+        return (self._cached_dropped if small else self._find_dropped)(labels, bool(tools), settings)
 
     @functools.cached_property
     def system_first(self) -> bool:
@@ -78,21 +79,26 @@ class Roles:
         return self.takes_system()
 
     def takes_system(self, before: Sequence[Message] = (), *, alone: bool = False) -> bool:
-        """Return whether the template writes a system message behind these. `alone`: no user's message follows it."""
+        """Return whether the template writes a system message behind `before`. With `alone`, no user's message follows
+        it."""
         labels = (*map(_label, before), "system", *(() if alone else ("user",)))
         try:
-            return self._missing(labels, tools=False, settings=b"{}") is None
+            return self._first_missing(labels, tools=False, settings=b"{}") is None
         except CannotRender:
             return False
 
-    def _dropped(self, labels: tuple[str, ...], tools: bool, settings: bytes) -> int | None:
+    def _find_dropped(self, labels: tuple[str, ...], tools: bool, settings: bytes) -> int | None:
         try:
-            return self._missing(labels, tools=tools, settings=settings)
+            return self._first_missing(labels, tools=tools, settings=settings)
         except CannotRender:
             return None
 
-    def _missing(self, labels: tuple[str, ...], *, tools: bool, settings: bytes) -> int | None:
-        """Raises CannotRender: the template refuses these roles."""
+    def _first_missing(self, labels: tuple[str, ...], *, tools: bool, settings: bytes) -> int | None:
+        """Return the index of the first role whose message the template does not write, or None.
+
+        Raises:
+            CannotRender: the template refuses these roles.
+        """
         _, probes = probe_of(Shape(labels))
         if not probes:
             return None
@@ -109,7 +115,7 @@ def _label(message: Message) -> str:
 
 
 def _joined(contents: Sequence[Any]) -> Any:
-    """Several contents as one: a text, or a list of parts where one of them is a list."""
+    """Join contents: to a text, or to a list of parts if one of them is a list."""
     given = [content for content in contents if content]
     if all(isinstance(content, str) for content in given):
         return JOINT.join(given)

@@ -1,7 +1,7 @@
-"""Messages to text, with the model's own chat template or a family's, and text to ids.
+"""Render messages to text, with the model's own chat template or a family's, and encode text to ids.
 
-Messages are prepared as SGLang prepares them (preparing.py), so that a text rendered here is the engine's own: the
-engine renders a session's first turn, and what is appended to that is rendered here.
+Messages are prepared as SGLang prepares them (preparing.py), so a text rendered here equals the engine's own. The
+engine's template renders a session's first turn; appended messages are rendered here.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router.engines import client_json
 from miles_router.errors import ConfigError
 
-#: The key of an object around arguments that are none, as Anthropic's documentation names it for this purpose.
+#: The key of the object that wraps invalid arguments; Anthropic's documentation names it for this purpose.
 INVALID_JSON = "INVALID_JSON"
-#: Messages that are named as wrapped.
+#: The most places of wrapped arguments that are reported.
 MAX_NAMED = 64
 SHORT = 9
 ENGINE_ID = re.compile(r"call_[0-9a-f]{24}")
 
 
-def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-    """Return messages whose calls have arguments that are objects, and where others stood; the same list if none did.
-    Empty arguments are those of a call without any."""
+def wrap_arguments(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+    """Return messages in which the arguments of every tool call are an object, and the places of invalid ones. Invalid
+    arguments are wrapped in an object; empty arguments become `{}`. Returns the same list if nothing changed."""
     changed: dict[int, Message] = {}
     where: list[str] = []
     for place, message in enumerate(messages):
         calls = message.get("tool_calls") if message.get("role") == "assistant" else None
         if not isinstance(calls, list):
             continue
-        now = [_wrapped_call(call) for call in calls]
+        now = [_wrap_call(call) for call in calls]
         others = [number for number, (one, other) in enumerate(zip(calls, now, strict=True)) if one is not other]
         if others:
             changed[place] = {**message, "tool_calls": now}
@@ -48,17 +48,17 @@ def wrapped(messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
     return [changed.get(place, message) for place, message in enumerate(messages)], where[:MAX_NAMED]
 
 
-def _wrapped_call(call: Any) -> Any:
+def _wrap_call(call: Any) -> Any:
     function = function_of(call)
     arguments = function.get("arguments")
     if not function or isinstance(arguments, Mapping) or _is_object(arguments):
         return call
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null", "[]")):
-        said = "{}"
+        object_text = "{}"
     else:
         text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        said = orjson.dumps({INVALID_JSON: text}).decode()
-    return {**call, "function": {**function, "arguments": said}}
+        object_text = orjson.dumps({INVALID_JSON: text}).decode()
+    return {**call, "function": {**function, "arguments": object_text}}
 
 
 def _is_wrapped(call: Mapping[str, Any]) -> bool:
@@ -74,8 +74,8 @@ def _is_object(arguments: object) -> bool:
         return False
 
 
-def shortened(message: Message) -> Message:
-    """Return a message with call ids of 9 letters and digits, the same one for the same id."""
+def shorten_ids(message: Message) -> Message:
+    """Return a message whose call ids are shortened by `short_id`."""
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if isinstance(calls, list):
         short = [
@@ -89,7 +89,8 @@ def shortened(message: Message) -> Message:
 
 
 def short_id(call_id: str) -> str:
-    """Return 9 letters and digits for a call id. Those of an engine are cut as opencode cuts them."""
+    """Return 9 letters and digits for a call id, always the same for the same id. An engine's id is truncated as
+    opencode truncates it."""
     if len(call_id) == SHORT and call_id.isascii() and call_id.isalnum():
         return call_id
     if ENGINE_ID.fullmatch(call_id):
@@ -99,22 +100,23 @@ def short_id(call_id: str) -> str:
 
 __all__ = ["CannotRender", "Renderer", "from_tokenizer"]
 
-#: What `apply_chat_template` takes beside a template's own settings: not for a request to set.
-OURS = frozenset(
+#: Parameters of `apply_chat_template` that are not settings of a template; a request must not set them.
+RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
         *("continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
         *("padding", "truncation", "max_length", "tokenizer_kwargs"),
     )
 )
-#: A call id that every template takes, and that stands nowhere by chance.
-TRIED_ID = "qz7id7zq0"
-#: Characters that settle what a text's first token is.
+#: A call id that every template accepts, and that occurs nowhere by chance.
+PROBE_ID = "qz7id7zq0"
+#: The number of characters that determine the first token of a text.
 LOOKAHEAD = 64
 
 
 class Renderer:
-    """One way to write messages. `origin` names it in words; `subject` is all that it depends on beside code."""
+    """One way to render messages. `origin` is its name for logs; `subject` is everything beside code that it depends
+    on."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class Renderer:
     ) -> None:
         self.origin = origin
         self.tokenizer = tokenizer
-        #: The library's name of the family, where it was named.
+        #: The library's name of the family; empty without one.
         self.family = family
         self.subject = {"origin": origin, "tokenizer": str(type(tokenizer)), **subject}
         self._encoder = TextEncoder(tokenizer)
@@ -151,32 +153,33 @@ class Renderer:
         generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Raises:
-            CannotRender: the template refuses it, or the request sets what is not a template's.
+            CannotRender: the template refuses the messages, or the request sets a reserved parameter.
         """
-        foreign = sorted(OURS & template_kwargs.keys())
+        foreign = sorted(RESERVED & template_kwargs.keys())
         if foreign:
             raise CannotRender(f"chat_template_kwargs: {foreign[0]} is not a template's setting")
         prepared = [self._prepared(message) for message in messages]
         written = [prepared_tool(tool) for tool in tools] if tools else None
         return self._write(prepared, written, generation_prompt, template_kwargs)
 
-    def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
-        """SGLang makes a user's message of an assistant's that comes last, so that there is something to answer."""
+    def as_engine_reads(self, appended: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages as SGLang reads them: an assistant's message at the end becomes a user's. SGLang does so
+        in order to have a message to answer."""
         if not appended or appended[-1].get("role") != "assistant":
             return appended
         content = self._prepared(appended[-1])["content"]
         return [*appended[:-1], {"role": "user", "content": content}] if isinstance(content, str) else appended
 
     def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
-        """Return messages as the engine takes them, and where arguments of calls had to be wrapped."""
-        taken, where = (messages, []) if self._json else wrapped(messages)
-        return [shortened(message) for message in taken] if self._short_ids else taken, where
+        """Return messages in a form that the template accepts, and the places of arguments that were wrapped."""
+        taken, where = (messages, []) if self._json else wrap_arguments(messages)
+        return [shorten_ids(message) for message in taken] if self._short_ids else taken, where
 
     def same_id(self, held: object, sent: object) -> bool:
-        """Return whether the template cannot tell two ids of a call apart."""
+        """Return whether the template cannot distinguish two ids of a tool call."""
         if not self.writes_ids:
             return True
         short = self._short_ids and isinstance(held, str) and isinstance(sent, str)
@@ -184,17 +187,17 @@ class Renderer:
 
     @functools.cached_property
     def writes_ids(self) -> bool:
-        """Whether the template writes the ids of calls."""
+        """Whether the template writes the ids of tool calls."""
         try:
-            return TRIED_ID in self._tried(TRIED_ID)
+            return PROBE_ID in self._render_call(PROBE_ID)
         except CannotRender:
             return True
 
     def _wants_short_ids(self) -> bool:
-        """Whether the template takes call ids of 9 characters alone."""
-        for call_id, is_taken in (("call_0", False), (TRIED_ID, True)):
+        """Return whether the template accepts only call ids of 9 characters."""
+        for call_id, is_taken in (("call_0", False), (PROBE_ID, True)):
             try:
-                self._tried(call_id)
+                self._render_call(call_id)
             except CannotRender:
                 if is_taken:
                     return False
@@ -203,7 +206,7 @@ class Renderer:
                     return False
         return True
 
-    def _tried(self, call_id: str) -> str:
+    def _render_call(self, call_id: str) -> str:
         messages: list[Message] = [
             {"role": "user", "content": "a"},
             {
@@ -216,36 +219,35 @@ class Renderer:
         return self.render(messages, None, generation_prompt=True, template_kwargs={})
 
     def _prepared(self, message: Message) -> dict[str, Any]:
-        message = shortened(message) if self._short_ids else message
+        message = shorten_ids(message) if self._short_ids else message
         return prepared(message, parts=self._parts, json=self._json)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text from its beginning, no special tokens added."""
-        # Unlike `encode`, a batch is encoded without the interpreter's lock.
+        """Return the ids of a text from its beginning, without special tokens added."""
+        # Unlike `encode`, a batch releases the interpreter's lock.
         return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def encode_behind(self, text: str, token: int | None) -> list[int]:
-        """See `TextEncoder`."""
         return list(map(int, self._encoder.encode_behind(text, token)))
 
     def begins_with(self, text: str, token: int | None) -> bool:
-        """Whether a text's first token is this one."""
+        """Return whether `token` is the first token of a text."""
         if token is not None and token in self._added:
             return text.startswith(self._added[token])
         return self.encode(text[:LOOKAHEAD])[:1] == [token]
 
     def spelling(self, token_id: int) -> str:
-        """The text that a template would write for one token; empty for an id without any."""
+        """Return the text that a template writes for one token; empty for an id without text."""
         if token_id in self._added:
             return self._added[token_id]
         return str(self._backend.decode([token_id], skip_special_tokens=False))
 
     def is_added(self, token_id: int | None) -> bool:
-        """Whether a token is found in a text before any other, special or not."""
+        """Return whether a token is an added token, special or not: the tokenizer matches these before any other."""
         return token_id in self._added
 
     def is_special(self, token_id: int | None) -> bool:
-        """Whether a token is none of text's."""
+        """Return True for special tokens such as `<|im_end|>`."""
         return token_id in self._special
 
 
@@ -257,11 +259,11 @@ def from_tokenizer(
     origin: str | None = None,
     family: str = "",
 ) -> Renderer:
-    """Over the tokenizer's chat template, or over `template` in its place; `settings` are what it is given unless a
-    request says otherwise.
+    """Return a renderer with the tokenizer's chat template, or with `template` if given. `settings` apply unless a
+    request overrides them.
 
     Raises:
-        ConfigError: there is no template, or nothing to render one with.
+        ConfigError: there is no template, or jinja2 is not installed.
     """
     own = template or tokenizer.chat_template
     if not own:
@@ -269,12 +271,12 @@ def from_tokenizer(
     try:
         from jinja2 import TemplateError
 
-        from middleware_hub.openai_session.continuing.compiled import writer
+        from middleware_hub.openai_session.continuing.compiled import make_writer
     except ImportError:
         raise ConfigError("hf_checkpoint: chat templates need jinja2; pip install 'miles-router[tito]'") from None
     source = own if isinstance(own, str) else tokenizer.get_chat_template()
 
-    apply = writer(tokenizer, template, settings or {})
+    apply = make_writer(tokenizer, template, settings or {})
 
     def write(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
         try:
@@ -299,8 +301,9 @@ def from_tokenizer(
 
 
 def _reason(error: Exception, source: str) -> str:
-    """A message that stands in the template says what the template wants; any other may quote a prompt."""
+    """Return a reason without text of a prompt. A message that occurs in the template's source is quoted. Any other
+    message may quote a prompt, so only the type of the error is reported."""
     message = str(error).strip()
     if message and "\n" not in message and message in source:
-        return f"the template says: {message}"
+        return f"the template raises an error: {message}"
     return f"the template fails with {type(error).__name__}"

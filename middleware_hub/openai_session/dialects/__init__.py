@@ -1,4 +1,4 @@
-"""What training frameworks expect of sessions, a file each; the only place here that names them."""
+"""Routes and forms of samples for training frameworks, one file each. Only this folder names frameworks."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from middleware_hub.openai_session.dialects.dressage import DressageDialect
 from middleware_hub.openai_session.dialects.miles import MilesForm
 
 DIALECTS: Sequence[type[Dialect]] = (DressageDialect,)
-#: Forms of samples that a framework's own client reads.
+#: Forms of samples that clients of frameworks read.
 FORMS = (MilesForm,)

@@ -1,4 +1,4 @@
-"""A dialect: what one training framework expects of sessions beside their own routes."""
+"""The interface of a dialect: the requests of one training framework, beside the sessions' own routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles_router.middlewares import Receive, Router, Scope, Send
 
 
 class Dialect(Protocol):
-    """What the middleware asks of every dialect."""
+    """The interface between the middleware and a dialect."""
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class Dialect(Protocol):
     ) -> None: ...
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Those under path segments of their own."""
+        """Return the routes under the dialect's own path segments."""
         ...
 
     def owner_name(self, scope: Scope) -> str | None:
-        """Whose a request is that is not within a session's own path. As `HasOwners.owner_name`."""
+        """Return the session of a request outside `/sessions/{id}`, or None. As `HasOwners.owner_name`."""
         ...
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer any other request that speaks the dialect; False for one that does not."""
+        """Answer any other request of this dialect; return False for a request of none."""
         ...

@@ -1,12 +1,13 @@
-"""Dressage's dialect (Accio-Lab/Dressage at de8e8694): the same sessions for clients that name them in headers and
-never make them.
+"""Dressage's dialect (Accio-Lab/Dressage at de8e8694): sessions for clients that name them in headers and never create
+them.
 
-the paths of every face     with X-Session-Id, X-Instance-Id, X-Turn-Id: a step of a turn; the session is made at its
-                            first
-POST /session/finalize      no further turns; it can be read, built as `token_build_mode` and `mask` say
-POST /session/discard       it is forgotten, whatever it is
-POST /trajectory/read       the samples of one finalized session, or of all, in the fields that its reader wants and in
-                            ours; `drain` forgets them
+the path of each agent API   with X-Session-Id, X-Instance-Id, X-Turn-Id: a step of a turn; the first one creates the
+                             session
+POST /session/finalize       refuse further turns; the session becomes readable, built as `token_build_mode` and `mask`
+                             ask
+POST /session/discard        forget the session in any state
+POST /trajectory/read        the samples of one finalized session, or of all, with the fields of its reader and of the
+                             router; `drain` forgets them
 GET  /trajectory/stats
 POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
 """
@@ -40,20 +41,20 @@ from miles_router.trajectory.sample import CARRIED
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
-#: Whose bodies name a session.
+#: Paths of requests whose body names the session.
 BY_BODY = frozenset({"/session/finalize", "/session/discard", "/trajectory/read"})
-#: The dialect's own word for a pause that loses nothing.
+#: Pause modes of the dialect, each with the router's mode; `preempt` loses no tokens.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
-#: Instances and versions: clients write numbers too.
+#: Names of instances and weight versions; clients also send numbers.
 Name = str | int
 MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
-#: The dialect's words for how samples are built, the older ones too.
+#: The dialect's names of builds, including older ones.
 BUILD_MODES = {"tito": "concat", "concat": "concat", "snapshot": "last_step", "last_step": "last_step"}
 
 
 class DressageDialect:
-    """Answers what the dialect adds."""
+    """Handlers of the dialect's requests."""
 
     def __init__(
         self,
@@ -70,10 +71,10 @@ class DressageDialect:
         self._contract = read_contract(window) if context_window else NO_CONTRACT
         self._sessions = sessions
         self._endpoint = endpoint
-        self._draining: set[str] = set()  # sessions that are read now, to be deleted then
+        self._draining: set[str] = set()  # sessions that a running request reads and then deletes
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Those under path segments of their own."""
+        """Return the routes under the dialect's own path segments."""
         return [
             Route("/session/finalize", self._finalize, methods=["POST"]),
             Route("/session/discard", self._discard, methods=["POST"]),
@@ -82,14 +83,14 @@ class DressageDialect:
         ]
 
     def owner_name(self, scope: Scope) -> str | None:
-        """The session that the headers, or the body, name."""
+        """Return the session that the headers name, or `BODY_SAYS` where the body names it."""
         path = scope["path"]
         if path in BY_BODY:
             return BODY_SAYS
         return _session_id(scope) if path.startswith("/v1/") and not path.startswith(ROLLOUT) else None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
+        """Answer a request under `/v1` if it belongs to the dialect; otherwise return False."""
         path, method = scope["path"], scope["method"]
         name = _session_id(scope)
         if name is not None and self._endpoint.is_turn(scope):
@@ -98,9 +99,9 @@ class DressageDialect:
         held = name is not None and name in self._sessions.store
         if held and await self._endpoint.beside(self._sessions.store.get(name or ""), scope, receive, send):
             return True
-        if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
+        if not path.startswith(ROLLOUT) or (method, path) not in self._control_routes():
             return False
-        response = await self._orders()[method, path](Request(scope, receive))
+        response = await self._control_routes()[method, path](Request(scope, receive))
         await response(scope, receive, send)
         return True
 
@@ -114,13 +115,13 @@ class DressageDialect:
             self._check_version(session, scope)
             await self._endpoint.turn(session, scope, receive, send)
         except ContextOverflow as error:
-            raise self._in_words(error, session, scope) from None
+            raise self._as_window_error(error, session, scope) from None
         finally:
             self._sessions.store.drop_unused(session)
 
-    def _in_words(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
-        """A full context as the proxies in its sandboxes look for it, where `context_window` bounds chat. What else
-        reads the answer finds OpenAI's words under `error`."""
+    def _as_window_error(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
+        """Convert an error about a full context to the form that the proxies in the framework's sandboxes expect. This
+        applies to chat where `context_window` is set. Other readers find OpenAI's form under `error`."""
         if error.overflow is None or not self._contract.given or scope["path"] != paths.CHAT:
             return error
         turn_id, tokens = first_header(scope["headers"], TURN), error.overflow.prompt
@@ -140,10 +141,10 @@ class DressageDialect:
         return full
 
     def _check_version(self, session: Session, scope: Scope) -> None:
-        """Refuse a turn that other weights would answer, in the dialect's words.
+        """Refuse a turn that other weights would answer, in the dialect's form.
 
         Raises:
-            TrajectoryVersionChanged: the fleet has other weights than those that answered the session.
+            TrajectoryVersionChanged: the fleet's weights differ from those that answered the session.
         """
         current = self._router.pool.weight_version
         if not self._one_weight_version or current is None:
@@ -151,7 +152,7 @@ class DressageDialect:
         before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
         if not before or current in before:
             return
-        error = TrajectoryVersionChanged(f"weights {current} would go on with what {', '.join(sorted(before))} began")
+        error = TrajectoryVersionChanged(f"weights {current} cannot continue answers of {', '.join(sorted(before))}")
         detail = {
             "error": error.type,
             "message": str(error),
@@ -163,7 +164,7 @@ class DressageDialect:
         Exchange.of(scope).error_body = lambda error, request_id: {"detail": detail, **error.body(request_id)}
         raise error
 
-    def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
+    def _control_routes(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
         return {
             ("POST", "/v1/rollout/pause"): self._pause,
             ("POST", "/v1/rollout/resume"): self._resume,
@@ -172,7 +173,7 @@ class DressageDialect:
 
     async def _finalize(self, request: Request) -> Response:
         parsed = await read_object(request)
-        name = self._required(request, parsed)
+        name = self._owned_session(request, parsed)
         await self._sessions.archive.load(name)
         session = self._sessions.store.get(name)
         if not session.turns:
@@ -203,13 +204,13 @@ class DressageDialect:
         )
 
     async def _discard(self, request: Request) -> Response:
-        name = self._required(request, await read_object(request))
+        name = self._owned_session(request, await read_object(request))
         await self._sessions.archive.load(name)
         self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.ending.status is SessionStatus.FINALIZED else []
         if session is not None:
-            async with self._sessions.archive.let_go([session]):
+            async with self._sessions.archive.deleting([session]):
                 self._sessions.store.delete(session)
         about = {"session_removed": session is not None, "segments_removed": len(removed)}
         return as_response({"success": True, "session_id": name, **about})
@@ -222,12 +223,12 @@ class DressageDialect:
         if parsed.get("segment_view") not in (None, VIEW):
             raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
-            name = self._required(request, parsed)
+            name = self._owned_session(request, parsed)
             await self._sessions.archive.load(name)
             session = self._sessions.store.get(name)
             sessions, mode = [session] if session.ending.status is SessionStatus.FINALIZED else [], "trajectory"
         elif self._sessions.store.owners.several:
-            raise BadRequest("this router has several processes: name the session_id of each trajectory")
+            raise BadRequest("this router has several processes: set session_id to read one trajectory")
         else:
             await self._sessions.archive.load_all(lambda head: head["finalized"] is not None)
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
@@ -235,12 +236,12 @@ class DressageDialect:
         draining = {session.id for session in sessions} if drain else set()
         if draining & self._draining:
             raise BadRequest("the session is being drained by another request")
-        self._draining |= draining  # who drains at the same time gets others
+        self._draining |= draining  # a concurrent drain skips these sessions
         try:
             write = partial(segments_of, [(session, self._plan(session)) for session in sessions])
-            data = await self._sessions.beside(request, write)
-            if drain:  # first on the disk: what cannot be deleted there stays here, to be drained another time
-                async with self._sessions.archive.let_go(sessions):
+            data = await self._sessions.run_in_thread(request, write)
+            if drain:  # on disk first: a session that cannot be deleted there stays, and can be drained again
+                async with self._sessions.archive.deleting(sessions):
                     for session in sessions:
                         self._sessions.store.delete(session)
         finally:
@@ -250,14 +251,15 @@ class DressageDialect:
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
 
-    def _required(self, request: Request, parsed: Mapping[str, Any]) -> str:
-        """The session that a body names, in the process that has it."""
-        name = _named(parsed)
+    def _owned_session(self, request: Request, parsed: Mapping[str, Any]) -> str:
+        """Return the session that a body names; continue only in the process that owns it."""
+        name = _named_session(parsed)
         self._sessions.store.owners.require(request.scope, name)
         return name
 
     def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
-        """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
+        """Return the finalized sessions of the first `max_groups` groups, oldest first. With `drain`, sessions that
+        another request drains are left out."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
         groups: dict[Name, list[Session]] = {}
@@ -276,11 +278,11 @@ class DressageDialect:
         await self._sessions.archive.load_all(lambda head: True)
         own = self._counts()
         told = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
-        if not self._sessions.store.owners.others(request.scope):  # alone, or asked by another process
+        if not self._sessions.store.owners.others(request.scope):  # the only process, or a request of another process
             return as_response(told)
         all_of_them = [told, *await self._sessions.store.owners.answers(request.scope)]
         summed = {name: sum(each[name] for each in all_of_them) for name in own}
-        groups = {name for each in all_of_them for name in each["names"]}  # one may be in several
+        groups = {name for each in all_of_them for name in each["names"]}  # processes may share groups
         named = {"names": sorted(groups)} if self._sessions.store.owners.is_asked(request.scope) else {}
         return as_response({**summed, "groups": len(groups), **named})
 
@@ -315,14 +317,14 @@ class DressageDialect:
         return self._state_after(answer.status, answer.body)
 
     def _state_after(self, status: int, body: bytes) -> Response:
-        """Return the state of the rollout after a control request, or why that failed."""
+        """Return the state of the rollout after a control request, or the reply of a failed one."""
         if status != 200:
             return Response(body, status, media_type="application/json")
         return as_response({"status": "ok", **self._state()})
 
     async def _pause_state(self, request: Request) -> Response:
         state, others = self._state(), await self._sessions.store.owners.answers(request.scope)
-        waiting = self._router.gate.held + sum(each["waiting"] for each in others)  # all else is known everywhere
+        waiting = self._router.gate.held + sum(each["waiting"] for each in others)  # the other fields are global
         return as_response({**state, "waiting": waiting})
 
     def _state(self) -> dict[str, object]:
@@ -338,29 +340,32 @@ class DressageDialect:
 
 
 def _session_id(scope: Scope) -> str | None:
-    """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
-    headers; a name that no session can have is refused beside them, and is affinity alone."""
+    """Return the session that the headers name, or None.
+
+    A routing key names a session only together with X-Instance-Id or X-Turn-Id; alone it is for affinity. Without these
+    headers, a name that no session can have is also for affinity; with them, it is refused later.
+    """
     headers = scope["headers"]
     own = first_header(headers, INSTANCE) is not None or first_header(headers, TURN) is not None
     given = first_header(headers, SESSION)
     if given is None and own:
         given = first_header(headers, ROUTING)
     name = given.decode("latin-1") if given else None
-    # Agents send names of their own here, as "channel/thread": these are affinity.
+    # Agents send other names in this header, such as "channel/thread"; these are for affinity.
     return name if name is None or own or is_session_name(name) else None
 
 
 def _group(session: Session) -> Name:
-    """Which group a session belongs to; its metadata, which anybody wrote, may name none."""
+    """Return the group of a session: `instance_id` of its unchecked metadata, or else the session's id."""
     instance = session.metadata.get("instance_id")
     return instance if isinstance(instance, (str, int)) else session.id
 
 
 def _name(parsed: Mapping[str, Any], field: str) -> Name | None:
-    """A name in a request, if it has one.
+    """Return a name in a request, or None if it is absent.
 
     Raises:
-        BadRequest: it is neither a string nor a whole number, or too long.
+        BadRequest: the name is neither a string nor a whole number, or is too long.
     """
     value = parsed.get(field)
     return None if value is None else _checked_name(field, value)
@@ -372,7 +377,7 @@ def _checked_name(field: str, value: object) -> Name:
     return value
 
 
-def _named(parsed: Mapping[str, Any]) -> str:
+def _named_session(parsed: Mapping[str, Any]) -> str:
     name = parsed.get("session_id", parsed.get("trajectory_id"))
     if not isinstance(name, str):
         raise BadRequest("session_id must be a string")

@@ -1,5 +1,5 @@
-"""Dressage's form of samples (`proxy/trajectory_store.py`, `TrajectorySegment`): one segment for each line of turns,
-with the fields that its reader wants and those of our own samples."""
+"""Write samples in Dressage's form (`proxy/trajectory_store.py`, `TrajectorySegment`). There is one segment for each
+line of turns, with the fields of its reader and those of the router's own samples."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.sample import Sample, json_parts, row_parts
 
-#: The version of what was not sampled.
+#: The version of tokens that were not sampled.
 NO_VERSION = "-1"
-#: What a segment is.
+#: The only view of segments: a line of turns.
 VIEW = "lineage"
 
 
 def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
-    """The samples of finalized sessions as the dialect has them, each as JSON."""
+    """Return the samples of finalized sessions in the dialect's form, each as JSON."""
     segments: list[bytes] = []
     for session, plan in plans:
-        samples = plan.make()  # all of them, before one is written
+        samples = plan.make()  # make all samples before writing the first
         carried = plan.request.carried
         for index, (sample, (leaf, _)) in enumerate(zip(samples, plan.leaves, strict=True)):
             about = {**_about(session, plan, leaf, sample), "segment_index": index, "segment_count": len(samples)}
@@ -36,7 +36,8 @@ def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
 
 
 def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[str, Any]) -> Iterator[bytes]:
-    """One segment: the fields that its reader wants, and those of our samples. Experts are there once, in its form."""
+    """Yield one segment: the fields of its reader, then those of the router's samples. Experts occur once, in its
+    form."""
     yield orjson.dumps(about)[:-1]
     arrays = object_parts({"full_loss_mask": sample.loss_mask, "full_logprobs": sample.logprobs}, {})
     yield b"," + next(arrays)[1:]
@@ -54,8 +55,8 @@ def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[st
 
 
 def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> dict[str, Any]:
-    """What its reader wants to know of a segment beside the arrays. A segment that does not end by itself reads as
-    truncated there: nothing else says so."""
+    """Return the reader's fields of a segment other than arrays. A segment that was cut has the finish reason `length`:
+    the form has no other field for that."""
     line = leaf.line()
     reasons = [plan.classified[turn.number].reason for turn in line]
     turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))
@@ -81,7 +82,7 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
 
 
 def _full_versions(sample: Sample) -> bytes:
-    """A version for each token, as JSON without its brackets."""
+    """Return the version of each token, as a JSON list without its brackets."""
     parts, end = [], 0
     for run in sample.weight_versions:
         for version, start, stop in ((NO_VERSION, end, run.start), (run.version, run.start, run.end)):

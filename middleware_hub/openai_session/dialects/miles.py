@@ -1,10 +1,12 @@
-"""miles' form of samples (radixark/miles at 31f1ca961, `rollout/session/samples/codec.py`), and when it is meant.
+"""miles' form of samples (radixark/miles at 31f1ca961, `rollout/session/samples/codec.py`), and how a request asks for
+it.
 
-One safetensors file. Tensors of sample i: `tokens.i` int64 [n], and over its response `loss_mask.i` uint8 and
-`rollout_log_probs.i` float64; and where the router records them `rollout_routed_experts.i` and
+The answer is one safetensors file. Tensors of sample i: `tokens.i` int64 [n], and over its response `loss_mask.i` uint8
+and `rollout_log_probs.i` float64; where the router records them, `rollout_routed_experts.i` and
 `rollout_indexer_topk.i`, int32 [n - 1, layers, top_k].
-Everything else is compact JSON in the tensor `_samples_meta`, uint8: `samples`, an object for each that names in
-`nulls` the tensors it has not; `session_metadata`; and `empty_reason`, why there is no sample.
+
+Everything else is compact JSON in the tensor `_samples_meta`, uint8. `samples` has an object for each sample, which
+lists its missing tensors in `nulls`. `session_metadata` follows, and `empty_reason`: why there is no sample.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from miles_router.trajectory import Sample
 from miles_router.trajectory.safetensors import TensorFile
 
 NAME = "miles"
-#: A larger file is written while it is sent, in threads.
+#: A file of more bytes is streamed from threads.
 AT_ONCE = 1 << 20
-#: What the chat template is asked about a line: messages, tools, settings, and the tokens that are held.
-Question = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
-#: What its client sends; the second only from the servers of its version 2.
-SENT = frozenset({"max_seq_len", "metadata"})
+#: The arguments of a comparison with the chat template: messages, tools, settings, and recorded tokens.
+ComparisonInput = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
+#: Fields that its client sends; only servers of its version 2 send `metadata`.
+CLIENT_FIELDS = frozenset({"max_seq_len", "metadata"})
 META = "_samples_meta"
-#: The name of a run that wants the messages of its samples.
+#: The argument of a run that wants the messages of its samples.
 DUMPS_MESSAGES = "save_debug_trajectory_data"
-#: Where metadata has what we say of a sample, and of its session: two places, since its first version's driver updates
-#: the one with the other.
+#: Metadata keys of the router's facts about a sample, and about its session. They differ because the driver of its
+#: first version updates the one metadata with the other.
 SAMPLE, SESSION = "router", "router_session"
 TENSORS: Mapping[str, type[np.generic]] = {
     "tokens": np.int64,
@@ -51,31 +53,32 @@ TENSORS: Mapping[str, type[np.generic]] = {
     "rollout_routed_experts": np.int32,
     "rollout_indexer_topk": np.int32,
 }
-#: In its order. The first version's reader knows no `reward` and leaves it alone.
+#: JSON fields of a sample, in the framework's order. The reader of its first version ignores `reward`.
 VALUES = ("response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "reward")
 
 
 class MilesForm:
-    """Answers requests for samples in this form. `args` are the run's."""
+    """The form of samples that miles reads. `args` are the run's."""
 
     def __init__(self, sessions: SessionRoutes, comparison: Comparison, args: Namespace) -> None:
         self._sessions = sessions
         self._comparison = comparison
         self._with_messages = getattr(args, DUMPS_MESSAGES, None) is not None
 
-    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
-        """By name, by `Accept`, or because it is just what the client sends."""
+    def is_requested(self, body: Mapping[str, Any], accept: str) -> bool:
+        """Return whether a request asks for this form: by `format`, by `Accept`, or by the exact fields of the
+        client."""
         if "format" in body:
             return bool(body["format"] == NAME)
         if "application/json" in accept:
             return False
-        return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= SENT)
+        return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= CLIENT_FIELDS)
 
     async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
-        """The file. Raises as `SampleRequest.read` and `SamplePlan.make`, but that a sample without room for its first
-        prompt is left out."""
+        """Return the response with the file. A leaf whose first prompt alone fills `max_seq_len` is left out. Raises as
+        `SampleRequest.read` and `SamplePlan.make`."""
         wanted = SampleRequest.read({name: value for name, value in body.items() if name != "format"})
-        # Its first version wants one sample, and goes on from the branch that was asked last.
+        # The first version reads one sample, and continues the branch with the latest request.
         policy = "drop-superseded" if "metadata" in body else "last"
         carried = {"reward": wanted.metadata.get("reward"), **wanted.carried}
         wanted = replace(wanted, carried=carried, default_branches=policy, may_be_empty=True, leave_out_prompts=True)
@@ -85,17 +88,17 @@ class MilesForm:
         if "metadata" in body:
             about["agent"] = wanted.metadata
         reason = None if leaves else _empty_reason(session, wanted)
-        questions = [_question(leaf) for leaf in leaves]  # before others may change the session
-        write = partial(self._write, plan, questions, about, reason)
-        return _response(await self._sessions.beside(request, write))
+        inputs = [_comparison_input(leaf) for leaf in leaves]  # before another task changes the session
+        write = partial(self._write, plan, inputs, about, reason)
+        return _response(await self._sessions.run_in_thread(request, write))
 
     def _write(
-        self, plan: SamplePlan, questions: Sequence[Question | None], about: Mapping[str, Any], reason: str | None
+        self, plan: SamplePlan, inputs: Sequence[ComparisonInput | None], about: Mapping[str, Any], reason: str | None
     ) -> TensorFile:
         own, beside = {**plan.metadata, **plan.request.metadata}, dict[str, Any]()
         entries = []
-        for sample, (leaf, _), question in zip(plan.make(), plan.leaves, questions, strict=True):
-            mismatch = None if question is None else self._comparison.mismatches(*question)
+        for sample, (leaf, _), comparison_input in zip(plan.make(), plan.leaves, inputs, strict=True):
+            mismatch = None if comparison_input is None else self._comparison.mismatches(*comparison_input)
             mismatches = {} if mismatch is None else {"tito_session_mismatch": mismatch}
             beside |= mismatches
             messages = {"messages": _messages(leaf)} if self._with_messages else {}
@@ -106,20 +109,20 @@ class MilesForm:
 def samples_file(
     entries: Sequence[Mapping[str, Any]], session_metadata: Mapping[str, Any], empty_reason: str | None
 ) -> TensorFile:
-    """The file of samples, each with the fields of `TENSORS` and `VALUES` that it has."""
-    arrays, types, told = {}, {}, []
+    """Return the file of samples. An entry contains the fields of `TENSORS` and `VALUES` that a sample has."""
+    arrays, types, objects = {}, {}, []
     for place, entry in enumerate(entries):
         for name, dtype in TENSORS.items():
             if entry.get(name) is not None:
                 arrays[f"{name}.{place}"], types[f"{name}.{place}"] = entry[name], dtype
         nulls = [name for name in TENSORS if entry.get(name) is None]
-        told.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
-    meta = orjson.dumps({"samples": told, "session_metadata": session_metadata, "empty_reason": empty_reason})
+        objects.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
+    meta = orjson.dumps({"samples": objects, "session_metadata": session_metadata, "empty_reason": empty_reason})
     return TensorFile({**arrays, META: np.frombuffer(meta, np.uint8)}, types=types)
 
 
 def fields_of(sample: Sample, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one sample."""
+    """Return the fields of one sample."""
     return {
         "reward": sample.reward,
         **sample.trainer_fields(arrays=True),
@@ -129,7 +132,7 @@ def fields_of(sample: Sample, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prefix_cache_info(sample: Sample) -> dict[str, int]:
-    """How much of what the engine was given was in its cache. A turn whose engine does not say counts for neither."""
+    """Return how many prompt tokens were cached in the engine. Turns without a reported number are not counted."""
     turns = [turn for turn in sample.metadata["turns"] if turn["cached_tokens"] is not None]
     return {
         "cached_tokens": sum(turn["cached_tokens"] for turn in turns),
@@ -138,7 +141,7 @@ def _prefix_cache_info(sample: Sample) -> dict[str, int]:
 
 
 def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
-    """What its trainer reads of one sample beside what it gave itself; what we say stands under `SAMPLE`."""
+    """Return the metadata of a sample that its trainer reads, and the router's facts under `SAMPLE`."""
     line = leaf.line()
     turns = sample.metadata["turns"]
     before = [None, *(turn["answered_at"] for turn in turns)]
@@ -164,7 +167,7 @@ def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
 
 
 def _about(session: Session, leaves: Sequence[Turn]) -> dict[str, Any]:
-    """What we say of the session."""
+    """Return the router's facts about the session."""
     return {
         "session_id": session.id,
         "turns": len(session.turns),
@@ -181,8 +184,8 @@ def _empty_reason(session: Session, request: SampleRequest) -> str:
     return "all_truncated" if truncated else "nothing_sampled"
 
 
-def _question(leaf: Turn) -> Question | None:
-    """What is asked about the line of a leaf; None where no chat template made it."""
+def _comparison_input(leaf: Turn) -> ComparisonInput | None:
+    """Return the arguments for a comparison of a leaf's line; None for a line without a chat template."""
     if leaf.path == paths.COMPLETIONS:
         return None
     tools, settings = read_key(leaf.context)
@@ -190,12 +193,11 @@ def _question(leaf: Turn) -> Question | None:
 
 
 def _messages(leaf: Turn) -> list[Message]:
-    """All messages of a line."""
     return [message for turn in leaf.line() for message in (*turn.appended, turn.answer)]
 
 
 def _response(file: TensorFile) -> Response:
-    """A large file is written while it is sent, in threads: rows are never held at their full width."""
+    """Return the response. A large file is streamed from threads, so rows never exist at full width in memory."""
     if file.nbytes <= AT_ONCE:
         return Response(b"".join(file.chunks()), media_type=SAFETENSORS)
     headers = {"content-length": str(file.nbytes)}

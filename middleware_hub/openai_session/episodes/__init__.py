@@ -1,1 +1,1 @@
-"""Episodes: what their contracts allow, what they have used, and why they end."""
+"""Contracts of episodes: what they allow, what is used, and why episodes end."""

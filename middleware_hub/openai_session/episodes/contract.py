@@ -1,13 +1,15 @@
-"""The contract of an episode, set when its session is made: what its agent may use up, what it cannot change, how old
-the weights may be, and when its work ends; and how a session ends, under a contract or without one. Pure.
+"""The contract of an episode, and the state of a session's end, with or without a contract. Pure.
+
+A contract is set when its session is created. It limits what the agent may use, fixes settings, bounds the age of
+weights, and sets a deadline:
 
     budget     max_tokens, max_context, max_turns, deadline_s
-    sampling   settings that count in place of the agent's
+    sampling   settings that override the agent's
     model      name, lora
     freshness  oldest_version, otherwise
-    media      refuse, or replace: images and the like
-    key        a key of the session's own
-    group      what it is aborted with
+    media      refuse, or replace: images and similar parts
+    key        an API key of the session's own
+    group      the sessions that are aborted together
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-#: Of settings that are fixed, others that would change the same.
-ALSO = {"stop": ("stop_token_ids", "stop_regex")}
+#: For a fixed setting, other settings of a request with the same effect; they are removed.
+SAME_EFFECT = {"stop": ("stop_token_ids", "stop_regex")}
 REFUSE, MARK, REPLACE = "refuse", "mark", "replace"
 Group = str | int
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What an episode may use up; None: as much as it likes.
+    """Limits of an episode; None means unlimited.
 
     Attributes:
-        max_tokens: sampled in all turns together.
-        max_context: prompt and answer of each turn together.
-        max_turns: requests that are answered.
-        deadline_s: seconds from the making of the session.
+        max_tokens: sampled tokens of all turns together.
+        max_context: tokens of the prompt and the answer of one turn.
+        max_turns: recorded requests.
+        deadline_s: seconds from the creation of the session.
     """
 
     max_tokens: int | None = None
@@ -40,19 +42,19 @@ class Budget:
     deadline_s: float | None = None
 
     @property
-    def counts(self) -> bool:
-        """Whether what turns have used up matters."""
+    def limits_usage(self) -> bool:
+        """Whether a limit depends on the usage of earlier turns."""
         return self.max_tokens is not None or self.max_turns is not None
 
     @property
-    def measures(self) -> bool:
-        """Whether the length of prompts matters."""
+    def limits_length(self) -> bool:
+        """Whether a limit depends on the length of prompts."""
         return self.max_tokens is not None or self.max_context is not None
 
 
 @dataclass(frozen=True)
 class Model:
-    """Who answers: the name that the agent is shown, and the adapter by the engine's name for it."""
+    """The model name that the agent sees, and the engine's name of the adapter that answers."""
 
     name: str | None = None
     lora: str | None = None
@@ -60,14 +62,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Freshness:
-    """The oldest weight version that may take part, a number, and whether a turn beyond it is refused or its samples
-    are marked."""
+    """The oldest weight version that may take part, and what happens to older ones. `otherwise` is `REFUSE` (turns are
+    refused) or `MARK` (their samples are marked as stale)."""
 
     oldest_version: int | None = None
     otherwise: str = REFUSE
 
     def is_stale(self, version: str | None) -> bool:
-        """Whether weights of this version are too old; of a version that is no number nobody can tell."""
+        """Return whether weights of this version are too old. A version that is not a number counts as too old."""
         if self.oldest_version is None:
             return False
         return version is None or not version.isdecimal() or int(version) < self.oldest_version
@@ -75,7 +77,7 @@ class Freshness:
 
 @dataclass(frozen=True)
 class Contract:
-    """One contract; `given` is what was asked for, as it is shown."""
+    """One contract. `given` is the JSON that the client sent, for display."""
 
     budget: Budget = field(default_factory=Budget)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -86,8 +88,9 @@ class Contract:
     group: Group | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
 
-    def fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """A request with what its agent cannot change, and what it asked for instead of that."""
+    def apply_fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Apply the fixed settings to a request. Returns the changed request, and the agent's own values that they
+        override."""
         fixed: dict[str, Any] = dict(self.sampling)
         if self.model.lora is not None:
             fixed["lora_path"] = self.model.lora
@@ -97,7 +100,7 @@ class Contract:
             fixed |= base_model(request)
         if not fixed:
             return request, {}
-        instead = [other for name in fixed for other in ALSO.get(name, ())]
+        instead = [other for name in fixed for other in SAME_EFFECT.get(name, ())]
         asked = {
             name: request[name]
             for name in (*fixed, *instead)
@@ -108,8 +111,8 @@ class Contract:
 
 
 def base_model(request: Mapping[str, Any]) -> dict[str, str]:
-    """The model that a request names, without an adapter: SGLang reads one behind a colon, and it would count more than
-    `lora_path`."""
+    """Return a `model` field without the adapter that the request names behind a colon. SGLang reads that adapter, and
+    prefers it to `lora_path`. Empty if the request names no adapter."""
     model = request.get("model")
     return {"model": model.partition(":")[0]} if isinstance(model, str) and ":" in model else {}
 
@@ -118,50 +121,49 @@ NO_CONTRACT = Contract()
 
 
 class SessionStatus(Enum):
-    """What may still happen in a session. But for OPEN, each is an end that a cause has brought about."""
+    """What may still happen in a session. Every status but OPEN is an end."""
 
     OPEN = "open"
     CONTEXT = "context"  # a context window was full; the agent may go on with a shorter history
     BUDGET_TOKENS = "budget_tokens"
     TURNS = "turns"
-    STALE = "stale"  # weights older than the contract allows would take part
+    STALE = "stale"  # the weights are older than the contract allows
     DEADLINE = "deadline"
     ABORTED = "aborted"  # together with its group
     FINALIZED = "finalized"
-    EXPIRED = "expired"  # forgotten, because it was idle or room was needed
+    EXPIRED = "expired"  # forgotten, because it was idle or its memory was needed
     DELETED = "deleted"  # forgotten; turns in flight finish and are not recorded
-    DISCARDED = "discarded"  # forgotten, and turns in flight are ended with it
+    DISCARDED = "discarded"  # forgotten, and turns in flight are cancelled
 
     @property
     def reason(self) -> str:
-        """The end reason as users read it."""
+        """The end reason for users."""
         shown = SessionStatus.DELETED if self is SessionStatus.DISCARDED else self
         return str(shown.value)
 
     @property
     def stops_turns(self) -> bool:
-        """Whether turns in flight were ended, and no further one may begin."""
+        """Whether this status cancels turns in flight and refuses further ones."""
         return self in (*STOPPED, SessionStatus.DISCARDED)
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether the store no longer holds the session."""
         return self in FORGOTTEN
 
     @property
     def is_over(self) -> bool:
-        """Whether the session's work is done: a full context alone does not end it."""
+        """Whether the session's work is done. A full context alone does not end it."""
         return self not in (SessionStatus.OPEN, SessionStatus.CONTEXT)
 
 
 Statuses = Collection[SessionStatus]
 
-#: Each turn is refused by its own check: a later one may still fit, such as the repetition of a turn that was counted.
+#: In these, each turn is checked separately: a later turn may still fit, such as the repetition of a counted turn.
 SPENT: Statuses = (SessionStatus.BUDGET_TOKENS, SessionStatus.TURNS, SessionStatus.STALE)
 STOPPED: Statuses = (SessionStatus.DEADLINE, SessionStatus.ABORTED)
 FORGOTTEN: Statuses = (SessionStatus.EXPIRED, SessionStatus.DELETED, SessionStatus.DISCARDED)
 
-#: Which status may follow each; any other end leaves the status as it is.
+#: The statuses that may follow each one; any other end leaves the status unchanged.
 NEXT: Mapping[SessionStatus, Statuses] = {
     SessionStatus.OPEN: (SessionStatus.CONTEXT, *SPENT, *STOPPED, SessionStatus.FINALIZED, *FORGOTTEN),
     SessionStatus.CONTEXT: (SessionStatus.OPEN, *SPENT, *STOPPED, SessionStatus.FINALIZED, *FORGOTTEN),
@@ -175,41 +177,42 @@ NEXT: Mapping[SessionStatus, Statuses] = {
 
 @dataclass(frozen=True)
 class SessionEnd:
-    """How far a session has come to its end.
+    """The state of a session's end.
 
     Attributes:
-        status: what may still happen in it.
-        cause: the first status that ended its work, which records and samples name as `end_reason`; None if none did.
-            It outlasts FINALIZED and what comes later, which say nothing about the work.
+        status: what may still happen in the session.
+        cause: the first status that ended the session's work; records and samples contain it as `end_reason`. None
+            while
+            the work goes on. FINALIZED and later statuses do not replace it, because they say nothing about the work.
     """
 
     status: SessionStatus = SessionStatus.OPEN
     cause: SessionStatus | None = None
 
     def after(self, end: SessionStatus) -> SessionEnd:
-        """Return the state once `end` has come about as well."""
+        """Return the state after another end."""
         status = end if end in NEXT[self.status] else self.status
         full = self.cause is SessionStatus.CONTEXT and end in (*SPENT, *STOPPED)
         return SessionEnd(status, end if self.cause is None or full else self.cause)
 
     def reopened(self) -> SessionEnd:
-        """Return the state once a turn is recorded: a full context no longer ends the work."""
+        """Return the state after a turn is recorded: a full context no longer ends the work."""
         status = SessionStatus.OPEN if SessionStatus.OPEN in NEXT[self.status] else self.status
         return SessionEnd(status, None if self.cause is SessionStatus.CONTEXT else self.cause)
 
     @property
     def reason(self) -> str | None:
-        """The end reason as users read it; None while the work goes on."""
+        """The end reason for users; None while the work goes on."""
         return None if self.cause is None else self.cause.reason
 
     @property
     def stopped_by(self) -> str | None:
-        """Why turns in flight were ended, for the session's row; None if they were not."""
+        """The reason why turns in flight were cancelled, for the stored head; None if they were not."""
         return self.status.reason if self.status in STOPPED else None
 
 
 def restored_end(reason: str | None, stopped_by: str | None, *, finalized: bool) -> SessionEnd:
-    """Return the state that was written as these fields of a session's row.
+    """Return the state that was stored in these fields of a session's head.
 
     Raises:
         ValueError: a field names no status.

@@ -1,4 +1,4 @@
-"""A contract as JSON has it: every field is known, or refused by its name. Pure."""
+"""Read a contract from JSON. Unknown and invalid fields are refused by name. Pure."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from middleware_hub.openai_session.episodes.contract import (
 )
 from miles_router.errors import BadRequest
 
-#: Seconds that a deadline may be away: a year.
+#: The longest deadline in seconds: a year.
 LONGEST = 366 * 24 * 3600.0
-#: Characters of a name.
+#: The longest name in characters.
 MAX_NAME = 256
 Check = Callable[[Any], bool]
 
@@ -43,7 +43,7 @@ def _name(value: Any) -> bool:
 
 
 def _model_name(value: Any) -> bool:
-    return _name(value) and ":" not in value  # behind it, SGLang reads the name of an adapter
+    return _name(value) and ":" not in value  # SGLang reads an adapter's name behind the colon
 
 
 def _stops(value: Any) -> bool:
@@ -89,14 +89,14 @@ PARTS = tuple(each.name for each in fields(Contract) if each.name != "given")
 
 
 def read_contract(given: object) -> Contract:
-    """A contract as JSON has it; None for one without any part.
+    """Return the contract with this JSON; `NO_CONTRACT` for None.
 
     Raises:
-        BadRequest: a field is unknown, or of the wrong type; it is named.
+        BadRequest: a field is unknown or invalid; the message names it.
     """
     if given is None:
         return NO_CONTRACT
-    parts = _known("contract", given, PARTS)
+    parts = _checked_fields("contract", given, PARTS)
     budget = _read("contract.budget", parts.get("budget"), BUDGET)
     sampling = _read("contract.sampling", parts.get("sampling"), SAMPLING)
     model = _read("contract.model", parts.get("model"), MODEL)
@@ -118,11 +118,10 @@ def read_contract(given: object) -> Contract:
 
 
 def _is_group(value: object) -> bool:
-    """Whether it can name a group."""
     return (isinstance(value, str) and 0 < len(value) <= MAX_NAME) or type(value) is int
 
 
-def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[str, Any]:
+def _checked_fields(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise BadRequest(f"{where} must be an object")
     if unknown := given.keys() - set(known):
@@ -133,7 +132,7 @@ def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[
 def _read(where: str, given: object, known: Fields) -> dict[str, Any]:
     if given is None:
         return {}
-    read = {name: value for name, value in _known(where, given, known).items() if value is not None}
+    read = {name: value for name, value in _checked_fields(where, given, known).items() if value is not None}
     for name, value in read.items():
         check, words = known[name]
         if not check(value):

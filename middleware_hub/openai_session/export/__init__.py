@@ -1,1 +1,1 @@
-"""What a trainer reads of a session: records and samples."""
+"""Records and samples of sessions, for trainers."""

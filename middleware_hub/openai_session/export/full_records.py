@@ -1,5 +1,5 @@
-"""Records with everything that miles' own record-based collection reads (radixark/miles, `SessionRecord`): the request
-with its whole history and the ids that the engine was given, and the response with the ids and logprobs it sampled."""
+"""Write records with all fields that miles' record-based collection reads (radixark/miles, `SessionRecord`). The
+request contains its whole history and the prompt ids; the response contains the sampled ids and their logprobs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from miles_router.trajectory import Trajectory
 
-#: From so many ids and messages on, records are written while they are sent.
+#: Above this number of ids and messages, records are streamed instead of collected.
 AT_ONCE = 200_000
 FORMS = FULL, COMPACT = ("full", "compact")
 
 
 def is_large(turns: Sequence[Turn]) -> bool:
-    """Return whether full records of these turns are too much to hold at once."""
+    """Return whether full records of these turns are too large to collect in memory."""
     return sum(turn.tokens + turn.messages for turn in turns) > AT_ONCE
 
 
 def full_parts(
     session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any], decode: Decode
 ) -> Iterator[bytes]:
-    """Write the answer to `GET /sessions/{id}`, a part for each turn. Turns do not change: it may run in a thread."""
+    """Yield the answer to `GET /sessions/{id}`, one part for each turn. Turns are immutable, so this may run in a
+    thread."""
     spelled: dict[int, str] = {}
 
     def token(number: int) -> str:
@@ -44,7 +45,8 @@ def full_parts(
 
 
 def line_metadata(session: Session) -> dict[str, Any]:
-    """The tokens by which miles trims the turns of a session that is one line; nothing for a session with branches."""
+    """Return the token fields by which miles trims the turns of a session without branches; empty if there are
+    branches."""
     leaves = session.leaves()
     if len(leaves) != 1:
         return {}
@@ -53,10 +55,10 @@ def line_metadata(session: Session) -> dict[str, Any]:
 
 
 def full_record(turn: Turn, found: Classification, token: Callable[[int], str]) -> dict[str, Any]:
-    """Return the compact record with the whole request and the whole response in place of its own.
+    """Return the compact record, with the whole request and response in place of its shortened ones.
 
     Args:
-        token: gives the text of an id.
+        token: returns the text of an id.
     """
     compact, line, whole = record(turn, found), turn.line(), turn.trajectory()
     history = [message for each in line for message in (*each.appended, each.answer)][:-1]
@@ -98,17 +100,17 @@ def _response(turn: Turn, whole: Trajectory, token: Callable[[int], str]) -> dic
 
 
 def _meta_info(turn: Turn, sampled: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """What SGLang's answer has of this name, but for what is not known."""
+    """Return the fields of SGLang's `meta_info` that are known."""
     asked, answered = turn.facts.get("asked_at"), turn.facts.get("answered_at")
     versions = [piece.version for piece in turn.sampled if piece.version is not None]
-    told = {
+    facts = {
         "id": turn.facts.get("rid"),
         "cached_tokens": turn.facts.get("cached_tokens"),
         "weight_version": versions[-1] if versions else None,
         "e2e_latency": answered - asked if asked is not None and answered is not None else None,
     }
     return {
-        **{name: value for name, value in told.items() if value is not None},
+        **{name: value for name, value in facts.items() if value is not None},
         "finish_reason": {"type": turn.finish_reason},
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": len(sampled),

@@ -1,4 +1,4 @@
-"""A session that is held, as lines of JSON, without a router: its metadata, its records, the tokens of each leaf."""
+"""Print a stored session as lines of JSON, without a router: its metadata, its records, and the tokens of each leaf."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from miles_router.middlewares.state import Blobs
 
 
 def lines_of(session_id: str, blobs: Blobs) -> Iterator[bytes]:
-    """One object a line, each with one name: `session`, `record` or `leaf`. Runs in an event loop.
+    """Yield JSON objects with one key each: `session`, `record` or `leaf`. Needs a running event loop.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: the blobs are no session's.
+        KeyError, IndexError, TypeError, ValueError: the blobs are not a session's.
     """
     session, _ = read_session(session_id, blobs, {}, {}, now=0.0, clock=0.0)
     yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized_with})

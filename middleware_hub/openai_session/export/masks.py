@@ -1,10 +1,10 @@
-"""Which of the sampled tokens of a sample are in its loss, where a trainer does not want all of them.
+"""Loss masks that keep only some of a sample's sampled tokens.
 
-    last_turn        those of the last turn
-    newest_weights   those that the weights of the last token sampled
-    no_reasoning     those behind the reasoning of each answer
+    last_turn        keeps the tokens of the last turn
+    newest_weights   keeps the tokens that the weights of the last token sampled
+    no_reasoning     keeps the tokens behind the reasoning of each answer
 
-Several at once leave what all of them leave.
+Several masks together keep the tokens that every one of them keeps.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from miles_router.engines.parsers.local import MARKS, USUAL_MARKS
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Trajectory
 
-#: Token ids to text.
+#: Decodes token ids to text.
 Decode = Callable[[Sequence[int]], str]
 Kept = npt.NDArray[np.uint8]
 
 OPENER, CLOSER = USUAL_MARKS
-#: What ends reasoning, in the spellings of model families.
+#: The marks that end reasoning, of all model families.
 CLOSERS = (CLOSER, *(end for _, end in MARKS.values()))
 
 
 def of_last_turn(line: Sequence[Turn], trajectory: Trajectory, decode: Decode) -> Kept:
-    """The last turn's tokens."""
+    """Keep the last turn's tokens."""
     kept = np.zeros(len(trajectory), np.uint8)
     kept[line[-1].prompt_tokens :] = 1
     return kept
 
 
 def of_newest_weights(line: Sequence[Turn], trajectory: Trajectory, decode: Decode) -> Kept:
-    """The tokens of the version that sampled the last one.
+    """Keep the tokens of the weight version that sampled the last token.
 
     Raises:
-        UnusableSample: that is not known.
+        UnusableSample: that version is unknown.
     """
     runs, sampled = trajectory.weight_versions, np.flatnonzero(trajectory.loss_mask)
     kept = np.zeros(len(trajectory), np.uint8)
     if len(sampled) and (not runs or runs[-1].end <= sampled[-1]):
-        raise UnusableSample("newest_weights_are_known", f"turn {line[-1].number}: no weight version of its last token")
+        raise UnusableSample(
+            "newest_weights_are_known", f"turn {line[-1].number}: its last token has no weight version"
+        )
     for run in runs:
         if run.version == runs[-1].version:
             kept[run.start : run.end] = 1
@@ -53,10 +55,10 @@ def of_newest_weights(line: Sequence[Turn], trajectory: Trajectory, decode: Deco
 
 
 def without_reasoning(line: Sequence[Turn], trajectory: Trajectory, decode: Decode) -> Kept:
-    """All tokens but those of reasoning, and of what ends it.
+    """Keep all tokens except reasoning and the mark that ends it.
 
     Raises:
-        UnusableSample: an answer's reasoning is not in the text of its tokens.
+        UnusableSample: an answer's reasoning does not occur in the text of its tokens.
     """
     kept = np.ones(len(trajectory), np.uint8)
     for turn in line:
@@ -70,15 +72,15 @@ MASKS: Mapping[str, Mask] = {
     "newest_weights": of_newest_weights,
     "no_reasoning": without_reasoning,
 }
-#: The choice of nothing less than every sampled token.
+#: The name for no mask: every sampled token is in the loss.
 ALL = "all"
 
 
 def checked_masks(given: object) -> tuple[str, ...]:
-    """The masks that a request or an option names.
+    """Return the masks that a request or an option names.
 
     Raises:
-        BadRequest: it is neither a name nor a list of names.
+        BadRequest: the value is neither a known name nor a list of known names.
     """
     names = [given] if isinstance(given, str) else given
     known = (ALL, *MASKS)
@@ -88,7 +90,7 @@ def checked_masks(given: object) -> tuple[str, ...]:
 
 
 def _reasoning_tokens(turn: Turn, decode: Decode) -> int:
-    """How many of a turn's first sampled tokens are reasoning, with what ends it."""
+    """Return how many of a turn's first sampled tokens are reasoning, including the mark that ends it."""
     ids = [token for piece in turn.sampled for token in piece.tokens.tolist()]
     text = decode(ids)
     end = _reasoning_end(turn, text)
@@ -100,9 +102,9 @@ def _reasoning_tokens(turn: Turn, decode: Decode) -> int:
 
 
 def _reasoning_end(turn: Turn, text: str) -> int:
-    """How many characters of an answer's text are reasoning, with what ends it."""
+    """Return how many characters of an answer's text are reasoning, including the mark that ends it."""
     found = turn.answer.get("reasoning_content") or turn.answer.get("reasoning")
-    if not found:  # an engine without a parser leaves it in the text
+    if not found:  # an engine without a reasoning parser leaves reasoning in the text
         opened = text.lstrip().startswith(OPENER)
         at = text.find(CLOSER) if opened else -1
         return at + len(CLOSER) if at >= 0 else len(text) * opened

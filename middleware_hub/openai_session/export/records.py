@@ -1,4 +1,4 @@
-"""A session as its trainer reads it: every turn with what it was asked and answered, and the tree they form."""
+"""Records of a session for trainers: each turn with its request and answer, and the tree of turns."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.json_parts import list_parts
 
-#: A turn, and what the turns before it say of it.
+#: A turn and its classification, which depends on the turns before it.
 Classified = tuple[Turn, Classification]
 
 
 def classified(session: Session) -> list[Classified]:
-    """Return the turns that there are now, to be written in a thread."""
+    """Return the current turns with their classifications, for a thread to write."""
     return list(zip(session.turns, session.history.classified(), strict=True))
 
 
-def written(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
-    """The answer to `GET /sessions/{id}?form=compact`. Turns do not change, so that it may be written in a thread."""
+def compact_answer(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
+    """Return the answer to `GET /sessions/{id}?form=compact`. Turns are immutable, so this may run in a thread."""
     records = ((orjson.dumps(record(*each), default=dict),) for each in turns)
     begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)
     return b"".join((begin, *list_parts(records), end))
 
 
 def metadata_of(session: Session) -> dict[str, Any]:
-    """What is true of a session as a whole, now."""
+    """Return the current facts about a session as a whole."""
     return {
         **session.metadata,
         **session.about(),
@@ -47,7 +47,7 @@ def metadata_of(session: Session) -> dict[str, Any]:
 
 
 def summary(session: Session) -> dict[str, Any]:
-    """Its line in `GET /sessions`."""
+    """Return the session's line in `GET /sessions`."""
     return {
         "session_id": session.id,
         "turns": len(session.turns),
@@ -60,11 +60,14 @@ def summary(session: Session) -> dict[str, Any]:
 
 
 def record(turn: Turn, found: Classification) -> dict[str, Any]:
-    """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
-    their end that the next turn of that line dropped.
+    """Return the record of one turn.
 
-    `timestamp` to `status_code` are the fields of a miles `SessionRecord` (Unix seconds). This form does not repeat the
-    history: `messages` stand behind so many. `full_records` has the whole request and response.
+    `span` is the range of its sampled tokens in the trajectory of any leaf behind it. The next turn of a line may have
+    dropped tokens at its end.
+
+    `timestamp` to `status_code` are fields of a miles `SessionRecord` (Unix seconds). This form does not repeat the
+    history: `messages_before` is the number of messages in front of `messages`. `full_records` writes the whole request
+    and response.
     """
     return {
         "turn": turn.number,
@@ -94,7 +97,7 @@ def record(turn: Turn, found: Classification) -> dict[str, Any]:
 
 
 def _rows(taken: TrajectoryRows) -> dict[str, Any]:
-    """How many rows it has, those that it shares with its parent included; or why it has none."""
+    """Return the number of a turn's rows, including those shared with its parent, or the reason why there are none."""
     rows, reason = taken
     if rows is None:
         return {"rows": 0, "reason": reason}
@@ -102,7 +105,7 @@ def _rows(taken: TrajectoryRows) -> dict[str, Any]:
 
 
 def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
-    """The runs over what a turn sampled, by their positions in the trajectory of any leaf behind it."""
+    """Return the weight versions of a turn's sampled tokens, by positions in the trajectory of any leaf behind it."""
     shift = turn.prompt_tokens
     return [
         {"version": run.version, "start": run.start + shift, "end": run.end + shift}
@@ -111,7 +114,8 @@ def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
 
 
 def turn_span(turn: Turn, found: Classification, end: int) -> Mapping[str, Any]:
-    """A turn's boundary within a sample: the positions it sampled, but for those that were dropped behind it."""
+    """Return the range of a turn's sampled tokens within a sample, with facts about the turn. `end` is the position
+    behind its last token that the next turn did not drop."""
     facts = ("cached_tokens", "cache_versions", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id")
     return {
         "turn": turn.number,

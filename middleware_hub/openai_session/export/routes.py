@@ -1,4 +1,4 @@
-"""The routes of the sessions themselves: made, listed, read, deleted, and turned into samples."""
+"""The routes of sessions: create, list, read, delete, and make samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from middleware_hub.openai_session.export.full_records import (
     is_large,
     line_metadata,
 )
-from middleware_hub.openai_session.export.records import classified, metadata_of, summary, written
+from middleware_hub.openai_session.export.records import classified, compact_answer, metadata_of, summary
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -40,19 +40,19 @@ Written = TypeVar("Written")
 
 
 class SampleForm(Protocol):
-    """A form of samples that is not ours, with an answer of its own."""
+    """A format of samples of another framework, with its own response."""
 
-    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
-        """Whether a request asks for this form; `accept` is its header."""
+    def is_requested(self, body: Mapping[str, Any], accept: str) -> bool:
+        """Return whether a request asks for this form. `accept` is the value of its header."""
         ...
 
     async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
-        """The samples of a session."""
+        """Return the response with the samples of a session."""
         ...
 
 
 class SessionRoutes:
-    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` ends what runs in a session."""
+    """Handlers of `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` cancels the turns of a session."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class SessionRoutes:
         self._base_url = base_url
         self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        #: Looked through for each request for samples, in order, before our own.
+        #: Forms that are tried in order for each request for samples, before the router's own form.
         self.forms: list[SampleForm] = []
 
     def routes(self) -> Sequence[BaseRoute]:
-        """In the order in which they are looked up."""
+        """Return the routes in the order of matching."""
         return [
             Route("/sessions", self._create, methods=["POST"]),
             Route("/sessions", self._list, methods=["GET"]),
@@ -125,16 +125,16 @@ class SessionRoutes:
         if form not in FORMS:
             raise BadRequest(f"form must be one of {', '.join(FORMS)}")
         if form == COMPACT:
-            write = partial(written, session.id, classified(session), metadata_of(session))
-            return Response(await self.beside(request, write), media_type=JSON)
+            write = partial(compact_answer, session.id, classified(session), metadata_of(session))
+            return Response(await self.run_in_thread(request, write), media_type=JSON)
         metadata = {**metadata_of(session), **line_metadata(session)}
         parts = full_parts(session.id, classified(session), metadata, self.maker.decode)
         if is_large(session.turns):
             return StreamingResponse(parts, media_type=JSON)
-        return Response(await self.beside(request, partial(b"".join, parts)), media_type=JSON)
+        return Response(await self.run_in_thread(request, partial(b"".join, parts)), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
-        """`abort`: what runs in it ends at once; else it finishes."""
+        """Delete a session. With `abort=true`, its turns in flight are cancelled; otherwise they finish."""
         try:
             session = self._session(request)
         except SessionLost:
@@ -143,7 +143,7 @@ class SessionRoutes:
         abort = request.query_params.get("abort", "false")
         if abort not in ("true", "false"):
             raise BadRequest("abort must be true or false")
-        async with self.archive.let_go([session]):
+        async with self.archive.deleting([session]):
             if abort == "true":
                 self._stop(session, SessionStatus.DISCARDED)
             self.store.delete(session)
@@ -153,32 +153,34 @@ class SessionRoutes:
         session = self._session(request)
         wanted = await read_object(request)
         accept = request.headers.get("accept", "")
-        form = next((form for form in self.forms if form.is_meant(wanted, accept)), None)
+        form = next((form for form in self.forms if form.is_requested(wanted, accept)), None)
         if form is not None:
             return await form.answer(request, session, wanted)
         sample_request = SampleRequest.read(wanted)
-        body = await self.beside(request, self.maker.plan(session, sample_request).write)
+        body = await self.run_in_thread(request, self.maker.plan(session, sample_request).write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
-    async def beside(self, request: Request, work: Callable[[], Written]) -> Written:
-        """Do work beside the event loop, one piece after the other: several threads that want the interpreter's lock
-        would keep the loop from it. What is not begun when its client leaves is not done.
+    async def run_in_thread(self, request: Request, work: Callable[[], Written]) -> Written:
+        """Run work in a single thread, one piece after another, and return its result.
+
+        Several threads would compete for the interpreter's lock and block the event loop. Work that has not begun when
+        its client disconnects is not done.
 
         Raises:
-            ClientDisconnected: it has left.
+            ClientDisconnected: the client disconnected.
         """
         with Watch(request.receive):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def require(self, scope: Scope, session_id: str) -> None:
-        """Go on only in the process that has a session. Raises as `Owners.require`."""
+        """Continue only in the process that owns the session. Raises as `Owners.require`."""
         self.store.owners.require(scope, session_id)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
-        """The rows of one sample, by its session and, where that has several, its leaf.
+        """Return the rows of one sample, by its session and leaf. `leaf` may be omitted if the session has only one.
 
         Raises:
-            SessionNotFound, BadRequest: there is no such session or leaf.
+            SessionNotFound, BadRequest: there is no such session or turn.
         """
         session, leaf = self.store.get(asked["session_id"]), asked.get("leaf")
         leaves = [turn.number for turn in session.leaves()]
@@ -194,10 +196,10 @@ class SessionRoutes:
 
 
 async def read_object(request: Request) -> Mapping[str, Any]:
-    """The JSON object in a request's body; no body is an empty one.
+    """Return the JSON object in a request's body; an empty body is an empty object.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the body is not a JSON object.
     """
     exchange = Exchange.of(request.scope)
     body = await exchange.read(request.receive)
@@ -208,5 +210,4 @@ async def read_object(request: Request) -> Mapping[str, Any]:
 
 
 def as_response(content: object) -> Response:
-    """JSON."""
     return Response(orjson.dumps(content, default=dict), media_type=JSON)

@@ -1,8 +1,7 @@
-"""Training samples out of a session: one for each selected leaf, checked, as JSON or safetensors.
+"""Make training samples from a session: one for each selected leaf, checked, as JSON or safetensors.
 
-concat      the turns of a leaf's line in a row; the response is all behind the first prompt
-last_step   what the last answer's engine was given, and the answer; the response begins with the first turn that is
-            in the loss
+concat      all turns of a leaf's line; the response is everything behind the first prompt
+last_step   the prompt of the last answer, and the answer; the response begins with the first turn that is in the loss
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
 
-#: Where a sample's metadata says why it has no rows of a kind.
+#: The metadata keys that contain why a sample has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
-#: What it says there of the session's episode, where there is something to say.
+#: Metadata keys about the session's episode; absent if there is nothing to report.
 EPISODE = ("contract", "end_reason", "stale")
-#: What we say of a sample in its metadata.
+#: All metadata keys that the router writes.
 FACTS = (
     *("session_id", "leaf", "build", "mask", "reason", "side_call", "turns", "untrained_turns", "untraced"),
     "unrecorded_history",
@@ -51,26 +50,26 @@ CONCAT, LAST_STEP = BUILDS = ("concat", "last_step")
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What `POST /sessions/{id}/samples` asks for."""
+    """The body of `POST /sessions/{id}/samples`."""
 
     format: Format = "json"
     max_seq_len: int | None = None
-    branches: object = ""  # none named: the operator's, or those of the form
-    carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, given back on every sample
+    branches: object = ""  # empty: the operator's default, or `default_branches`
+    carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, copied to every sample
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    build: str = ""  # none named: the operator's
-    mask: tuple[str, ...] | None = None  # none named: the operator's
-    side_calls: bool | None = None  # whether those of the harness are samples too; not said: the operator's
-    default_branches: str = "all"  # of the form
-    may_be_empty: bool = False  # the form says why there is no sample
-    leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
+    build: str = ""  # empty: the operator's default
+    mask: tuple[str, ...] | None = None  # None: the operator's default
+    side_calls: bool | None = None  # whether side calls become samples; None: the operator's default
+    default_branches: str = "all"  # the default of the form
+    may_be_empty: bool = False  # the form reports why there is no sample
+    leave_out_prompts: bool = False  # skip a leaf whose first prompt alone fills `max_seq_len`
 
     @classmethod
     def read(cls, body: object) -> SampleRequest:
-        """The request with this JSON.
+        """Return the request with this JSON.
 
         Raises:
-            BadRequest: a field is unknown or of the wrong type.
+            BadRequest: a field is unknown or invalid.
         """
         if not isinstance(body, Mapping):
             raise BadRequest("the request body must be a JSON object")
@@ -95,13 +94,14 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleMaker:
-    """Makes samples of sessions.
+    """A maker of samples of sessions.
 
     Args:
-        decode: token ids to text.
-        channels: of the rows of the stack.
-        build, mask, side_calls: of requests that name none.
-        when_read: told of the samples of a session that somebody reads, each with its line of turns; maybe in a thread.
+        decode: decodes token ids to text.
+        channels: the rows that the layers of the stack capture.
+        build, mask, side_calls: the operator's defaults.
+        when_read: called with the samples of a session when a client reads them, each with its leaf; possibly in a
+            thread.
     """
 
     selection: Selection
@@ -113,13 +113,13 @@ class SampleMaker:
     when_read: Callable[[Session, Iterable[tuple[Turn, Sample]]], None] = lambda session, samples: None
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
-        """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
-        its first token) gives none.
+        """Plan the samples of a session in its current state. A leaf gives no sample if nothing was sampled in its line
+        (aborted before the first token).
 
         Raises:
-            BadRequest: no such branch policy.
-            UnusableSample: a policy of the operator's gives something else than turns of this session.
-            UntracedEpisode: nothing was traced of what the agent asked.
+            BadRequest: there is no such branch policy.
+            UnusableSample: an operator's policy returned something other than turns of this session.
+            UntracedEpisode: the session has sampled no token, and requests passed untraced.
         """
         if session.untraced and not request.may_be_empty and not any(turn.sampled for turn in session.turns):
             raise UntracedEpisode(f"the session has no samples{untraced_in_words(session)}")
@@ -144,31 +144,31 @@ class SampleMaker:
         return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, found, freshness, read)
 
     def trained_tokens(self, session: Session) -> int | None:
-        """How many tokens are in the loss of the samples of a request that says nothing; None where masks decide.
+        """Return how many tokens are in the loss of the samples of a default request; None if masks decide.
 
         Raises:
-            UnusableSample: as `plan`.
+            UnusableSample: an operator's policy returned something other than turns of this session.
         """
-        return None if self.mask else trained_tokens(self._usual(session))
+        return None if self.mask else trained_tokens(self._default_leaves(session))
 
     def loss_mask(self, session: Session, leaf: Turn) -> Callable[[], Mask]:
-        """What gives the loss mask of a leaf's sample, for a request that says nothing; where it is none, nothing is in
-        the loss. It may be called in a thread.
+        """Return a function that computes the loss mask of a leaf's sample for a default request. The mask is all zero
+        for a leaf that gives no sample. The function may be called in a thread.
 
         Raises:
-            UnusableSample: as `plan`.
+            UnusableSample: an operator's policy returned something other than turns of this session.
         """
-        leaves, line = self._usual(session), leaf.line()
+        leaves, line = self._default_leaves(session), leaf.line()
         elsewhere = trained_before(leaves, leaf)
 
         def make() -> Mask:
             trajectory = line_trajectory(line, elsewhere=elsewhere)
-            return self.masked(line, trajectory, self.mask) if leaf in leaves else np.zeros(leaf.tokens, np.uint8)
+            return self.apply_masks(line, trajectory, self.mask) if leaf in leaves else np.zeros(leaf.tokens, np.uint8)
 
         return make
 
-    def _usual(self, session: Session) -> Sequence[Turn]:
-        """The leaves that a request which says nothing selects."""
+    def _default_leaves(self, session: Session) -> Sequence[Turn]:
+        """Return the leaves that a default request selects."""
         return self._selected(session, SampleRequest(build=self.build), () if self.side_calls else side_calls(session))
 
     def _selected(self, session: Session, request: SampleRequest, aside: Collection[Turn]) -> Sequence[Turn]:
@@ -176,8 +176,8 @@ class SampleMaker:
         wanted = self.side_calls if request.side_calls is None else request.side_calls
         return self.selection.leaves(session, request.branches, default=default, without=() if wanted else aside)
 
-    def masked(self, line: Sequence[Turn], trajectory: Trajectory, names: Iterable[str]) -> Mask:
-        """The loss mask that these masks leave."""
+    def apply_masks(self, line: Sequence[Turn], trajectory: Trajectory, names: Iterable[str]) -> Mask:
+        """Return the trajectory's loss mask with the named masks applied."""
         loss_mask = trajectory.loss_mask
         for name in names:
             loss_mask = loss_mask & MASKS[name](line, trajectory, self.decode)
@@ -186,16 +186,16 @@ class SampleMaker:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Samples that are to be made, of turns that do not change any more: it may be done in a thread.
+    """Planned samples. Their turns are immutable, so `make` and `write` may run in a thread.
 
     Attributes:
-        leaves: each with how many tokens of the turns of its line an earlier sample trains.
-        metadata: the session's.
-        facts: what stands beside it in the answer.
-        side_calls: the session's turns that are none of its main line.
-        classified: what the session's turns are, by their numbers.
-        freshness: which weights are too old for its contract.
-        when_read: told of the samples, each with its leaf.
+        leaves: each leaf, with how many tokens of each turn of its line an earlier sample trains.
+        metadata: the session's metadata.
+        facts: further facts for the answer.
+        side_calls: the session's turns outside its main line.
+        classified: the classification of each turn, by number.
+        freshness: the weight versions that the contract allows.
+        when_read: called with the samples, each with its leaf.
     """
 
     maker: SampleMaker
@@ -209,17 +209,21 @@ class SamplePlan:
     when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
 
     def make(self) -> list[Sample]:
-        """The samples.
+        """Return the samples.
 
         Raises:
-            UnusableSample: one of them would break an invariant; none is given.
+            UnusableSample: a sample would break an invariant; then none is returned.
         """
         samples = [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
         self.when_read([(leaf, sample) for (leaf, _), sample in zip(self.leaves, samples, strict=True)])
         return samples
 
     def write(self) -> bytes:
-        """The answer with the samples. Raises as `make`."""
+        """Return the body of the answer.
+
+        Raises:
+            UnusableSample: a sample would break an invariant.
+        """
         return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
 
     def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
@@ -227,7 +231,7 @@ class SamplePlan:
         whole = line_trajectory(line, elsewhere=elsewhere)
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
-        loss_mask = self.maker.masked(line, trajectory, request.mask or ())
+        loss_mask = self.maker.apply_masks(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
@@ -249,11 +253,11 @@ class SamplePlan:
             )
         except InvalidTrajectory as error:
             raise UnusableSample(error.invariant, f"turn {leaf.number}: {error}") from None
-        # After the checks: a tokenizer may fail over an id that does not exist.
+        # Only after the checks, because a tokenizer may fail on an id that does not exist.
         return replace(sample, response=self.maker.decode(sample.tokens[prompt:].tolist()))
 
     def _prompt(self, line: Sequence[Turn], loss_mask: Mask) -> int:
-        """How many tokens stand in front of the response."""
+        """Return how many tokens precede the response."""
         if self.request.build == CONCAT:
             return line[0].prompt_tokens
         trained = np.flatnonzero(loss_mask)
@@ -261,8 +265,7 @@ class SamplePlan:
         return max(turn.prompt_tokens for turn in line if turn.prompt_tokens <= first)
 
     def _facts(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
-        """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and
-        which of them another sample trains."""
+        """Return the metadata about the turns of a sample, which has the first `length` tokens of a line."""
         spans = zip(line, line_ends(line), strict=True)
         turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
         found = [self.classified[turn.number] for turn in line]
@@ -281,22 +284,22 @@ class SamplePlan:
         }
 
 
-def checked_defaults(of: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """What the options of a middleware say of requests that do not.
+def checked_defaults(middleware: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return a middleware's default build and masks, checked.
 
     Raises:
         ConfigError: there is no such build or mask.
     """
     if build not in BUILDS:
-        raise ConfigError(f"{of}.default_build: must be one of {', '.join(BUILDS)}, not {build!r}")
+        raise ConfigError(f"{middleware}.default_build: must be one of {', '.join(BUILDS)}, not {build!r}")
     try:
         return build, checked_masks(mask)
     except BadRequest as error:
-        raise ConfigError(f"{of}.default_mask: {error}") from None
+        raise ConfigError(f"{middleware}.default_mask: {error}") from None
 
 
 def untraced_in_words(session: Session) -> str:
-    """What a session was asked without being traced; empty where there was nothing."""
+    """Return an addition to an error message about untraced requests; empty if there were none."""
     if not session.untraced:
         return ""
     last, count = session.untraced[-1], len(session.untraced)
@@ -308,8 +311,8 @@ def _was_answered(leaf: Turn) -> bool:
 
 
 def _rows(leaf: Turn, tokens: int, channels: Iterable[RowChannel]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The rows of `tokens` tokens of a line, by the fields of a sample; and notes that say why those that are captured
-    are not all there."""
+    """Return the rows of the first `tokens` tokens of a line by sample field, and notes on captured rows that are
+    missing."""
     rows: dict[str, ShapedRows] = {}
     missing: dict[str, str] = {}
     for channel in channels:

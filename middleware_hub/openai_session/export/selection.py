@@ -1,8 +1,8 @@
-"""Which leaves of a session become samples, and in which of them a shared turn is trained.
+"""Select the leaves of a session that become samples, and the sample in which a shared turn is trained.
 
-A session may have side calls of its harness beside its main line: titles, summaries, probes, sub-agents. The whole
-episode decides, when it is read: the main line is the conversation with the most sampled tokens among those that were
-shown tools; where none was, the one with the most turns.
+Beside its main line, a session may have side calls of its harness: titles, summaries, probes, sub-agents. The main line
+is determined from the whole episode when it is read: the conversation with the most sampled tokens among those with
+tools; without any tools, the conversation with the most turns.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest, ConfigError
 
-#: Of the leaves of a session, those that become samples. One of the operator's own chooses among all turns.
+#: Selects the leaves that become samples. An operator's own policy chooses among all turns.
 Policy = Callable[[Session, Sequence[Turn]], Sequence[Turn]]
 
 
 def all_leaves(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
-    """Every branch."""
+    """Select every branch."""
     return leaves
 
 
 def last_leaf(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
-    """The branch that ended last."""
+    """Select the branch that ended last."""
     return leaves[-1:]
 
 
 def without_superseded(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
-    """Every branch, but for answers that the agent asked for again and did not go on from."""
+    """Select every branch, except answers that the agent requested again and did not continue."""
     return [leaf for leaf in leaves if not _superseded(leaf, session)]
 
 
 def side_calls(session: Session) -> set[Turn]:
-    """The turns that are none of the main line."""
-    main, found = _main(session), session.history.classified()
+    """Return the turns outside the main line."""
+    main, found = _main_root(session), session.history.classified()
     return {
         turn for turn, each in zip(session.turns, found, strict=True) if each.side_call or each.conversation is not main
     }
 
 
-def _main(session: Session) -> Turn | None:
-    """The root that the main line began with."""
+def _main_root(session: Session) -> Turn | None:
+    """Return the root of the main line's conversation."""
     classify = session.history.classify
     first = [root for root in session.roots if classify(root).conversation is root and not root.side_call]
     turns, tokens = Counter[Turn](), Counter[Turn]()
@@ -69,18 +69,18 @@ POLICIES: Mapping[str, Policy] = {"all": all_leaves, "last": last_leaf, "drop-su
 
 
 class Selection:
-    """The policies that a request may name: ours, and those that the operator named in the options.
+    """The branch policies that a request may name: the built-in ones, and the operator's.
 
     Args:
-        allowed: dotted paths of the operator's.
-        default: the policy of a request that names none; empty for that of the form it asks in.
+        allowed: dotted paths of the operator's policies.
+        default: the policy for a request that names none; if empty, the form of the samples decides.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: a policy does not exist.
     """
 
     def __init__(self, allowed: Sequence[str], default: str = "") -> None:
-        own = {path: _own(load_function(path, "branch_policies", POLICIES)) for path in allowed}
+        own = {path: _operator_policy(load_function(path, "branch_policies", POLICIES)) for path in allowed}
         self._policies: dict[str, Policy] = {**POLICIES, **own}
         if default and default not in self._policies:
             known = ", ".join(self._policies)
@@ -90,12 +90,12 @@ class Selection:
     def leaves(
         self, session: Session, policy: object = "", *, default: str = "all", without: Collection[Turn] = ()
     ) -> Sequence[Turn]:
-        """The leaves that a policy selects; without one the operator's default does, or else `default`. Turns in
-        `without` are as if they had never been asked.
+        """Return the leaves that a policy selects; turns in `without` are ignored. An empty `policy` means the
+        operator's default, or else `default`.
 
         Raises:
-            BadRequest: no such policy may be named.
-            UnusableSample: a policy of the operator's gives something else than turns of this session.
+            BadRequest: there is no such policy.
+            UnusableSample: an operator's policy returned something other than turns of this session.
         """
         policy = (self.default or default) if policy == "" else policy
         select = self._policies.get(policy) if isinstance(policy, str) else None
@@ -105,20 +105,21 @@ class Selection:
         kept = [turn for turn in session.turns if turn not in without]
         leaves = select(session, [turn for turn in kept if all(child in without for child in children(turn))])
         if not set(session.turns).issuperset(leaves):
-            raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
+            raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} must return turns of the session")
         return [leaf for leaf in leaves if leaf not in without]
 
 
-def _own(select: Callable[[Session], Sequence[Turn]]) -> Policy:
-    """A policy of the operator's."""
+def _operator_policy(select: Callable[[Session], Sequence[Turn]]) -> Policy:
+    """Wrap an operator's policy."""
     return lambda session, leaves: select(session)
 
 
 def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:
-    """For each leaf and turn of its line, how many of the turn's first sampled tokens an earlier sample trains.
+    """Return, for each leaf and each turn of its line, how many of the turn's first sampled tokens an earlier sample
+    trains.
 
-    A token is trained in the first sample that has it. One line can have a token more of a turn than another: where
-    that other one dropped a stop token.
+    A token is trained in the first sample that contains it. Two lines can contain different numbers of tokens of one
+    turn, where one of them dropped a stop token.
     """
     covered: dict[Turn, int] = {}
     plans = []
@@ -129,8 +130,8 @@ def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:
 
 
 def trained_before(leaves: Sequence[Turn], leaf: Turn) -> dict[Turn, int]:
-    """Of the turns of a leaf's line, how many of each turn's first sampled tokens the samples of other leaves in front
-    of it train; where it is none of them itself, all of them do."""
+    """Return, for each turn of a leaf's line, how many of its first sampled tokens the samples of earlier leaves train.
+    If `leaf` is not in `leaves`, all of them count as earlier."""
     covered: dict[Turn, int] = {}
     for each in leaves:
         if each is leaf:
@@ -140,7 +141,7 @@ def trained_before(leaves: Sequence[Turn], leaf: Turn) -> dict[Turn, int]:
 
 
 def trained_tokens(leaves: Sequence[Turn]) -> int:
-    """How many sampled tokens are in the loss of the samples of these leaves."""
+    """Return how many sampled tokens are in the loss of the samples of these leaves."""
     covered: dict[Turn, int] = {}
     for leaf in leaves:
         _cover(covered, leaf)
@@ -148,13 +149,13 @@ def trained_tokens(leaves: Sequence[Turn]) -> int:
 
 
 def _cover(covered: dict[Turn, int], leaf: Turn) -> None:
-    """Take in the tokens of a leaf's line: for each turn, how many of its first sampled tokens some line has."""
+    """Add a leaf's line to `covered`, which maps each turn to how many of its first sampled tokens a line contains."""
     turn: Turn | None = leaf
     end = leaf.tokens
     while turn is not None:
         known = covered.get(turn)
         covered[turn] = max(known or 0, end - turn.prompt_tokens)
         if known is not None:
-            return  # another line went this way, and to the same ends from here on
+            return  # another line contains this turn, and from here on the same turns to the same ends
         end = turn.prompt_tokens - len(turn.given)
         turn = turn.parent

@@ -60,7 +60,7 @@ class ChatFace(Face):
         _look_for_functions(fields, unread)
         given = readable_fields(fields["messages"], media, unread)
         given = named_calls(given, unread, writes_ids=self._continuation.writes_ids)
-        messages, places = self._continuation.roles.known(readable_contents(given, media))
+        messages, places = self._continuation.roles.with_known_roles(readable_contents(given, media))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
@@ -115,7 +115,7 @@ class ChatFace(Face):
         if isinstance(fields.get("input_ids"), list):
             return
         messages = fields["messages"][:-1] if fields.get(GOES_ON) else fields["messages"]
-        place = self._continuation.roles.dropped(messages, context.tools, context.template_kwargs)
+        place = self._continuation.roles.first_dropped(messages, context.tools, context.template_kwargs)
         if place is not None:
             role, sent = messages[place]["role"][:64], place if places is None else places[place]
             raise BadRequest(

@@ -12,7 +12,7 @@ from typing import Any
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
-from middleware_hub.openai_session.episodes.episode import Allowance, allowance, asked_tokens, choices_of, cut
+from middleware_hub.openai_session.episodes.episode import Allowance, allowance, asked_tokens, choices_of, limit_tokens
 from middleware_hub.openai_session.errors import (
     AnswerCut,
     ContextOverflow,
@@ -212,10 +212,10 @@ class EpisodeKeeper:
             BadRequest: nobody can tell how much it asks for.
         """
         session, contract = request.session, request.session.episode.contract
-        fields, asked_for = contract.fixed(request.fields)
+        fields, asked_for = contract.apply_fixed(request.fields)
         self._check_freshness(session, request.places[0].parent)
         grant = TurnGrant(fields, asked_for)
-        if contract.budget.measures or contract.budget.max_turns is not None:
+        if contract.budget.limits_length or contract.budget.max_turns is not None:
             grant = await self._measured(face, replace(request, fields=fields), grant, key, running)
         return replace(grant, fields=self._named(request, grant.fields, running))
 
@@ -227,7 +227,7 @@ class EpisodeKeeper:
         if isinstance(own, str) and is_made(own):  # it passes for one of ours, and other agents may send it too
             fields, own = {**fields, RID: secrets.token_hex(16)}, None
         ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
-        ends = ends or episode.contract.budget.counts
+        ends = ends or episode.contract.budget.limits_usage
         if request.several or not ends:
             return fields
         running.rid = secrets.token_hex(16)
@@ -243,7 +243,7 @@ class EpisodeKeeper:
         lengths = face.endpoint.length_fields
         choices = choices_of(grant.fields, len(request.places))
         asked = asked_tokens(grant.fields, lengths, face.endpoint.tokens_by_default)
-        if budget.measures:
+        if budget.limits_length:
             prompt, window = await face.prompt_tokens(request), await self._window()
         if prompt is None and budget.max_context is not None:
             raise OutsideContract("the router cannot tell how long this prompt is, and the contract has a max_context")
@@ -253,7 +253,7 @@ class EpisodeKeeper:
             spent = short and left.end is SessionStatus.BUDGET_TOKENS
             if not ledger.reserved or (ledger.has_turns(budget, key) and not spent):
                 break
-            await session.episode.freed()
+            await session.episode.wait_until_freed()
         if not ledger.has_turns(budget, key):
             self._store.end(session, SessionStatus.TURNS)
             raise stopped(session, SessionStatus.TURNS)
@@ -264,7 +264,7 @@ class EpisodeKeeper:
             grant = replace(grant, cut_by=left.end)
             # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
             if asked is not None or left.end is not SessionStatus.CONTEXT or left.limit != window:
-                grant = replace(grant, fields=cut(grant.fields, lengths, left.tokens))
+                grant = replace(grant, fields=limit_tokens(grant.fields, lengths, left.tokens))
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         return replace(grant, reservation=running)
 

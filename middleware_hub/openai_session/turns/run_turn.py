@@ -154,7 +154,7 @@ class TurnRunner:
     def _seen_through(
         self, request: AgentRequest, grant: TurnGrant, asked: TurnRequest, running: RunningTurn, reply: ReplySender
     ) -> AbstractAsyncContextManager[Receive]:
-        if not request.session.episode.contract.budget.counts:
+        if not request.session.episode.contract.budget.limits_usage:
             return nullcontext(asked.receive)
         return SeenThrough(request, grant, asked.repeat_key, running, asked.receive, reply)
 

@@ -135,7 +135,7 @@ class ResponsesFace(ChatFace):
 
 def _fixed(session: Session, asked: ResponsesRequest) -> dict[str, Any]:
     """What a response says of its request where the session's contract has something else."""
-    fixed, _ = session.episode.contract.fixed(asked.fields)
+    fixed, _ = session.episode.contract.apply_fixed(asked.fields)
     said = asked.settings.fields
     return {name: fixed[name] for name in FIXED if name in fixed and fixed[name] != said[name]}
 
