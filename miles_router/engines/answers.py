@@ -293,9 +293,8 @@ def progress_of(event: bytes) -> Progress | None:
         finish = FINISH_REASON.find(event)
         if finish is None:
             return None
-        version = VERSION_NAMED.find(event, finish[1]) or VERSION_NAMED.find(
-            event
-        )  # SGLang writes it behind the finish reason
+        # SGLang writes the weight version behind the finish reason.
+        version = VERSION_NAMED.find(event, finish[1]) or VERSION_NAMED.find(event)
         return Progress(value_at(event, finish[1]), None if version is None else value_at(event, version[1]))
     except Incomplete:
         return None

@@ -63,7 +63,7 @@ def mended(data: bytes) -> bytes:
     if b"\0" in data:
         return data
     text = _RAW.sub("\ufffd".encode(), data).decode("utf-8", "replace").encode()
-    apart = text.replace(rb"\\", _BACKSLASHES)  # so that the backslashes of `\\ud800` do not look like an escape
+    apart = text.replace(rb"\\", _BACKSLASHES)  # `\\\\ud800` is an escaped backslash, not a half
     apart = _LONE_LOW.sub(_REPLACEMENT, _LONE_HIGH.sub(_REPLACEMENT, apart))
     return apart.replace(_BACKSLASHES, rb"\\")
 
