@@ -58,7 +58,7 @@ class Facts:
     endpoints: frozenset[str] | None = None
     #: The fields of each schema of its API, by the schema's name, such as "ChatCompletionRequest".
     schemas: Mapping[str, frozenset[str]] | None = None
-    #: The flags that it was started without, with the consequence of each.
+    #: Texts about flags that it was started without, and what the router refuses because of each.
     lacks: Sequence[str] | None = None
     #: A value that is different for every process. Only some engines report enough to compute it.
     process: bytes | None = None

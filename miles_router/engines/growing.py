@@ -133,9 +133,8 @@ class GrowingAnswer:
             if meta.get(name) is not None and len(meta[name]) > count:
                 meta[name] = meta[name][:count]
         ids = event["output_ids"] if len(event["output_ids"]) == count else event["output_ids"][:count]
-        if (
-            meta.get(LOGPROBS) is not None
-        ):  # earlier logprobs were checked with their events, and are checked again at the end
+        if meta.get(LOGPROBS) is not None:
+            # Earlier logprobs were checked with their events, and are checked again at the end.
             seen = known.get(LOGPROBS) is not None and meta.get("finish_reason") is None
             check_logprobs(ids, meta[LOGPROBS], before if seen else 0)
         return {**event, "output_ids": ids, "meta_info": meta}
