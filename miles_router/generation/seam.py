@@ -1,6 +1,6 @@
-"""What a cut leaves at its edge: a halved character, a stop string that straddles it, an end that nobody declared.
+"""Repairs at a cut: a split character, a stop string that spans the cut, and an end that the engine did not report.
 
-An engine that is given what came before the cut as its prompt sees none of these.
+A resumed engine gets the earlier tokens as its prompt, so it detects none of these.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from miles_router.generation.joining import (
 )
 from miles_router.generation.questions import EngineQuestions
 
-#: Tokens on either side of a cut that are decoded to see the character it may have halved.
+#: Tokens on either side of a cut that are decoded to restore the character that it may have split.
 WINDOW = 16
-HALVED = 3  # bytes of a character that may be there, and are shown as one U+FFFD each
+HALVED = 3  # maximum bytes of a split character before the cut; each shows as one U+FFFD
 
 
 class Seam:
-    """The edge between what came before the last cut of a generation and what follows.
+    """The boundary between the earlier attempts of a generation and the current one.
 
-    Its methods raise CannotResume or UnreadableAnswer where something has to be known that no engine tells.
+    Its methods raise CannotResume or UnreadableAnswer if a fact is needed that no engine reports.
     """
 
     def __init__(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
@@ -39,7 +39,7 @@ class Seam:
         self._questions = questions
 
     async def end_at_cut(self) -> bool:
-        """Whether the cut fell on the very token that ends the generation; it is over then."""
+        """End the generation if its last token before the cut already ends it; return whether it does."""
         generation = self._generation
         answer, params = generation.answer, generation.params
         if answer is None or not answer["output_ids"]:
@@ -63,8 +63,7 @@ class Seam:
         return True
 
     async def reveal(self) -> None:
-        """Show what a worker that was lost had still held back of the text: characters and stop strings in the
-        making."""
+        """Restore text that a lost worker had held back: incomplete characters and partial stop strings."""
         generation = self._generation
         answer = generation.answer
         if answer is None or not generation.held_back or not answer["output_ids"]:
@@ -79,8 +78,10 @@ class Seam:
         generation.halved, generation.held_back = text.endswith(UNFINISHED), False
 
     async def mend(self, *, finished: bool) -> tuple[dict[str, Any], bool]:
-        """All that has come, and whether a stop string across the cut ends it. `finished`: the worker has ended this
-        attempt."""
+        """Return the joined answer so far, and whether a stop string across the cut ends it.
+
+        `finished`: the worker has ended this attempt.
+        """
         generation = self._generation
         assert generation.answer is not None
         if generation.halved:
@@ -93,7 +94,7 @@ class Seam:
         tokens, finish = found
         if finished:
             return await self._end_after(joined, tokens, finish), True
-        # The rows that are there are of the attempts before; the rest comes with an end, and there is none to come.
+        # The rows come from earlier attempts only. A worker sends the rest with its end, which does not come here.
         wanted = generation.wanted_rows
         before = {fields: joined["meta_info"].pop(fields.rows.name, None) for fields in wanted}
         ended = await self._end_after(joined, tokens, finish)
@@ -103,8 +104,8 @@ class Seam:
         return ended, True
 
     async def _end_after(self, answer: Mapping[str, Any], tokens: int, finish: Mapping[str, Any]) -> dict[str, Any]:
-        """What an engine says of the end: a stop string is trimmed from the text, if it is to be seen there, and the
-        token that stops is not shown."""
+        """Return the answer truncated as an engine would: without the stop string (unless `no_stop_trim`) or stop token
+        in its text."""
         request = self._generation.request
         matched, kept = finish.get("matched"), self._generation.params.get("no_stop_trim")
         if isinstance(matched, str) and matched in answer["text"]:
@@ -114,7 +115,7 @@ class Seam:
         return truncate(answer, tokens, text, finish, request=request)
 
     async def _text_of_first(self, answer: Mapping[str, Any], tokens: int) -> str:
-        """The text without what the ids behind the first `tokens` say."""
+        """Return the text without the part that the ids behind the first `tokens` spell."""
         text: str = answer["text"]
         ids = answer["output_ids"]
         if tokens == len(ids) or not text:
@@ -125,7 +126,8 @@ class Seam:
         return text.removesuffix(more[len(half) :])
 
     async def _stopped(self, joined: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """After how many tokens a stop string across the cut is complete, and the `finish_reason` that it makes."""
+        """Return the number of tokens that complete a stop string across the cut, and the finish reason; None without
+        one."""
         generation = self._generation
         assert generation.answer is not None
         begin, reach = len(generation.answer["output_ids"]), self._reach
@@ -143,7 +145,8 @@ class Seam:
         return begin + next(counts, len(new)), {"type": "stop", "matched": stop}
 
     async def _complete_character(self, *, finished: bool) -> None:
-        """Put right the last character before the cut, which the cut may have halved, once the rest of it is there."""
+        """Restore the last character before the cut, which the cut may have split, once its other bytes have
+        arrived."""
         generation = self._generation
         head, current = generation.answer, generation.current
         if head is None or current is None or not head["text"].endswith(UNFINISHED) or not generation.prompt:
@@ -157,7 +160,7 @@ class Seam:
         generation.halved = False
 
     async def _with_rows(self, answer: dict[str, Any], fields: RowFields, sampled: Sequence[int]) -> dict[str, Any]:
-        """An answer with the rows that have not come; one without any, of a worker that gives none, stays without."""
+        """Return the answer with its missing rows. An engine that has no rows leaves it without any."""
         generation, name = self._generation, fields.rows.name
         adapter = generation.request.get(ADAPTER) or self._questions.exchange.adapter
         sequence, start = [*generation.prompt, *sampled], generation.rows_from[fields.kind]
@@ -169,7 +172,7 @@ class Seam:
 
     @property
     def _reach(self) -> int:
-        """Tokens that may spell a stop string: one for each byte at most, and some that spell nothing."""
+        """The maximum number of tokens that spell a stop string: one per byte, and some that spell nothing."""
         return 4 * max(map(len, self._generation.stops), default=0) + AT_ONCE
 
     async def _detokenize(self, ids: Sequence[Sequence[int]]) -> list[str]:
