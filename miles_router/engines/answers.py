@@ -179,7 +179,7 @@ def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
 
 
 def too_few_or_many(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
-    """Return the error for ids and logprobs of different number; its message names the first id without a logprob."""
+    """Return the error for ids and logprobs whose counts differ; its message names the first id without a logprob."""
     counts = f"{len(ids)} ids, {logprobs} logprobs"
     first = f"; position {logprobs}, token {ids[logprobs]} has none" if logprobs < len(ids) else ""
     return UnreadableAnswer("token_counts_disagree", counts + first)

@@ -113,10 +113,8 @@ def may_have_many_values(body: bytes, most: int) -> bool:
 
 
 def _has_many_values(parsed: Any, most: int) -> bool:
-    """Return whether there are more than `most` values, without visiting many more.
-
-    Lists of numbers (ids) count nothing if they are a field of the body, or an element of a list that is a field.
-    """
+    """Return whether there are more than `most` values, without visiting many more. Lists of numbers (ids) count
+    nothing if they are a field of the body, or an element of a list that is a field."""
     fields = list(parsed.values()) if isinstance(parsed, dict) else [parsed]
     lists = [value for value in fields if isinstance(value, list)]
     waiting = [value for value in fields if isinstance(value, dict)]
@@ -147,11 +145,8 @@ def is_too_deep(body: bytes, parsed: Any) -> bool:
 
 
 def nests_too_deep(parsed: Any) -> bool:
-    """Return whether a JSON value has more than `MAX_DEPTH` levels.
-
-    orjson refuses to write more than 254 levels. The value is wrapped in lists so that orjson fails just above
-    `MAX_DEPTH`.
-    """
+    """Return whether a JSON value has more than `MAX_DEPTH` levels. orjson refuses to write more than 254 levels. The
+    value is wrapped in lists so that orjson fails just above `MAX_DEPTH`."""
     for _ in range(_LEVELS_WRITTEN - MAX_DEPTH):
         parsed = [parsed]
     try:

@@ -228,10 +228,8 @@ class Engine(ABC):
         return None
 
     def ask_calls(self, text: str, tools: Sequence[Any], parser: str) -> EngineQuestion[tuple[str, list[Any]]] | None:
-        """Return the request that extracts tool calls from a complete answer; None if the engine has none.
-
-        Its result is the text without the calls, and the calls with `name` and `parameters`.
-        """
+        """Return the request that extracts tool calls from a complete answer; None if the engine has none. Its result
+        is the text without the calls, and the calls with `name` and `parameters`."""
         return None
 
     def tokenize_body(self, text: str) -> bytes:

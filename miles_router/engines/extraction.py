@@ -108,7 +108,6 @@ class Extractor(Generic[AnyTaker]):
         return self.takers[int(mark)] if known else None
 
     def has_marks(self, remains: bytes) -> bool:
-        """Return whether the JSON contains markers."""
         return self.without_marks(remains) is not remains
 
     def end(self) -> bytes:

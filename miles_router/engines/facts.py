@@ -65,10 +65,8 @@ class Facts:
     _learned: dict[type[Any], Any] = field(default_factory=dict, repr=False)
 
     def learned(self, kind: type[Learned]) -> Learned:
-        """Return the object in which a layer keeps what it learns about this engine, such as its end tokens.
-
-        `kind()` creates it at the first call. It is dropped with the facts, so it never outlives the engine process.
-        """
+        """Return the object in which a layer keeps what it learns about this engine, such as its end tokens. `kind()`
+        creates it at the first call. It is dropped with the facts, so it never outlives the engine process."""
         if kind not in self._learned:
             self._learned[kind] = kind()
         known: Learned = self._learned[kind]

@@ -21,10 +21,8 @@ _DIGITS, _BEHIND = 10, b" \r\n]}"
 
 
 def sampled_tokens(end: bytes) -> int:
-    """Return the number of sampled tokens that the end of an answer reports, the last one if there are several.
-
-    0 if it is not there: the stream has no usage, or expert rows follow it.
-    """
+    """Return the number of sampled tokens that the end of an answer reports, the last one if there are several. 0 if it
+    is not there: the stream has no usage, or expert rows follow it."""
     at = end.rfind(_COUNT)
     if at < 0:
         return 0

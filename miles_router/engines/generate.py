@@ -40,9 +40,7 @@ def stop_strings(stop: object) -> list[str]:
 
 def is_absent(value: object) -> bool:
     """Return True where a field holds nothing: null, false, a blank string, or a list or object of nothing else.
-
-    Clients without images send `"image_data": []`, `[null]`, `[[]]` or `{"url": ""}`.
-    """
+    Clients without images send `"image_data": []`, `[null]`, `[[]]` or `{"url": ""}`."""
     if isinstance(value, list):
         return all(map(is_absent, value))
     if isinstance(value, Mapping):
@@ -162,10 +160,8 @@ class GenerateRequest:
         return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
 
     def with_params(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the body with each prompt's sampling parameters, `n` included, replaced by the result of `change`.
-
-        A single object for all prompts stays a single object.
-        """
+        """Return the body with each prompt's sampling parameters, `n` included, replaced by the result of `change`. A
+        single object for all prompts stays a single object."""
         params = self.body.get(PARAMS)
         return {**self.body, PARAMS: [*map(change, params)] if isinstance(params, list) else change(params or {})}
 

@@ -48,8 +48,8 @@ class GrowingAnswer:
         """Add one event and return the answer so far. The next event may modify the returned object.
 
         Raises:
-            UnreadableAnswer: a field is missing, the counts fit neither kind of stream, earlier ids are not repeated,
-                logprobs name other tokens, or versions do not cover the tokens. The event is not added then.
+            UnreadableAnswer: a field is missing, the counts fit neither kind of stream, or ids, logprobs and versions
+                do not fit the earlier ids or each other. The event is not added then.
         """
         try:
             grown = self._grown(event)
@@ -111,10 +111,8 @@ class GrowingAnswer:
         return grown
 
     def with_versions(self) -> dict[str, Any]:
-        """Return the answer so far with its weight versions; `answer` must not be None.
-
-        They are the engine's own `weight_versions`, or else `spans`: an abort in the queue does not list them.
-        """
+        """Return the answer so far with its weight versions; `answer` must not be None. They are the engine's own
+        `weight_versions`, or else `spans`: an abort in the queue does not list them."""
         assert self.answer is not None
         meta = self.answer["meta_info"]
         if meta.get(VERSIONS) or all(span["version"] is None for span in self.spans):
@@ -122,11 +120,8 @@ class GrowingAnswer:
         return {**self.answer, "meta_info": {**meta, VERSIONS: self.spans}}
 
     def _replaced(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Replace the answer by a cumulative event.
-
-        SGLang writes an event's ids a moment after its counts (0.5.23, `tokenizer_manager.py`), so there may be more
-        ids than counted. The next event repeats them.
-        """
+        """Replace the answer by a cumulative event. SGLang writes an event's ids a moment after its counts (0.5.23,
+        `tokenizer_manager.py`), so there may be more ids than counted. The next event repeats them."""
         known, before = ({}, 0) if self.answer is None else (self.answer["meta_info"], len(self.answer["output_ids"]))
         meta = {**known, **event["meta_info"]}
         for name in OUTPUT_LISTS:

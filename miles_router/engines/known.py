@@ -52,10 +52,8 @@ def read_facts(documents: Documents) -> Facts:
 
 
 def facts_of(documents: Documents) -> Facts:
-    """Return the facts of a worker that was asked for all its documents.
-
-    If all of them were answered, a missing LoRA flag means False, and an unrecognized engine is `USUAL`.
-    """
+    """Return the facts of a worker that was asked for all its documents. If all of them were answered, a missing LoRA
+    flag means False, and an unrecognized engine is `USUAL`."""
     facts = read_facts(documents)
     engine = facts.engine or (USUAL if USUAL.has_said_all(documents) else None)
     has_said = engine is not None and engine.has_said_all(documents) and WITHHELD not in documents.values()
@@ -128,9 +126,7 @@ class ReadOrder:
 
 
 def may_come_twice(method: str, target: bytes) -> bool:
-    """Return whether a request to an engine may be sent again after its connection was lost.
-
-    An update may already have begun. An abort has no further effect the second time, and thousands of them may be sent.
-    """
+    """Return whether a request to an engine may be sent again after its connection was lost. An update may already have
+    begun. An abort has no further effect the second time, and thousands of them may be sent."""
     named = CONTROL.get(target.partition(b"?")[0].decode("latin-1"))
     return method in ("GET", "HEAD") or (named is not None and named.may_come_twice)

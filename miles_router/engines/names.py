@@ -161,7 +161,6 @@ def _must_change(given: object, *, private: bool) -> bool:
 
 
 def _given(body: bytes, field: str, parse: Parse) -> object:
-    """Return the id, or list of ids, in a request."""
     if b'"%b"' % field.encode("ascii") not in body and _ESCAPED.search(body) is None:
         return None
     parsed = parse(body)
@@ -187,9 +186,7 @@ class RenamedRequest:
         self.rids = self._names.inward
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        """Return a complete answer with the client's ids."""
         return self._names.outward(answer)
 
     def event(self, event: Event, version: str | None) -> bytes:
-        """Return an event of a stream with the client's ids."""
         return self._names.outward(event.raw)

@@ -33,8 +33,6 @@ USUAL = (
 
 def probe_text(added: Iterable[str], *, usual: bool = True) -> str:
     """Return the probe text for a tokenizer with these added tokens, each once between spaces and once between letters.
-
-    `usual`: also contain special tokens of many other models.
-    """
+    `usual`: also contain special tokens of many other models."""
     tokens = "".join(f"x {token} y{token}Z" for token in added)
     return "\n".join([*KINDS, *([USUAL] if usual else []), f"{tokens} end  "])

@@ -85,10 +85,7 @@ class RecomputationCut(Exception):
 
 def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
     """Return the possible defaults for settings that a request does not contain. If several mappings disagree, the
-    value is unknown.
-
-    `of_model`: the model's `generation_config.json`.
-    """
+    value is unknown. `of_model`: the model's `generation_config.json`."""
     own = {name: of_model.get(name) for name in OF_THE_MODEL} if chat else {}
     preferred = facts.preferred_sampling_params or {}
     if facts.sampling_defaults == FROM_THE_API:
@@ -98,10 +95,8 @@ def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Ma
 
 
 def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:
-    """Return the divisor of the logits, which is 1 for greedy requests; None if it is unknown.
-
-    `defaults` apply to settings that the request does not contain.
-    """
+    """Return the divisor of the logits, which is 1 for greedy requests; None if it is unknown. `defaults` apply to
+    settings that the request does not contain."""
     values = [1.0 if _is_greedy(value) else value for value in _said(TEMPERATURE, fields, defaults)] or [1.0]
     known = isinstance(values[0], (int, float)) and all(value == values[0] for value in values)
     if not known or (values[0] != 1 and ONE in _said(TOP_K, fields, defaults)):
@@ -111,10 +106,7 @@ def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> floa
 
 def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str | None:
     """Return the setting, besides the temperature, that makes the logprobs differ from the model's own distribution;
-    None without one.
-
-    `defaults` apply to settings that the request does not contain.
-    """
+    None without one. `defaults` apply to settings that the request does not contain."""
     for name, neutral in NEUTRAL.items():
         if any(value != neutral for value in _said(name, fields, defaults)):
             return name
@@ -151,10 +143,7 @@ def _has_strict_tool(tools: object) -> bool:
 
 def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """Return the adapter that a chat or completions request selects, "" for the base weights; None if it is not a
-    single name.
-
-    `names` are the names of the base model.
-    """
+    single name. `names` are the names of the base model."""
     model, own = fields.get(MODEL), fields.get(ADAPTER)
     if isinstance(model, str) and ":" in model:
         known = adapter_of(model, names)

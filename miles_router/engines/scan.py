@@ -1,7 +1,7 @@
 """A scanner that finds the values of one field in JSON bytes without parsing the rest. No I/O.
 
-Cumulative events repeat the whole answer so far, and answers may contain megabytes of expert ids, so parsing all of it
-for one short value is too slow.
+Cumulative events repeat the whole answer so far, and answers may contain megabytes of expert ids. Parsing all of it for
+one short value is too slow.
 
 The scanner looks for the quoted name followed by a colon. That is always a field name: inside a string the quotes would
 be escaped, and a string value is followed by a comma or bracket. Spacing and order of fields do not matter. Names
@@ -59,9 +59,7 @@ class Field:
 
     def beginning(self, data: bytes) -> int:
         """Return the position at the end of a piece where an incomplete name, or a name without its value, may begin.
-
-        The length of the piece if there is none.
-        """
+        The length of the piece if there is none."""
         end = _without_space(data, len(data))
         last = data[end - 1 : end]
         if last == b":":

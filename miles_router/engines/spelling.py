@@ -70,10 +70,7 @@ class AddedTokens:
 
     def clamped(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the ids with 0 in place of ids beyond the vocabulary, which a model with a padded vocabulary can
-        sample.
-
-        SGLang shows them like this too (0.5.23, `DetokenizerManager._clamp_decode_ids`).
-        """
+        sample. SGLang shows them like this too (0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
         if not len(ids) or max(ids) < self._size:
             return ids
         return [token if token < self._size else 0 for token in ids]

@@ -21,10 +21,8 @@ def extended(body: bytes, fields: Mapping[str, object]) -> bytes:
 
 
 def with_key(body: bytes, field: str, key: str, join: Callable[[str, str], str]) -> bytes:
-    """Return the request with `key` in `field`, joined with the client's own value by `join`.
-
-    A body that cannot be read is returned unchanged: the engine reports what is wrong with it.
-    """
+    """Return the request with `key` in `field`, joined with the client's own value by `join`. A body that cannot be
+    read is returned unchanged: the engine reports what is wrong with it."""
     if b'"%b"' % field.encode() not in body:
         return extended(body, {field: key})
     try:

@@ -69,11 +69,8 @@ class Attempt:
         self._cuts = 0
 
     async def ask(self, tap: Tap, scope: Scope, receive: Receive, body: bytes) -> None:
-        """Send the request through the inner layers.
-
-        With `resume_lost` the request is repeated until a reply begins. In a small fleet every worker may have failed
-        once, and some may be back.
-        """
+        """Send the request through the inner layers. With `resume_lost` the request is repeated until a reply begins.
+        In a small fleet every worker may have failed once, and some may be back."""
         services, lost = self._services, 0
         scope = with_body({**scope, SCOPE_KEY: self.exchange}, body)
         while True:
@@ -98,11 +95,8 @@ class Attempt:
         self.facts = await self._services.router.fleet.facts(url) if url is not None else Facts()
 
     async def was_cut(self, finish: object) -> bool:
-        """Return whether a pause caused this finish reason.
-
-        That is the case if the generation was aborted, no client asked for it, and the router or another client paused
-        meanwhile.
-        """
+        """Return whether a pause caused this finish reason. That is the case if the generation was aborted, no client
+        asked for it, and the router or another client paused meanwhile."""
         services, flight = self._services, self.exchange.flight
         if not is_abort(finish) or flight.aborted or not services.resume_cut:
             return False

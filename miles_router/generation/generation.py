@@ -123,7 +123,6 @@ class ResumableGeneration:
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         return stop_strings(self.params.get("stop"))
 
     @property
@@ -290,10 +289,8 @@ class ResumableGeneration:
         GenerateAnswer.read({**answer, "meta_info": ended}, logprobs=bool(self.request.get("return_logprob")))
 
     def left(self) -> dict[str, Any] | None:
-        """Return the consistent part of a generation that is not resumed any further.
-
-        None if nothing was sampled, or if it is shorter than what the client was shown.
-        """
+        """Return the consistent part of a generation that is not resumed any further. None if nothing was sampled, or
+        if it is shorter than what the client was shown."""
         try:
             answer = self.so_far()
             if answer is not None and RESUMED in answer["meta_info"]:

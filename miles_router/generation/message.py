@@ -105,10 +105,8 @@ def _opened(text: str, began: Mapping[str, Any], parser: str) -> bool:
 
 
 async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:
-    """Return the reasoning in a text, and the rest.
-
-    The engine's parser cannot know here whether the prompt had opened the reasoning. The first part's message shows it.
-    """
+    """Return the reasoning in a text, and the rest. The engine's parser cannot know here whether the prompt had opened
+    the reasoning. The first part's message shows it."""
     begin, end = reasoning_marks(parser)
     separated = await questions.separate_reasoning(text, parser)
     if (began.get("reasoning_content") and not separated[0]) or (end in separated[1] and begin not in text):

@@ -199,11 +199,8 @@ class EngineQuestions:
         return self._facts.learned(EndTokens).ends
 
     async def is_end(self, token: int) -> bool:
-        """Return whether this token ends a generation.
-
-        The engine is forced to sample it once, and the result is cached. If the engine does not support that, the
-        checkpoint decides.
-        """
+        """Return whether this token ends a generation. The engine is forced to sample it once, and the result is
+        cached. If the engine does not support that, the checkpoint decides."""
         known = self._facts.learned(EndTokens)
         if token not in known.ends and token not in known.others:
             sampling = {"max_new_tokens": 1, "ignore_eos": False, "logit_bias": {str(token): CERTAIN}}
@@ -247,11 +244,8 @@ class EngineQuestions:
     # What engines say of themselves
 
     async def incremental(self, facts: Facts) -> bool:
-        """Return whether an engine streams only new tokens.
-
-        If it does not report it, the first worker that does decides; without any, the answer is SGLang's default,
-        False.
-        """
+        """Return whether an engine streams only new tokens. If it does not report it, the first worker that does
+        decides; without any, the answer is SGLang's default, False."""
         said = await self._said(lambda each: each.incremental_streaming, facts)
         if said is None:
             logger.warning("incremental_streaming_unknown")

@@ -29,10 +29,8 @@ HALVED = 3  # maximum bytes of a split character before the cut; each shows as o
 
 
 class Seam:
-    """The boundary between the earlier attempts of a generation and the current one.
-
-    Its methods raise CannotResume or UnreadableAnswer if a fact is needed that no engine reports.
-    """
+    """The boundary between the earlier attempts of a generation and the current one. Its methods raise CannotResume or
+    UnreadableAnswer if a fact is needed that no engine reports."""
 
     def __init__(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
         self._generation = generation
@@ -78,10 +76,8 @@ class Seam:
         generation.halved, generation.held_back = text.endswith(UNFINISHED), False
 
     async def mend(self, *, finished: bool) -> tuple[dict[str, Any], bool]:
-        """Return the joined answer so far, and whether a stop string across the cut ends it.
-
-        `finished`: the worker has ended this attempt.
-        """
+        """Return the joined answer so far, and whether a stop string across the cut ends it. `finished`: the worker has
+        ended this attempt."""
         generation = self._generation
         assert generation.answer is not None
         if generation.halved:

@@ -17,10 +17,8 @@ _PLAIN = (str, bytes, int, type(None))
 
 
 def find_non_finite(value: Any, name: str = "") -> str | None:
-    """Return the path and value of the first number that is NaN or infinite, at any depth; None without one.
-
-    Numbers are those of Python and numpy, Decimal, and every object with `__float__`. Arrays are searched too.
-    """
+    """Return the path and value of the first number that is NaN or infinite, at any depth; None without one. Numbers
+    are those of Python and numpy, Decimal, and every object with `__float__`. Arrays are searched too."""
     open_values, seen = [(name, value)], dict[int, Any]()
     while open_values:
         place, each = open_values.pop()

@@ -34,7 +34,7 @@ class InvalidTrajectory(ValueError):
 
 
 def misaligned(tokens: int, logprobs: int) -> InvalidTrajectory:
-    """Return the error for sampled tokens and logprobs of different number."""
+    """Return the error for sampled tokens and logprobs whose counts differ."""
     return InvalidTrajectory("aligned", f"{tokens} sampled tokens have {logprobs} logprobs")
 
 

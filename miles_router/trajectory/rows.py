@@ -60,10 +60,8 @@ KINDS = (ROUTED_EXPERTS, INDEXER_TOPK)
 
 
 class Blocks:
-    """Rows of `width` ids whose memory consists of blocks, and which are read as arrays.
-
-    One contiguous array per long rollout would fragment memory; blocks of one size are reused for the next rollout.
-    """
+    """Rows of `width` ids whose memory consists of blocks, and which are read as arrays. One contiguous array per long
+    rollout would fragment memory; blocks of one size are reused for the next rollout."""
 
     __slots__ = ("_ends", "blocks", "width")
 
@@ -82,7 +80,6 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """The size of the ids in bytes."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
@@ -113,10 +110,8 @@ class Blocks:
 
 
 class AlignedRows:
-    """The rows of one generation: its own rows from `start` on, behind the first `start` rows of `parent`.
-
-    Immutable except for `evict`. Without a parent, rows before `start` are missing, and reading them raises an error.
-    """
+    """The rows of one generation: its own rows from `start` on, behind the first `start` rows of `parent`. Immutable
+    except for `evict`. Without a parent, rows before `start` are missing, and reading them raises an error."""
 
     __slots__ = ("__weakref__", "_own", "_stop", "kind", "parent", "start")
 
@@ -183,7 +178,8 @@ class AlignedRows:
         """Return rows `[start, stop)`, by default to the end: [stop - start, layers * top_k], in their widest type.
 
         Raises:
-            InvalidTrajectory: `without_gap` of the kind: some rows never arrived; `held`: some have been evicted.
+            InvalidTrajectory: `without_gap` of the kind: rows outside the sequence, or never requested; `held`: evicted
+                rows.
         """
         upto = self._stop if stop is None else stop
         if not 0 <= start <= upto <= self._stop:
@@ -235,7 +231,6 @@ class RowShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of ids per row."""
         return self.layers * self.top_k
 
     def shaped(self, rows: RowArray) -> RowArray:

@@ -121,7 +121,6 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """The number of tokens in front of the response."""
         return len(self) - self.response_length
 
     @classmethod
@@ -201,10 +200,8 @@ def read_safetensors(data: bytes) -> list[Sample]:
 
 
 def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> Iterator[Sample]:
-    """Return an iterator over the samples in the arrays and metadata of a safetensors file.
-
-    Missing arrays are detected before the first sample is yielded. Raises as `read_json`.
-    """
+    """Return an iterator over the samples in the arrays and metadata of a safetensors file. Missing arrays are detected
+    before the first sample is yielded. Raises as `read_json`."""
     try:
         given = _objects(orjson.loads(metadata["samples"]))
         parts = [_arrays_of(arrays, place) for place in range(len(given))]

@@ -119,10 +119,8 @@ class SGLang(Engine):
 
 
 class PairHalf(SGLang):
-    """One half of a prefill/decode pair of SGLang.
-
-    A half that retracts forgets the weight versions and the rows of its tokens, so it is paused in place instead.
-    """
+    """One half of a prefill/decode pair of SGLang. A half that retracts forgets the weight versions and the rows of its
+    tokens, so it is paused in place instead."""
 
     pauses: ClassVar[Mapping[str, str]] = {"retract": "in_place"}
 

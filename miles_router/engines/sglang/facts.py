@@ -125,10 +125,8 @@ def _window(server: Mapping[str, Any]) -> int | None:
 
 
 def _ranks(server: Mapping[str, Any]) -> int | None:
-    """Return the number of data-parallel ranks.
-
-    SGLang 0.5.23 reports replicas or attention groups (`runtime_context.num_dp_ranks_of`); before, `dp_size` was both.
-    """
+    """Return the number of data-parallel ranks. SGLang 0.5.23 reports replicas or attention groups
+    (`runtime_context.num_dp_ranks_of`); before, `dp_size` was both."""
     replicas, groups = _count(server, "dp_size"), _count(server, "attn_dp_size")
     return None if replicas is None else replicas * (groups or 1)
 
@@ -148,10 +146,8 @@ def _mapping(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _process(server: Mapping[str, Any]) -> bytes | None:
-    """Return a digest of the start arguments and the startup time; None without a startup time.
-
-    The startup time has many digits, so two processes hardly share it.
-    """
+    """Return a digest of the start arguments and the startup time; None without a startup time. The startup time has
+    many digits, so two processes hardly share it."""
     if not server.get(STARTUP):
         return None
     lasting = {name: value for name, value in server.items() if name not in VOLATILE}

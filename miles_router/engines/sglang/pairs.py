@@ -57,10 +57,8 @@ def with_room(body: bytes, host: str, port: int, room: int) -> bytes:
 
 
 def _one_each(path: str, body: bytes, parse: Parse) -> bytes:
-    """Return a `/generate` request as a batch that repeats each prompt `n` times.
-
-    Samples of one prompt would share a room, and wait in it forever.
-    """
+    """Return a `/generate` request as a batch that repeats each prompt `n` times. Samples of one prompt would share a
+    room, and wait in it forever."""
     parsed = parse(body)
     if path != paths.GENERATE:
         if isinstance(parsed, Mapping) and type(parsed.get("n")) is int and parsed["n"] > 1:

@@ -78,10 +78,8 @@ def _field(body: bytes, parse: Parse) -> object:
 
 
 def pinned(path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool) -> tuple[Headers, bytes] | None:
-    """Return the headers and body that pin a request to one rank. Nothing is parsed.
-
-    None for a path whose rank the engine chooses, and for an `encoded` (compressed) body that would need a field.
-    """
+    """Return the headers and body that pin a request to one rank. Nothing is parsed. None for a path whose rank the
+    engine chooses, and for an `encoded` (compressed) body that would need a field."""
     if path == paths.GENERATE:
         return None if encoded else (headers, extended(body, {FIELDS[0]: rank}))
     if path not in BY_HEADER:
@@ -98,7 +96,6 @@ class RankScanner:
         self._end = b""
 
     def feed(self, data: bytes) -> int | None:
-        """Return the rank once `data`, the next piece, completes it."""
         self._end = (self._end + data[-_END:])[-_END:]
         for at in _ANSWERED.places(self._end):
             try:
