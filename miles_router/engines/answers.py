@@ -65,7 +65,7 @@ def in_words(error: Exception) -> str:
     """Describe one of the `MALFORMED` exceptions for an error message."""
     if isinstance(error, KeyError) and error.args:
         return f"the field {error.args[0]!r} is missing"
-    return "a part is missing, or has another type than it should have"
+    return "a field is missing or has the wrong type"
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class GenerateAnswer:
                 check_logprobs(ids, entries)
             text, finish = answer["text"], reason["type"]
             if not (isinstance(text, str) and isinstance(finish, str) and isinstance(ids, list)):
-                raise UnreadableAnswer("incomplete", "text, output_ids or finish_reason.type has another type")
+                raise UnreadableAnswer("incomplete", "text, output_ids or finish_reason.type has the wrong type")
             return cls(
                 text=text,
                 ids=ids,
@@ -153,13 +153,13 @@ def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: 
         UnreadableAnswer: the check fails, or an id from `start` on is not an integer.
     """
     if not isinstance(entries, list):
-        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are not a list")
     if len(entries) != len(ids):
         raise too_few_or_many(ids, len(entries))
     if tokens_of(entries, start) != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
     if not {int}.issuperset(map(type, ids[start:])):  # in Python, JSON's `true` equals 1
-        raise UnreadableAnswer("invalid_tokens", "an id that is no whole number")
+        raise UnreadableAnswer("invalid_tokens", "a token id is not an integer")
 
 
 def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
@@ -173,7 +173,7 @@ def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
     except MALFORMED:
         for position, entry in enumerate(entries):
             if not isinstance(entry, list) or len(entry) < 2:
-                shown = f"position {position}: {reprlib.repr(entry)} is no list of a logprob and its token"
+                shown = f"position {position}: {reprlib.repr(entry)} is not a list of a logprob and its token id"
                 raise UnreadableAnswer("invalid_tokens", shown) from None
         raise
 
@@ -202,7 +202,7 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         return [VersionRun(str(version), 0, tokens)] if version is not None and tokens else []
     try:
         if any(span["version"] is None or {type(span["start"]), type(span["end"])} != {int} for span in spans):
-            raise UnreadableAnswer("incomplete", f"{VERSIONS} without a version, or with places that are no integers")
+            raise UnreadableAnswer("incomplete", f"an element of {VERSIONS} misses its version or integer bounds")
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
         check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
@@ -222,7 +222,7 @@ def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
             raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
         reached = run.end
     if reached != tokens:
-        raise UnreadableAnswer("versions_end_elsewhere", f"at {reached}, and {tokens} tokens were sampled")
+        raise UnreadableAnswer("versions_end_elsewhere", f"at token {reached}, but {tokens} tokens were sampled")
 
 
 def without_logprobs(answer: Any) -> Any:

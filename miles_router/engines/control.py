@@ -62,5 +62,5 @@ def group_in(arguments: Arguments) -> EndGroup | None:
         return None
     named = isinstance(group, (str, int)) and not isinstance(group, bool) and group != ""
     if not named or len(arguments.fields) != 1:
-        raise BadArguments("group must be a string or a whole number, and stand alone")
+        raise BadArguments("group must be a non-empty string or an integer, and the only field")
     return EndGroup(group)

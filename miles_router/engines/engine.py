@@ -205,7 +205,7 @@ class Engine(ABC):
             CannotServe: the route never applies adapters.
             Exception: any error of `parse`.
         """
-        raise CannotServe(f"{path} applies no adapters")
+        raise CannotServe(f"{path} does not apply LoRA adapters")
 
     def adapters(self, listed: bytes) -> frozenset[str]:
         """Return the adapters in an answer of `models`; an empty set if it cannot be read."""
@@ -234,7 +234,7 @@ class Engine(ABC):
 
     def tokenize_body(self, text: str) -> bytes:
         """Return the body of a `tokenize` request."""
-        raise CannotServe("it makes no tokens of texts")
+        raise CannotServe("the engine cannot tokenize")
 
     def tokens(self, answer: bytes) -> list[int] | None:
         """Return the ids in an answer of `tokenize`; None if it has none."""
@@ -316,12 +316,12 @@ class Engine(ABC):
             CannotServe: a pair would answer differently or not at all.
             Exception: any error of `parse`.
         """
-        raise CannotServe("the engine has no halves")
+        raise CannotServe("the engine does not support prefill/decode pairs")
 
     def with_room(self, body: bytes, host: str, port: int, room: int) -> bytes:
         """Return the request with the host, port and room (bootstrap id) through which the halves transfer the KV
         cache."""
-        raise CannotServe("the engine has no halves")
+        raise CannotServe("the engine does not support prefill/decode pairs")
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | Parts | None:
         """Return the request in the engine's own form; None if it passes unchanged.

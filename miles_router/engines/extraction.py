@@ -93,7 +93,7 @@ class Extractor(Generic[AnyTaker]):
         if end < len(data):
             data, self._withheld = data[:end], data[end:]
             if len(self._withheld) > LONGEST:
-                raise UpstreamInvalidResponse("the worker's answer has kilobytes of space behind a field's name")
+                raise UpstreamInvalidResponse("the worker's answer has kilobytes of whitespace behind a field name")
         self._before = data[-1:] or self._before
         return data
 

@@ -83,31 +83,31 @@ class GrowingAnswer:
         if not (isinstance(text, str) and isinstance(ids, list) and isinstance(count, int)) or not all(
             each is None or isinstance(each, list) for each in lists
         ):
-            raise UnreadableAnswer("incomplete", "text, output_ids, completion_tokens or a list has another type")
+            raise UnreadableAnswer("incomplete", "text, output_ids, completion_tokens or a list has the wrong type")
         known = self.answer["output_ids"] if self.answer is not None else []
         before = len(known)
         if "completion_tokens" not in meta and ids[:before] != known:
             raise UnreadableAnswer(
-                "incomplete", "completion_tokens is missing, and the ids do not repeat what has come"
+                "incomplete", "completion_tokens is missing, and the event does not repeat earlier ids"
             )
         if meta.get(VERSIONS):
             version_runs(meta, count)
         aborted = is_abort(meta.get("finish_reason"))
         if len(ids) >= count >= before:
             if ids[:before] != known:
-                raise UnreadableAnswer("tokens_taken_back", f"some of the first {before}")
+                raise UnreadableAnswer("tokens_taken_back", f"an event changes some of the first {before} ids")
             grown = self._replaced(event, count)
             if before and not aborted:  # an abort may repeat all tokens in either kind of stream
                 self.incremental = False
         elif before + len(ids) == count:
             if self.incremental is False:
-                raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} of {count} ids, and all came before")
+                raise UnreadableAnswer("token_counts_disagree", f"a cumulative event has {len(ids)} of {count} ids")
             grown = self._appended(event)
             self.incremental = True
         elif self.answer is not None and aborted and count == before:
             grown = self._repeated(event)
         else:
-            raise UnreadableAnswer("token_counts_disagree", f"{before} ids, {len(ids)} more, {count} in all")
+            raise UnreadableAnswer("token_counts_disagree", f"{before} ids and {len(ids)} new ones are not {count}")
         return grown
 
     def with_versions(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class GrowingAnswer:
         if self.answer is None:
             return {**event}
         if new.get(LOGPROBS) and known.get(LOGPROBS) is None and self.answer["output_ids"]:
-            raise UnreadableAnswer("token_counts_disagree", "the tokens that came before have no logprobs")
+            raise UnreadableAnswer("token_counts_disagree", "the earlier tokens have no logprobs")
         meta = {**known, **new}
         for name in OUTPUT_LISTS:
             if new.get(name) is not None:

@@ -71,7 +71,7 @@ INDEXER_FIELDS = RowFields(
     wanted="return_indexer_topk",
     start=None,
     rows=Field("indexer_topk"),
-    remedy="start it with --enable-return-indexer-topk; in chat, its builds for training alone tell them",
+    remedy="start it with --enable-return-indexer-topk; in chat, only SGLang builds for training return them",
     in_chat_streams=False,
 )
 ROW_FIELDS: Mapping[RowKind, RowFields] = {fields.kind: fields for fields in (EXPERT_FIELDS, INDEXER_FIELDS)}
@@ -86,7 +86,7 @@ def decoded(encoded: str) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise UnreadableAnswer("incomplete", f"rows are no base64: {error}") from error
+        raise UnreadableAnswer("incomplete", f"the rows are not valid base64: {error}") from error
 
 
 def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
@@ -98,7 +98,7 @@ def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
     data = decoded(encoded)
     row, more = divmod(len(data), max(1, rows))
     if not 0 <= start <= stop <= rows or more:
-        raise UnreadableAnswer("incomplete", f"{len(data)} bytes are no {rows} rows with {start} to {stop}")
+        raise UnreadableAnswer("incomplete", f"{len(data)} bytes do not have rows {start} to {stop} of {rows}")
     return base64.b64encode(data[start * row : stop * row]).decode("ascii")
 
 

@@ -24,8 +24,8 @@ LAYER = "partial_rollouts"
 class ResumeStatistics(Statistics, prefix="miles_router_partial_rollouts"):
     """Counters of cut generations: resumed ones, and ones that were returned incomplete."""
 
-    resumed = counter("Generations that were carried on, each as often as it was.")
-    returned = counter("Generations that could not be, and were returned as they were.")
+    resumed = counter("Resumptions of cut generations; one generation may be resumed several times.")
+    returned = counter("Cut generations that could not be resumed and were returned incomplete.")
 
 
 @dataclass

@@ -45,7 +45,7 @@ class ChatGeneration(ResumableGeneration):
         """
         bound = constraint_of(self.fields, self.facts)
         if bound is not None:
-            raise CannotResume(f"{bound} binds the whole answer")
+            raise CannotResume(f"{bound} constrains the answer as a whole")
         rest = super().next_request()
         rows = {name: rest[name] for each in self.wanted_rows for name in each.request(0) if name in rest}
         # If a character or stop string may span the cut, the next part must be complete before it is shown.

@@ -54,5 +54,5 @@ async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestio
     tokens = list(ids) if ids is not None else await questions.tokenize(generation.request["text"])
     counted = meta.setdefault("prompt_tokens", len(tokens))  # an abort in the queue does not report it
     if ids is None and len(tokens) != counted:
-        raise CannotResume("the worker's tokenizer does not give the prompt it had")
+        raise CannotResume("the worker's tokenizer returns another number of prompt tokens than the generation had")
     generation.prompt = tokens

@@ -219,7 +219,7 @@ def _left(generation: ResumableGeneration, *, aborted: bool) -> dict[str, Any]:
     answer = generation.left()
     finish = generation.abort or (ABORTED if aborted else None)
     if answer is None or (finish is None and not generation.done):
-        raise UpstreamBroken("the worker was lost and the generation not carried on")
+        raise UpstreamBroken("the worker was lost and the generation could not be resumed")
     return answer if generation.done else {**answer, "meta_info": {**answer["meta_info"], "finish_reason": finish}}
 
 
@@ -241,7 +241,7 @@ class FollowingAnswer(Collected):
             CannotResume: the reply is a refusal, or not valid JSON.
         """
         if not self.is_json:
-            raise CannotResume(f"the worker answered {self.status}, and no JSON that can be read")
+            raise CannotResume(f"the worker answered {self.status} without readable JSON")
         return self.parse()
 
 
@@ -259,7 +259,7 @@ class FollowingStream(Tap):
             CannotResume: the reply is a refusal, or not a stream of events.
         """
         if start["status"] != OK or self.kind is not Kind.EVENTS:
-            raise CannotResume(f"the worker answered {start['status']}, and no stream")
+            raise CannotResume(f"the worker answered {start['status']} without a stream of events")
         self.attempt.note_engine()
         return False
 

@@ -178,10 +178,10 @@ class ResumableGeneration:
         """
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(answer, dict) or not isinstance(meta, dict):
-            raise UnreadableAnswer("incomplete", "meta_info")
+            raise UnreadableAnswer("incomplete", "meta_info is missing")
         for name, kind in META_TYPES.items():
             if not isinstance(meta.get(name), (kind, type(None))):
-                raise UnreadableAnswer("incomplete", f"{name} has another type")
+                raise UnreadableAnswer("incomplete", f"{name} has the wrong type")
         self._check_prompt(meta)
         named = meta if self.attempt_rid is None or self.rid is None else {**meta, "id": self.rid}
         if self.seed_dropped:
@@ -201,7 +201,7 @@ class ResumableGeneration:
         if before is not None and before["output_ids"]:
             expected = before["meta_info"].get("prompt_tokens", 0) + len(before["output_ids"])
             if meta.get("prompt_tokens") not in (None, expected):
-                raise CannotResume("the worker did not take all that came before as its prompt")
+                raise CannotResume("the worker did not use all earlier tokens as its prompt; it may truncate prompts")
 
     def keep(self, event: bytes, version: object) -> None:
         """Keep the JSON of a cumulative event unparsed until `read_kept`. Of events with the same weight version only

@@ -36,12 +36,12 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     if not first["output_ids"]:  # no token yet, for example aborted in the queue: `second` is the answer
         head = {name: head[name] for name in OF_THE_REQUEST if name in head}
     elif second["output_ids"] and bool(head.get(VERSIONS)) != bool(tail.get(VERSIONS)):
-        raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name versions")
+        raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name weight versions")
     meta = {**tail, **head}
     for name in OUTPUT_LISTS:
         lists = (head.get(name) or (), tail.get(name) or ())
         if any(lists) and [*map(len, lists)] != [len(first["output_ids"]), len(second["output_ids"])]:
-            raise UnreadableAnswer("token_counts_disagree", name)
+            raise UnreadableAnswer("token_counts_disagree", f"{name} does not have one element per token")
         if head.get(name) is not None or tail.get(name) is not None:
             meta[name] = [*lists[0], *lists[1]]
     for name in ADDED:

@@ -156,7 +156,7 @@ class EngineQuestions:
     async def _answer(self, question: EngineQuestion[Answer]) -> Answer:
         answer = question.read(await self._ask(question.path, question.body))
         if answer is None:
-            raise CannotResume(f"{question.path} answered something else than it was asked")
+            raise CannotResume(f"the worker's answer to {question.path} does not fit the request")
         return answer
 
     async def _must_answer(self, question: EngineQuestion[Answer] | None, what: str) -> Answer:
@@ -173,7 +173,7 @@ class EngineQuestions:
         try:
             return self._router.tokenizer
         except ConfigError as error:
-            raise CannotResume(f"the worker has no tokenizer, and there is none of our own: {error}") from error
+            raise CannotResume(f"the worker cannot tokenize, and the router has no tokenizer: {error}") from error
 
     # The model
 
@@ -190,7 +190,7 @@ class EngineQuestions:
         answer = await self._generate(body if adapter is None else {**body, ADAPTER: adapter})
         rows = answer["meta_info"].get(fields.rows.name) or ""
         if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
-            raise CannotResume("the worker gave the rows of other tokens than were asked for")
+            raise CannotResume("the worker returned the rows of other tokens than requested")
         return new_rows(fields, rows, len(ids) - 1, start)
 
     @property
@@ -238,8 +238,8 @@ class EngineQuestions:
             if read.finish != ABORT:
                 return answer
             if self.exchange.flight.aborted:
-                raise CannotResume("it was aborted")
-        raise CannotResume("no worker answers what has to be known for it")
+                raise CannotResume("the generation was aborted")
+        raise CannotResume(f"{ATTEMPTS} requests in a row about the generation were aborted")
 
     # What engines say of themselves
 
@@ -267,7 +267,7 @@ class EngineQuestions:
         try:
             return _object(path, *await tasks.within(PATIENCE, self._send(path, body), name=f"ask {path}"))
         except TimeoutError:
-            raise CannotResume(f"{path} was not answered") from None
+            raise CannotResume(f"the worker did not answer {path} within {PATIENCE:.0f} s") from None
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         async with self._router.forward(
@@ -290,11 +290,11 @@ def _object(path: str, status: int, data: bytes) -> dict[str, Any]:
         CannotResume: the answer is a refusal, or not a JSON object.
     """
     if status != OK:
-        raise CannotResume(f"{path} answered {status}")
+        raise CannotResume(f"the worker answered {path} with status {status}")
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
-        raise CannotResume(f"{path} answered something that is no JSON object")
+        raise CannotResume(f"the worker's answer to {path} is not a JSON object")
     return answer

@@ -71,7 +71,7 @@ class Seam:
         half, more = await self._detokenize([before, [*before, *answer["output_ids"]]])
         text = more[len(half) :]
         if not text.startswith(answer["text"].rstrip(UNFINISHED)):
-            raise CannotResume("the worker's tokenizer does not give the text it had")
+            raise CannotResume("the worker's tokenizer returns another text than the worker had streamed")
         generation.answer = {**answer, "text": text}
         generation.halved, generation.held_back = text.endswith(UNFINISHED), False
 

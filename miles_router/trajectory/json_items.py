@@ -32,7 +32,7 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
 
     def keep(end: int) -> None:
         if len(around) + end - copied > MOST_AROUND:
-            raise Malformed(f"more than {MOST_AROUND} bytes stand around the objects of {name!r}")
+            raise Malformed(f"more than {MOST_AROUND} bytes around the objects of {name!r}")
         around.extend(data[copied:end])
 
     for begin, end in _objects(data, b'"%b"' % name.encode("ascii")):
@@ -43,7 +43,7 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
     keep(len(data))
     whole = _parsed(bytes(around))
     if whole.get(name) != [None] * count:
-        raise Malformed(f"the field {name!r} is no list of objects")
+        raise Malformed(f"the field {name!r} is not a list of objects")
 
 
 def _objects(data: bytes | mmap, field: bytes) -> Iterator[tuple[int, int]]:
@@ -79,7 +79,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Malformed(f"no JSON, or cut: {error}") from None
+        raise Malformed(f"invalid or incomplete JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Malformed("no object in JSON")
+        raise Malformed("the JSON is not an object")
     return found

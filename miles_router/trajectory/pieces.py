@@ -157,7 +157,7 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
         raise misaligned(length, len(logprobs))
     # Check the original types first: numpy would parse strings and convert booleans.
     if not isinstance(logprobs, np.ndarray) and not all(map(_is_number, set(map(type, logprobs)))):
-        raise InvalidTrajectory(NO_LOGPROB, "a logprob is no number")
+        raise InvalidTrajectory(NO_LOGPROB, "a logprob is not a number")
     # Numbers too large for float32 become infinite, and are refused below like NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         try:
@@ -167,7 +167,7 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
         # A sampled token has a probability above zero; and JSON cannot write minus infinity.
         fits = array.ndim == 1 and (length == 0 or -np.inf < _least(array) <= _largest(array) <= LOGPROB_TOLERANCE)
     if not fits:
-        raise InvalidTrajectory(NO_LOGPROB, "a logprob is above zero or no finite number")
+        raise InvalidTrajectory(NO_LOGPROB, "a logprob is above zero or not finite")
     return frozen(array)
 
 
@@ -182,8 +182,8 @@ def _first_that_is_none(ids: Sequence[Any] | npt.NDArray[Any], logprobs: Sequenc
             logprob_array([logprob], 1)
         except InvalidTrajectory:
             shown = reprlib.repr(logprob)
-            return f"position {position}, token {token}: {shown} is no logprob, which is a finite number of at most 0"
-    return "a logprob is above zero or no finite number"
+            return f"position {position}, token {token}: {shown} is not a logprob (a finite number of at most 0)"
+    return "a logprob is above zero or not finite"
 
 
 def _unsigned(array: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:

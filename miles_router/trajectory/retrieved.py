@@ -131,7 +131,7 @@ def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found
     try:
         return read(arrays, orjson.loads(metadata["facts"]))
     except (KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise Malformed(f"no answer of /retrieve_from_text: {error!r}") from None
+        raise Malformed(f"not an answer of /retrieve_from_text: {error!r}") from None
 
 
 def _one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:

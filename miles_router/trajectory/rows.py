@@ -183,7 +183,7 @@ class AlignedRows:
         """
         upto = self._stop if stop is None else stop
         if not 0 <= start <= upto <= self._stop:
-            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} of {self._stop}")
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} do not exist; there are {self._stop}")
         parts: list[RowArray] = []
         for node in self.line:
             if upto <= start:
@@ -193,7 +193,7 @@ class AlignedRows:
                 parts.append(node._part(begin, upto))
                 upto = begin
         if start < upto:
-            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never asked for")
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never requested")
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts[::-1]) if parts else self._nothing()

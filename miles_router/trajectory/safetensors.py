@@ -61,7 +61,9 @@ class TensorFile:
         for name, array in arrays.items():
             dtype = np.dtype((types or {}).get(name, array.dtype)).newbyteorder("<")
             if dtype not in NAMES:
-                raise ValueError(f"{name} is of type {dtype}, which is none of {', '.join(map(str, NAMES))}")
+                raise ValueError(
+                    f"{name} is of type {dtype}; the types that can be written are {', '.join(map(str, NAMES))}"
+                )
             columns.append((ORDER[NAMES[dtype]], name, array, dtype))
         columns.sort(key=lambda column: column[:2])
         offset = 0
@@ -108,7 +110,7 @@ def unpack(data: bytes | mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, s
     except Malformed:
         raise
     except (struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Malformed(f"no safetensors file: {error!r}") from None
+        raise Malformed(f"not a safetensors file: {error!r}") from None
 
 
 def _array(body: memoryview, entry: Mapping[str, Any]) -> npt.NDArray[Any]:

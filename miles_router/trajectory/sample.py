@@ -89,12 +89,14 @@ class Sample:
         for name, value in arrays._asdict().items():
             object.__setattr__(self, name, value)
         if not isinstance(self.metadata, Mapping):
-            raise InvalidTrajectory("complete", f"metadata is an object, not {type(self.metadata).__name__}")
+            raise InvalidTrajectory("complete", f"metadata must be an object, not {type(self.metadata).__name__}")
         carried = {name: getattr(self, name) for name in (*CARRIED, "metadata")}
         if (found := find_non_finite(carried)) is not None:
             raise InvalidTrajectory("finite", f"{found}; JSON has no such number")
         if self.status not in STATUSES:
-            raise InvalidTrajectory("status_is_known", f"{self.status!r} is none of {', '.join(STATUSES)}")
+            raise InvalidTrajectory(
+                "status_is_known", f"the status {self.status!r} is not one of {', '.join(STATUSES)}"
+            )
         self._check_response()
         for name, rows in self.rows.items():
             object.__setattr__(self, name, _fitting_rows(name, np.asarray(rows), len(self)))
@@ -104,7 +106,9 @@ class Sample:
         if not isinstance(length, int) or not 0 <= length <= len(self):
             raise InvalidTrajectory("response_fits", f"{len(self)} tokens cannot have a response of {length!r}")
         if self.loss_mask[: self.prompt_length].any():
-            raise InvalidTrajectory("loss_is_in_the_response", f"the loss has tokens in front of the last {length}")
+            raise InvalidTrajectory(
+                "loss_is_in_the_response", f"the loss mask has tokens in front of the response (the last {length})"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -254,19 +258,19 @@ def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:
             metadata=facts.get("metadata") or {},
         )
     except (KeyError, TypeError) as error:
-        raise InvalidTrajectory("complete", f"a field is missing or of the wrong kind: {error!r}") from None
+        raise InvalidTrajectory("complete", f"a field is missing or has the wrong type: {error!r}") from None
 
 
 def _objects(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise Malformed("samples are a list of objects")
+        raise Malformed("samples must be a list of objects")
     return given
 
 
 def _fitting_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
     needed = max(tokens - 1, 0)
     if rows.ndim != 3 or rows.shape[0] != needed or not np.issubdtype(rows.dtype, np.integer):
-        message = f"{needed} rows of integers by layer and rank are needed, not {rows.dtype} {list(rows.shape)}"
+        message = f"expected integers [{needed}, layers, top_k], got {rows.dtype} {list(rows.shape)}"
         raise InvalidTrajectory(f"{name}_fit", message)
     return frozen(rows)
 

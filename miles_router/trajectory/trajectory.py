@@ -208,7 +208,7 @@ def checked_arrays(
     except ValueError as error:
         raise InvalidTrajectory("mask_is_binary", str(error)) from None
     if len(mask) and (mask.ndim != 1 or not np.isin(mask, (0, 1)).all()):
-        raise InvalidTrajectory("mask_is_binary", "the loss mask must hold 0 and 1 alone")
+        raise InvalidTrajectory("mask_is_binary", "the loss mask must contain only 0 and 1")
     values = logprob_array(logprobs, len(ids))
     runs = _checked_runs(weight_versions, len(ids))
     if runs and bool(((mask == 1) & (_owners(runs, len(ids)) < 0)).any()):

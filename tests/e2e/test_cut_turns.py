@@ -103,10 +103,10 @@ def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 BOUND: dict[str, dict[str, Any]] = {
-    "response_format binds": {
+    "response_format constrains": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": "a text " * 9}}}
     },
-    "tool_choice binds": {"tools": [ADD], "tool_choice": "required"},
+    "tool_choice constrains": {"tools": [ADD], "tool_choice": "required"},
     "frequency_penalty depends": {"frequency_penalty": 0.5},
     "regex depends": {"regex": "a{40}"},
 }

@@ -102,7 +102,7 @@ def test_rows_that_were_never_asked_for_are_missed_by_every_read_of_them() -> No
     assert not late.complete()
     assert late.complete(0)
     assert late.array(5).tolist() == numbered(5, 8).tolist()
-    with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never asked for") as error:
+    with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never requested") as error:
         late.array(2)
     assert error.value.invariant == "experts_without_gap"
     behind = aligned(numbered(8, 9), start=8, parent=late)

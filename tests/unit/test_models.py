@@ -97,7 +97,7 @@ def test_an_adapter_is_where_its_route_reads_it() -> None:
     assert orjson.loads(with_model(b'{"model": "x", "n": 1}', "a:x")) == {"model": "a:x", "n": 1}
     assert with_adapter("/v1/messages", b"{}", "x", never) == b"{}"
     assert with_adapter("/generate", b'{"text": "t"}', "x", never) == b'{"text": "t","lora_path":"x"}'
-    with pytest.raises(CannotServe, match="/v1/responses answers with base weights"):
+    with pytest.raises(CannotServe, match="/v1/responses ignores LoRA adapters"):
         with_adapter("/v1/responses", b"{}", "x", never)
 
 

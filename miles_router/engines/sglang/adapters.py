@@ -37,7 +37,7 @@ def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
     if path not in WITH_FIELD:
         if path in BY_NAME:
             return body
-        raise CannotServe(f"{path} answers with base weights whatever adapter is named")
+        raise CannotServe(f"{path} ignores LoRA adapters and always uses the base weights")
     own = adapters_in(body, parse)
     if isinstance(own, list) and own:
         filled = [each or adapter for each in own]

@@ -31,17 +31,21 @@ def paired(path: str, body: bytes, parse: Parse) -> PairedRequest:
         BadRequest: the request must be rewritten, and its body cannot be parsed.
     """
     if path not in PATHS:
-        raise CannotServe(f"{path} does not take the room that the halves of a pair meet in")
+        raise CannotServe(
+            f"{path} cannot be served by a prefill/decode pair: its requests have no field for the bootstrap room"
+        )
     if has_value(body, N, lambda n: type(n) is int and n > 1):
         body = _one_each(path, body, parse)
     rows = tuple(fields for fields in ROW_FIELDS.values() if has_value(body, Field(fields.wanted), bool))
     if rows and path != paths.GENERATE and (has_value(body, STREAM, bool) or not has_value(body, META_INFO, bool)):
         raise CannotServe(
-            f"rows at {path} must come in one piece, and with return_meta_info: nothing else tells whether the "
-            "decode half has lost some"
+            f"a prefill/decode pair returns rows at {path} only without stream and with return_meta_info: otherwise "
+            "the router cannot see whether the decode half lost some"
         )
     if path == paths.COMPLETIONS and has_value(body, ECHO, bool) and has_value(body, LOGPROBS, bool):
-        raise CannotServe("logprobs of an echoed prompt are known to the prefill half alone")
+        raise CannotServe(
+            "a prefill/decode pair cannot return the logprobs of an echoed prompt: only the prefill half has them"
+        )
     prompt_logprobs = path == paths.GENERATE and (
         has_value(body, LOGPROB_START, lambda start: start not in (None, -1)) or has_value(body, LOGPROB_IDS, bool)
     )
@@ -62,12 +66,14 @@ def _one_each(path: str, body: bytes, parse: Parse) -> bytes:
     parsed = parse(body)
     if path != paths.GENERATE:
         if isinstance(parsed, Mapping) and type(parsed.get("n")) is int and parsed["n"] > 1:
-            raise CannotServe(f"n > 1 at {path}: samples of one request would wait for each other for ever")
+            raise CannotServe(
+                f"a prefill/decode pair cannot serve n > 1 at {path}: the samples would wait for each other forever"
+            )
         return body
     try:
         request = GenerateRequest.read(parsed)
     except UnknownShape as error:
-        raise CannotServe(f"n > 1 in a request that cannot be read: {error.reason}") from None
+        raise CannotServe(f"n > 1 in a request that the router cannot read: {error.reason}") from None
     return body if request.samples == 1 else orjson.dumps(_as_batch(request))
 
 
