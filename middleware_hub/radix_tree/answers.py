@@ -147,7 +147,7 @@ class AnswerTap(Tap):
         if growing is None:
             growing = self._growing[generation] = GrowingAnswer()
         try:
-            growing.skim(answer)
+            growing.add_lazily(answer)
         except UnreadableAnswer as error:
             self._forget(generation)
             self._refuse(error.reason, str(error))

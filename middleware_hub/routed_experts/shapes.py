@@ -171,7 +171,7 @@ class ShapeCheck:
             raise invalid("without_gap", f"rows {start + count} to {start + expected - 1} are missing")
         if count > expected:
             raise invalid("without_overlap", f"{count} rows came for the {expected} from row {start} on")
-        return flat.in_rows_of(width.ids)
+        return flat.with_width(width.ids)
 
     def _first(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
         """Of an answer whose rows tell the width, or of one that should have none."""
@@ -179,11 +179,11 @@ class ShapeCheck:
         if expected <= 0:
             if flat.size:
                 raise invalid("without_overlap", f"{flat.size} ids came where no row is missing")
-            return flat.in_rows_of(width.ids or 1)
+            return flat.with_width(width.ids or 1)
         ids, rest = divmod(flat.size, expected)
         if rest:
             raise invalid("are_rows", f"{flat.size} ids are no {expected} rows of equal length")
         if not ids:
             raise invalid("without_gap", f"rows {start} to {start + expected - 1} are missing")
         width.ids = ids
-        return flat.in_rows_of(ids)
+        return flat.with_width(ids)

@@ -179,7 +179,7 @@ class Tap:
 
     async def let_go(self) -> None:
         """Look at no more of this reply: what was collected goes on as it came, and the rest as it comes."""
-        collected = self.collected if self._collecting else self.events.let_go()
+        collected = self.collected if self._collecting else self.events.release()
         self._passing, self._parts = True, []
         await self.give(collected)
 
@@ -271,7 +271,7 @@ class Tap:
         if self.events.pending + self._kept_size > self.max_collected:
             self.unread(TOO_LARGE)
             self._passing = True
-            self._shown.append(self.events.let_go())
+            self._shown.append(self.events.release())
         if not more:
             end = b"" if self._passing else await self.ended()
             if end is not None:

@@ -140,9 +140,9 @@ class GenerateAnswer:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
-def token_count(told: object, name: str = PROMPT_TOKENS) -> int | None:
+def token_count(counts: object, name: str = PROMPT_TOKENS) -> int | None:
     """Return a token count from a `meta_info` or `usage` object; None if it is missing or not an integer."""
-    count = told.get(name) if isinstance(told, Mapping) else None
+    count = counts.get(name) if isinstance(counts, Mapping) else None
     return count if type(count) is int else None
 
 
@@ -155,7 +155,7 @@ def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: 
     if not isinstance(entries, list):
         raise UnreadableAnswer("invalid_tokens", "the logprobs are not a list")
     if len(entries) != len(ids):
-        raise too_few_or_many(ids, len(entries))
+        raise count_mismatch(ids, len(entries))
     if tokens_of(entries, start) != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
     if not {int}.issuperset(map(type, ids[start:])):  # in Python, JSON's `true` equals 1
@@ -178,7 +178,7 @@ def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
         raise
 
 
-def too_few_or_many(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
+def count_mismatch(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
     """Return the error for ids and logprobs whose counts differ; its message names the first id without a logprob."""
     counts = f"{len(ids)} ids, {logprobs} logprobs"
     first = f"; position {logprobs}, token {ids[logprobs]} has none" if logprobs < len(ids) else ""
@@ -311,7 +311,7 @@ def is_abort(finish: object) -> bool:
     return finish == ABORT or (isinstance(finish, Mapping) and finish.get("type") == ABORT)
 
 
-def says_abort(data: bytes) -> bool:
+def contains_abort(data: bytes) -> bool:
     """Return True if a finish reason in the event is an abort. The rest is not parsed."""
     if _ABORT_QUOTED not in data:
         return False

@@ -52,13 +52,13 @@ def loads(data: bytes) -> Any:
     except orjson.JSONDecodeError:
         if data.count(b"\\u") > MAX_ESCAPES:
             raise
-        read = mended(data)
+        read = replace_invalid_unicode(data)
         if read == data:
             raise
         return orjson.loads(read)
 
 
-def mended(data: bytes) -> bytes:
+def replace_invalid_unicode(data: bytes) -> bytes:
     """Return the JSON with U+FFFD for each half of a surrogate pair and for bytes that are not UTF-8."""
     if b"\0" in data:
         return data
@@ -68,7 +68,7 @@ def mended(data: bytes) -> bytes:
     return apart.replace(_BACKSLASHES, rb"\\")
 
 
-def whole_text(text: str) -> str:
+def replace_half_surrogates(text: str) -> str:
     """Return the text with U+FFFD for each half of a surrogate pair."""
     return text if text.isascii() else _HALF.sub("\ufffd", text)
 

@@ -87,19 +87,19 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        #: Whether the stream is inside an event whose beginning `let_go` has returned.
-        self.within = False
+        #: Whether the stream is inside an event whose beginning `release` has returned.
+        self.in_released_event = False
 
     def feed(self, data: bytes) -> Sequence[bytes]:
         """Return the events that `data` completes."""
-        whole = not self._rest and not self.within and data.endswith(END)
+        whole = not self._rest and not self.in_released_event and data.endswith(END)
         if whole and data.find(NEWLINE) == len(data) - len(END):
             return (data,)  # the fast path: mostly one piece is one event
-        return [*self._cut(data)]
+        return [*self._split(data)]
 
-    def _cut(self, data: bytes) -> Iterator[bytes]:
-        if self.within:
-            piece, data = self._through_its_end(data)
+    def _split(self, data: bytes) -> Iterator[bytes]:
+        if self.in_released_event:
+            piece, data = self._rest_of_released_event(data)
             yield piece
             if not data:
                 return
@@ -115,29 +115,29 @@ class EventReader:
                     break
         del rest[:begin]
 
-    def let_go(self) -> bytes:
+    def release(self) -> bytes:
         """Return the incomplete event and stop buffering it, since it may be very long. Later `feed` calls return the
         rest of it in pieces as they arrive."""
         beginning = self.rest
-        self.within = bool(beginning)
+        self.in_released_event = bool(beginning)
         self._rest = bytearray(beginning[-_TAIL:])
         return beginning
 
-    def _through_its_end(self, data: bytes) -> tuple[bytes, bytes]:
-        """Return the bytes up to the end of the event that `let_go` returned, and the bytes behind it."""
+    def _rest_of_released_event(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the bytes up to the end of the event that `release` returned, and the bytes behind it."""
         tail = bytes(self._rest)
         end = _END.search(tail + data)
         if end is None:
             self._rest = bytearray((tail + data)[-_TAIL:])
             return data, b""
-        self.within, self._rest = False, bytearray()
+        self.in_released_event, self._rest = False, bytearray()
         cut = end.end() - len(tail)
         return data[:cut], data[cut:]
 
     @property
     def pending(self) -> int:
         """The number of buffered bytes behind the last complete event."""
-        return 0 if self.within else len(self._rest)
+        return 0 if self.in_released_event else len(self._rest)
 
     @property
     def is_cut(self) -> bool:
@@ -147,4 +147,4 @@ class EventReader:
     @property
     def rest(self) -> bytes:
         """The buffered bytes behind the last complete event."""
-        return b"" if self.within else bytes(self._rest)
+        return b"" if self.in_released_event else bytes(self._rest)

@@ -19,7 +19,7 @@ QUOTE, COMMA = b'"', b","
 _MARK = re.compile(rb'"\d+"(\s*,?)')
 
 
-class Taker(Protocol):
+class StringConsumer(Protocol):
     """A consumer of the characters of one extracted string."""
 
     def feed(self, data: memoryview) -> int:
@@ -31,10 +31,10 @@ class Taker(Protocol):
         ...
 
 
-AnyTaker = TypeVar("AnyTaker", bound=Taker)
+Consumer = TypeVar("Consumer", bound=StringConsumer)
 
 
-class Extractor(Generic[AnyTaker]):
+class Extractor(Generic[Consumer]):
     """A filter that extracts every string of one field.
 
     Args:
@@ -42,9 +42,9 @@ class Extractor(Generic[AnyTaker]):
         make: creates the consumer of one string.
     """
 
-    def __init__(self, field: Field, make: Callable[[], AnyTaker]) -> None:
+    def __init__(self, field: Field, make: Callable[[], Consumer]) -> None:
         #: The consumer of each string, in the order of arrival.
-        self.takers: list[AnyTaker] = []
+        self.consumers: list[Consumer] = []
         self._field = field
         self._make = make
         self._within = False  # inside a string of the field
@@ -56,38 +56,38 @@ class Extractor(Generic[AnyTaker]):
         if self._withheld:
             data, self._withheld = self._withheld + data, b""
         if not self._within and self._field.quoted not in data:
-            return self._without_a_beginning(data)
+            return self._withhold_partial_field(data)
         remains: list[bytes] = []
         at = 0
         while at < len(data):
-            at = self._through_a_string(data, at) if self._within else self._up_to_a_string(data, at, remains)
+            at = self._consume_string(data, at) if self._within else self._copy_up_to_string(data, at, remains)
         return b"".join(remains)
 
-    def _through_a_string(self, data: bytes, at: int) -> int:
-        end = at + self.takers[-1].feed(memoryview(data)[at:])
+    def _consume_string(self, data: bytes, at: int) -> int:
+        end = at + self.consumers[-1].feed(memoryview(data)[at:])
         if end == len(data):
             return end
         self._within = False
         self._before = QUOTE
-        self.takers[-1].end()
+        self.consumers[-1].end()
         return end + 1
 
-    def _up_to_a_string(self, data: bytes, at: int, remains: list[bytes]) -> int:
+    def _copy_up_to_string(self, data: bytes, at: int, remains: list[bytes]) -> int:
         """Append the bytes in front of the next string, and the string's number, to `remains`; return the next
         position."""
         found = self._field.find(data, at, before=self._before)
         while found is not None:
             value = found[1]
             if data.startswith(QUOTE, value):
-                remains += (data[at:value], b'"%d"' % len(self.takers))
-                self.takers.append(self._make())
+                remains += (data[at:value], b'"%d"' % len(self.consumers))
+                self.consumers.append(self._make())
                 self._within = True
                 return value + 1
             found = self._field.find(data, value)
-        remains.append(self._without_a_beginning(data[at:]))
+        remains.append(self._withhold_partial_field(data[at:]))
         return len(data)
 
-    def _without_a_beginning(self, data: bytes) -> bytes:
+    def _withhold_partial_field(self, data: bytes) -> bytes:
         """Withhold a possible beginning of the field's name and value; return the rest."""
         end = self._field.beginning(data)
         if end < len(data):
@@ -102,10 +102,10 @@ class Extractor(Generic[AnyTaker]):
         """The number of withheld bytes."""
         return len(self._withheld)
 
-    def marked(self, mark: Any) -> AnyTaker | None:
+    def consumer_of(self, mark: Any) -> Consumer | None:
         """Return the consumer of the string that a marker replaces; None if `mark` is not a marker."""
-        known = isinstance(mark, str) and mark.isdecimal() and int(mark) < len(self.takers)
-        return self.takers[int(mark)] if known else None
+        known = isinstance(mark, str) and mark.isdecimal() and int(mark) < len(self.consumers)
+        return self.consumers[int(mark)] if known else None
 
     def has_marks(self, remains: bytes) -> bool:
         return self.without_marks(remains) is not remains
@@ -117,7 +117,7 @@ class Extractor(Generic[AnyTaker]):
 
     def without_marks(self, remains: bytes) -> bytes:
         """Return the JSON without the fields whose strings were extracted."""
-        if not self.takers:
+        if not self.consumers:
             return remains
         kept: list[bytes] = []
         begin = 0

@@ -52,14 +52,14 @@ class GrowingAnswer:
                 do not fit the earlier ids or each other. The event is not added then.
         """
         try:
-            grown = self._grown(event)
+            grown = self._merge(event)
             self._note_version(event["meta_info"], len(grown["output_ids"]))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
         self.answer = grown
         return grown
 
-    def skim(self, event: Mapping[str, Any]) -> None:
+    def add_lazily(self, event: Mapping[str, Any]) -> None:
         """Add one event for a caller that reads `answer` only once it has `ended`. Cumulative events that the next one
         repeats are not parsed.
 
@@ -76,7 +76,7 @@ class GrowingAnswer:
             self.add(skimmed)  # it marks the last token of the previous weight version
         self.add(event)
 
-    def _grown(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge(self, event: Mapping[str, Any]) -> dict[str, Any]:
         text, ids, meta = event["text"], event["output_ids"], event["meta_info"]
         count = meta.get("completion_tokens", len(ids))
         lists = (meta.get(name) for name in OUTPUT_LISTS)
@@ -96,16 +96,16 @@ class GrowingAnswer:
         if len(ids) >= count >= before:
             if ids[:before] != known:
                 raise UnreadableAnswer("tokens_taken_back", f"an event changes some of the first {before} ids")
-            grown = self._replaced(event, count)
+            grown = self._merge_cumulative(event, count)
             if before and not aborted:  # an abort may repeat all tokens in either kind of stream
                 self.incremental = False
         elif before + len(ids) == count:
             if self.incremental is False:
                 raise UnreadableAnswer("token_counts_disagree", f"a cumulative event has {len(ids)} of {count} ids")
-            grown = self._appended(event)
+            grown = self._merge_incremental(event)
             self.incremental = True
         elif self.answer is not None and aborted and count == before:
-            grown = self._repeated(event)
+            grown = self._merge_abort_in_queue(event)
         else:
             raise UnreadableAnswer("token_counts_disagree", f"{before} ids and {len(ids)} new ones are not {count}")
         return grown
@@ -119,7 +119,7 @@ class GrowingAnswer:
             return self.answer
         return {**self.answer, "meta_info": {**meta, VERSIONS: self.spans}}
 
-    def _replaced(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
+    def _merge_cumulative(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
         """Replace the answer by a cumulative event. SGLang writes an event's ids a moment after its counts (0.5.23,
         `tokenizer_manager.py`), so there may be more ids than counted. The next event repeats them."""
         known, before = ({}, 0) if self.answer is None else (self.answer["meta_info"], len(self.answer["output_ids"]))
@@ -134,7 +134,7 @@ class GrowingAnswer:
             check_logprobs(ids, meta[LOGPROBS], before if seen else 0)
         return {**event, "output_ids": ids, "meta_info": meta}
 
-    def _appended(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge_incremental(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Append an incremental event. The lists grow in place: copying them with each event would be quadratic."""
         new_ids, new = event["output_ids"], event["meta_info"]
         known = self.answer["meta_info"] if self.answer is not None else {}
@@ -153,7 +153,7 @@ class GrowingAnswer:
         ids += new_ids
         return {**event, "text": self.answer["text"] + event["text"], "output_ids": ids, "meta_info": meta}
 
-    def _repeated(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge_abort_in_queue(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Handle the last event of a generation that was aborted while it waited in the queue after a retraction: it
         repeats all tokens."""
         assert self.answer is not None

@@ -105,7 +105,7 @@ class ReadOrder:
         return cls(request.path, arguments, request.read(arguments))
 
     @classmethod
-    def again(cls, order: Order, parse: Parse) -> ReadOrder | None:
+    def from_order(cls, order: Order, parse: Parse) -> ReadOrder | None:
         """Parse an order that was sent before; None for a path that no engine has."""
         request = CONTROL.get(unquote(order.target.partition(b"?")[0].decode("latin-1")))
         return None if request is None else cls.read(request, order.target, parse(order.body) if order.body else {})

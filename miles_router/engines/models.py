@@ -51,7 +51,7 @@ def with_model(body: bytes, model: str) -> bytes:
     return extended(body, {MODEL: model})
 
 
-def only_with_adapter(body: bytes, adapter: str) -> bytes:
+def force_adapter(body: bytes, adapter: str) -> bytes:
     """Return the request with this adapter, whatever adapter it names itself."""
     return extended(body, {MODEL: f"{DEFAULT}:{adapter}", ADAPTER: adapter})
 
@@ -59,11 +59,11 @@ def only_with_adapter(body: bytes, adapter: str) -> bytes:
 def own_adapters(body: bytes, parse: Parse) -> object:
     """Return the adapter, or list of adapters, in a request's `lora_path`; None if all are empty. Raises any error of
     `parse`."""
-    own = adapters_in(body, parse)
+    own = lora_path_of(body, parse)
     return own if own and (not isinstance(own, list) or any(own)) else None
 
 
-def adapters_in(body: bytes, parse: Parse) -> object:
+def lora_path_of(body: bytes, parse: Parse) -> object:
     """Return the `lora_path` of a request: an adapter, or a list with one per prompt. Raises any error of `parse`."""
     parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body or _ESCAPED.search(body) else None
     return parsed.get(ADAPTER) if isinstance(parsed, dict) else None
@@ -74,7 +74,7 @@ def possible_adapters(model: str) -> list[str]:
     return [name for name in (model, model.partition(":")[2].strip()) if name]
 
 
-def is_written(name: str) -> bool:
+def is_encodable(name: str) -> bool:
     """Return whether a name can be encoded as UTF-8; half of a surrogate pair cannot."""
     try:
         name.encode()

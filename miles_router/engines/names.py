@@ -35,7 +35,7 @@ _HEX = frozenset(string.hexdigits)
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 
 
-def may_begin_others(name: str) -> bool:
+def may_prefix_others(name: str) -> bool:
     """Return whether a generated id may begin with this one, such as with the empty id."""
     return any(
         made.startswith(name) or (name.startswith(made) and _is_short_hex(name[len(made) :])) for made in MADE_NAMES
@@ -46,7 +46,7 @@ def _is_short_hex(name: str) -> bool:
     return len(name) < DIGITS and _HEX.issuperset(name)
 
 
-def is_made(name: str) -> bool:
+def is_generated(name: str) -> bool:
     """Return whether an id has the length of generated ids, so that it is a prefix of no other."""
     return len(name) == DIGITS and _HEX.issuperset(name)
 
@@ -63,7 +63,7 @@ class Names:
     """
 
     inward: Mapping[str, str]
-    _outward: Sequence[tuple[bytes, bytes]] = ()
+    _client_names: Sequence[tuple[bytes, bytes]] = ()
 
     @classmethod
     def renamed(cls, path: str, body: bytes, parse: Parse) -> tuple[bytes, Names]:
@@ -74,7 +74,7 @@ class Names:
             Exception: any error of `parse`.
         """
         field = NAME_FIELDS.get(path, RID)
-        given = _given(body, field, parse)
+        given = _client_rids(body, field, parse)
         names: list[Any] = given if isinstance(given, list) else [given]
         if not names or not all(isinstance(each, str) for each in names):
             return body, NO_NAMES  # the engine reports what is wrong
@@ -82,18 +82,18 @@ class Names:
         fresh = [uuid.uuid4().hex for _ in names]
         own = [orjson.dumps(each)[1:-1] for each in names]
         written = extended(body, {field: fresh if isinstance(given, list) else fresh[0]})
-        inward = dict(zip(_all_rids(parsed, names), _all_rids(parsed, fresh), strict=True))
+        inward = dict(zip(_expand_rids(parsed, names), _expand_rids(parsed, fresh), strict=True))
         return written, cls(inward, [(new.encode(), old) for new, old in zip(fresh, own, strict=True)])
 
-    def outward(self, said: bytes) -> bytes:
+    def to_client(self, said: bytes) -> bytes:
         """Return an engine's answer with the client's ids. The engine's ids are random, so no other text contains
         them."""
-        for new, old in self._outward:
+        for new, old in self._client_names:
             said = said.replace(new, old)
         return said
 
     def __bool__(self) -> bool:
-        return bool(self._outward)
+        return bool(self._client_names)
 
 
 NO_NAMES = Names({})
@@ -113,9 +113,9 @@ def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
     if field.quoted not in body and not escaped:
         return None
     try:
-        given = _given(body, field.name, parse) if escaped else field.only(body)
+        given = _client_rids(body, field.name, parse) if escaped else field.only(body)
     except Incomplete:  # the field occurs several times, at different depths
-        given = _given(body, field.name, parse)
+        given = _client_rids(body, field.name, parse)
     names = given if isinstance(given, list) else [given]
     strings = [name for name in names if isinstance(name, str) and name]
     return strings if len({*strings}) == len(names) else ()
@@ -131,10 +131,10 @@ def engine_names(path: str, body: bytes, parse: Parse) -> Sequence[str]:
     if len(names) != 1:
         return names
     parsed = parse(body)
-    return names if isinstance(parsed[NAME_FIELDS.get(path, RID)], list) else _all_rids(parsed, names)
+    return names if isinstance(parsed[NAME_FIELDS.get(path, RID)], list) else _expand_rids(parsed, names)
 
 
-def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
+def must_rename(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
     """Return whether the ids in a request must be replaced before an engine sees them.
 
     The body is not parsed if it has no ids, or only ids that are no prefix of others.
@@ -152,22 +152,24 @@ def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool
         with suppress(Incomplete):  # an incomplete value: `parse` reports it below
             if not any(_must_change(value, private=private) for value in field.values(body)):
                 return False
-    return _must_change(_given(body, field.name, parse), private=private)
+    return _must_change(_client_rids(body, field.name, parse), private=private)
 
 
 def _must_change(given: object, *, private: bool) -> bool:
     names = given if isinstance(given, list) else [given]
-    return any(isinstance(name, str) and (not is_made(name) if private else may_begin_others(name)) for name in names)
+    return any(
+        isinstance(name, str) and (not is_generated(name) if private else may_prefix_others(name)) for name in names
+    )
 
 
-def _given(body: bytes, field: str, parse: Parse) -> object:
+def _client_rids(body: bytes, field: str, parse: Parse) -> object:
     if b'"%b"' % field.encode("ascii") not in body and _ESCAPED.search(body) is None:
         return None
     parsed = parse(body)
     return parsed.get(field) if isinstance(parsed, Mapping) else None
 
 
-def _all_rids(parsed: Mapping[str, Any], names: list[str]) -> list[str]:
+def _expand_rids(parsed: Mapping[str, Any], names: list[str]) -> list[str]:
     """Return the ids of all generations. A single id for a list of prompts becomes `r`, `r_0`, `r_1` and so on."""
     prompts = next((given for name in PROMPTS if (given := parsed.get(name)) is not None), None)
     if len(names) > 1 or not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
@@ -186,7 +188,7 @@ class RenamedRequest:
         self.rids = self._names.inward
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        return self._names.outward(answer)
+        return self._names.to_client(answer)
 
     def event(self, event: Event, version: str | None) -> bytes:
-        return self._names.outward(event.raw)
+        return self._names.to_client(event.raw)

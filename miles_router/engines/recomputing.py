@@ -83,7 +83,7 @@ class RecomputationCut(Exception):
     """An error: the engine aborted the request, or changed its weights during it."""
 
 
-def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
+def possible_defaults(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
     """Return the possible defaults for settings that a request does not contain. If several mappings disagree, the
     value is unknown. `of_model`: the model's `generation_config.json`."""
     own = {name: of_model.get(name) for name in OF_THE_MODEL} if chat else {}
@@ -97,9 +97,9 @@ def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Ma
 def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:
     """Return the divisor of the logits, which is 1 for greedy requests; None if it is unknown. `defaults` apply to
     settings that the request does not contain."""
-    values = [1.0 if _is_greedy(value) else value for value in _said(TEMPERATURE, fields, defaults)] or [1.0]
+    values = [1.0 if _is_greedy(value) else value for value in _values_of(TEMPERATURE, fields, defaults)] or [1.0]
     known = isinstance(values[0], (int, float)) and all(value == values[0] for value in values)
-    if not known or (values[0] != 1 and ONE in _said(TOP_K, fields, defaults)):
+    if not known or (values[0] != 1 and ONE in _values_of(TOP_K, fields, defaults)):
         return None
     return float(values[0])
 
@@ -108,7 +108,7 @@ def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str 
     """Return the setting, besides the temperature, that makes the logprobs differ from the model's own distribution;
     None without one. `defaults` apply to settings that the request does not contain."""
     for name, neutral in NEUTRAL.items():
-        if any(value != neutral for value in _said(name, fields, defaults)):
+        if any(value != neutral for value in _values_of(name, fields, defaults)):
             return name
     for name in CONSTRAINTS:
         if fields.get(name):
@@ -122,7 +122,7 @@ def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str 
     return "tools" if _has_strict_tool(fields.get("tools")) else None
 
 
-def _said(name: str, fields: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> list[Any]:
+def _values_of(name: str, fields: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Return the request's value of a setting, or else the values of all defaults, since it is unknown which one
     applies."""
     if fields.get(name) is not None:
@@ -153,15 +153,15 @@ def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 def request(ids: Tokens, start: int, adapter: str) -> bytes:
     """Return a `/generate` request for the logprobs of the ids behind position `start`."""
-    return _written(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
+    return _serialize(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
 
 
 def request_next(ids: Tokens, token: int, divided_by: float, adapter: str) -> bytes:
     """Return a `/generate` request for the logprob of one token behind these ids, at a temperature."""
-    return _written(ids, {"max_new_tokens": 1, TEMPERATURE: divided_by}, adapter, token_ids_logprob=[token])
+    return _serialize(ids, {"max_new_tokens": 1, TEMPERATURE: divided_by}, adapter, token_ids_logprob=[token])
 
 
-def _written(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any) -> bytes:
+def _serialize(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any) -> bytes:
     body: dict[str, Any] = {IDS: ids, PARAMS: params, "return_logprob": True, **fields}
     if adapter:
         body[ADAPTER] = adapter

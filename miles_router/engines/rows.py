@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, goes_on, is_abort, says_abort
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, goes_on, is_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.engines.writing import extended
@@ -77,7 +77,7 @@ INDEXER_FIELDS = RowFields(
 ROW_FIELDS: Mapping[RowKind, RowFields] = {fields.kind: fields for fields in (EXPERT_FIELDS, INDEXER_FIELDS)}
 
 
-def decoded(encoded: str) -> bytes:
+def decode_rows(encoded: str) -> bytes:
     """Decode rows from base64.
 
     Raises:
@@ -95,14 +95,14 @@ def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
     Raises:
         UnreadableAnswer: the data does not divide into `rows` rows, or the range lies outside them.
     """
-    data = decoded(encoded)
+    data = decode_rows(encoded)
     row, more = divmod(len(data), max(1, rows))
     if not 0 <= start <= stop <= rows or more:
         raise UnreadableAnswer("incomplete", f"{len(data)} bytes do not have rows {start} to {stop} of {rows}")
     return base64.b64encode(data[start * row : stop * row]).decode("ascii")
 
 
-def new_rows(fields: RowFields, encoded: str, rows: int, start: int) -> str:
+def rows_from_start(fields: RowFields, encoded: str, rows: int, start: int) -> str:
     """Return the rows from `start` on. If the engine has no `start` field, it returned all `rows` rows and they are cut
     here. Raises as `cut_rows`."""
     return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
@@ -236,6 +236,6 @@ class ChatRows:
                 raise UnreadableAnswer("incomplete", "rows that are not in the extension")
             self._due = False
             return RowAnswer(0, extension, ended=True)
-        self._aborted = self._aborted or says_abort(event.data)
+        self._aborted = self._aborted or contains_abort(event.data)
         self._due = self._due and not event.is_error
         return None

@@ -60,10 +60,10 @@ class Field:
     def beginning(self, data: bytes) -> int:
         """Return the position at the end of a piece where an incomplete name, or a name without its value, may begin.
         The length of the piece if there is none."""
-        end = _without_space(data, len(data))
+        end = _end_before_space(data, len(data))
         last = data[end - 1 : end]
         if last == b":":
-            end = _without_space(data, end - 1)
+            end = _end_before_space(data, end - 1)
         if last in b':"' and data.endswith(self.quoted, 0, end):
             return end - len(self.quoted)
         if end == len(data):  # a name contains no whitespace
@@ -116,7 +116,7 @@ class Field:
         raise Incomplete(f"{self.quoted.decode()} is not the last field")
 
 
-def _without_space(data: bytes, end: int) -> int:
+def _end_before_space(data: bytes, end: int) -> int:
     """Return the position where the whitespace in front of `end` begins."""
     return len(data[:end].rstrip(_SPACE))
 

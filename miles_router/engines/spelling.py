@@ -94,10 +94,10 @@ class Pieces(dict[int, P]):
     """A cache of what each token spells, computed at its first use."""
 
     def __init__(self, spelled: Callable[[int], P]) -> None:
-        self._spelled = spelled
+        self._compute = spelled
 
     def __missing__(self, token: int) -> P:
-        piece = self[token] = self._spelled(token)
+        piece = self[token] = self._compute(token)
         return piece
 
 
@@ -139,7 +139,7 @@ class ByteFallbackSpeller(AddedTokens):
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self._pieces = Pieces(self._spelled)
+        self._pieces = Pieces(self._piece_of)
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         parts: list[str] = []
@@ -162,7 +162,7 @@ class ByteFallbackSpeller(AddedTokens):
         piece = self._pieces[token]
         return bytes((piece,)) if isinstance(piece, int) else piece.encode()
 
-    def _spelled(self, token: int) -> str | int:
+    def _piece_of(self, token: int) -> str | int:
         """Return the token's text, or its byte as an int."""
         text: str = self._added.get(token) or self._backend.id_to_token(token) or ""
         if token not in self._added and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):

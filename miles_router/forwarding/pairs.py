@@ -307,7 +307,7 @@ class PairExchange:
 
     def _held(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
         """With its client's names."""
-        named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
+        named = [self._names.to_client(piece) for piece in pieces] if self._names else pieces
         return HeldReply(reply.status, reply.headers, named, failed=failed)
 
     async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
@@ -326,7 +326,7 @@ class PairExchange:
         def rewrite(event: Event) -> bytes:
             joined = one_event(event, rows, prefill, theirs, self._paired) if theirs else None
             written, *others = joined or [event.raw]
-            return b"".join((self._names.outward(written), *others))
+            return b"".join((self._names.to_client(written), *others))
 
         return RewrittenStream(reply, rewrite, self._limit, rows)
 

@@ -57,7 +57,7 @@ class ContinuedRequest:
         reply = FollowingAnswer(attempt)
         await attempt.ask(reply, self.scope, self.receive, body)
         meta = generation.add(self.read_attempt(reply.read()))
-        self.came(generation)
+        self.on_answer(generation)
         try:
             with Watch(self.receive, 0):
                 joined, stopped = await seam.mend(finished=True)
@@ -80,7 +80,7 @@ class ContinuedRequest:
         """
         return answer
 
-    def came(self, generation: ResumableGeneration) -> None:
+    def on_answer(self, generation: ResumableGeneration) -> None:
         """Handle the answer of an attempt, whose tokens are in `generation.current`. Subclasses override this."""
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class ContinuedRequest:
         exchange."""
         return nullcontext()
 
-    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+    async def should_retry(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """Return whether to retry a generation whose resumption failed, after any wait."""
         return False
 
@@ -177,7 +177,7 @@ class ContinuedRequest:
             except ClientDisconnected:
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
-                if await self.tries_again(generation, exchange, error):
+                if await self.should_retry(generation, exchange, error):
                     continue
                 if not exchange.flight.aborted:
                     generation.given_up = True
@@ -186,7 +186,7 @@ class ContinuedRequest:
             services.counts.resumed += 1
         else:
             return
-        await self.end(generation, _left(generation, aborted=exchange.flight.aborted))
+        await self.end(generation, _final_answer(generation, aborted=exchange.flight.aborted))
 
     async def _next_request(
         self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
@@ -202,7 +202,7 @@ class ContinuedRequest:
                 generation.incremental = await questions.incremental(generation.facts)
             if generation.defaults is None and generation.answer is not None and generation.answer["output_ids"]:
                 generation.defaults = await questions.defaults(generation.facts)
-            await seam.reveal()
+            await seam.restore_held_back()
             if await seam.end_at_cut():
                 return None
             body = await continuation(generation, questions)
@@ -210,13 +210,13 @@ class ContinuedRequest:
                 return body
 
 
-def _left(generation: ResumableGeneration, *, aborted: bool) -> dict[str, Any]:
+def _final_answer(generation: ResumableGeneration, *, aborted: bool) -> dict[str, Any]:
     """Return the answer of a generation that is not resumed any further.
 
     Raises:
         UpstreamBroken: its worker was lost, or the client was shown tokens that do not fit; it must not look complete.
     """
-    answer = generation.left()
+    answer = generation.consistent_answer()
     finish = generation.abort or (ABORTED if aborted else None)
     if answer is None or (finish is None and not generation.done):
         raise UpstreamBroken("the worker was lost and the generation could not be resumed")

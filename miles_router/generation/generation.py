@@ -14,7 +14,7 @@ from miles_router.engines.answers import ABORT, UNFINISHED, GenerateAnswer, Unre
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest, stop_strings
 from miles_router.engines.growing import GrowingAnswer
-from miles_router.engines.rows import ROW_FIELDS, RowFields, new_rows
+from miles_router.engines.rows import ROW_FIELDS, RowFields, rows_from_start
 from miles_router.generation.joining import RESUMED, ROWS, join
 from miles_router.trajectory.rows import RowKind
 
@@ -150,7 +150,7 @@ class ResumableGeneration:
         return len(self.current["output_ids"]) if self.current is not None else 0
 
     @property
-    def tells_only_what_is_new(self) -> bool:
+    def streams_deltas(self) -> bool:
         """Whether events to the client contain only new tokens. By SGLang's default each event contains all tokens."""
         return bool(self.facts.incremental_streaming if self.incremental is None else self.incremental)
 
@@ -223,7 +223,7 @@ class ResumableGeneration:
             except orjson.JSONDecodeError as error:
                 raise UnreadableAnswer("incomplete", str(error)) from error
 
-    def all_shown(self) -> None:
+    def mark_all_shown(self) -> None:
         """Record that the client of the stream has received everything."""
         if self.current is not None:
             self.shown_ids, self.shown_text = len(self.current["output_ids"]), len(self.current["text"])
@@ -245,7 +245,7 @@ class ResumableGeneration:
         for kind, fields in ROW_FIELDS.items():
             if (rows := fields.of(meta)) is not None:
                 count = meta.get("prompt_tokens", 0) + len(current["output_ids"]) - 1
-                meta[fields.rows.name] = new_rows(fields, rows, count, self.rows_from[kind])
+                meta[fields.rows.name] = rows_from_start(fields, rows, count, self.rows_from[kind])
         return {**current, "meta_info": meta}
 
     def next_attempt(self) -> None:
@@ -288,7 +288,7 @@ class ResumableGeneration:
         ended = {**meta, "finish_reason": meta.get("finish_reason") or {"type": ABORT}}
         GenerateAnswer.read({**answer, "meta_info": ended}, logprobs=bool(self.request.get("return_logprob")))
 
-    def left(self) -> dict[str, Any] | None:
+    def consistent_answer(self) -> dict[str, Any] | None:
         """Return the consistent part of a generation that is not resumed any further. None if nothing was sampled, or
         if it is shorter than what the client was shown."""
         try:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
-from miles_router.engines.rows import ROW_FIELDS, cut_rows, decoded
+from miles_router.engines.rows import ROW_FIELDS, cut_rows, decode_rows
 
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
@@ -57,13 +57,13 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     for name in ROWS:
         if name in head or name in tail:
             meta[name] = join_base64(head.get(name) or "", tail.get(name) or "")
-    meta["finish_reason"] = _whole_length(tail.get("finish_reason"), shift)
+    meta["finish_reason"] = _add_length(tail.get("finish_reason"), shift)
     meta[RESUMED] = head.get(RESUMED, 0) + 1 + tail.get(RESUMED, 0)  # `tail` counts moves between workers
     ids = [*first["output_ids"], *second["output_ids"]]
     return {**first, "text": first["text"] + second["text"], "output_ids": ids, "meta_info": meta}
 
 
-def _whole_length(finish: Any, shift: int) -> Any:
+def _add_length(finish: Any, shift: int) -> Any:
     """Add the earlier tokens to the count in `{"type": "length", "length": n}`."""
     if isinstance(finish, Mapping) and isinstance(finish.get("length"), int):
         return {**finish, "length": finish["length"] + shift}
@@ -95,7 +95,7 @@ def join_base64(head: str, tail: str) -> str:
     """
     if not head.endswith("="):
         return head + tail
-    return base64.b64encode(decoded(head) + decoded(tail)).decode("ascii")
+    return base64.b64encode(decode_rows(head) + decode_rows(tail)).decode("ascii")
 
 
 def truncate(

@@ -58,29 +58,29 @@ class MessageReader:
         self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
     ) -> ReadMessage:
         if self._parsers.mode == "local":
-            return self._locally(answer["text"], began, facts)
+            return self._read_locally(answer["text"], began, facts)
         try:
-            return await self._by_engine(answer["text"], began, facts, questions)
+            return await self._read_by_engine(answer["text"], began, facts, questions)
         except (CannotResume, RouterError) as error:
             if self._parsers.mode != "hybrid":
                 raise
             logger.warning("parsed_locally", extra={"fields": {"reason": str(error)}})
-            return self._locally(answer["text"], began, facts)
+            return self._read_locally(answer["text"], began, facts)
 
-    async def _by_engine(
+    async def _read_by_engine(
         self, text: str, began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
     ) -> ReadMessage:
         reasoning = ""
         if separates_reasoning(self._fields, facts):
-            reasoning, text = await _separated(text, began, facts.reasoning_parser or "", questions)
+            reasoning, text = await _split_reasoning(text, began, facts.reasoning_parser or "", questions)
         if not looks_for_calls(self._fields, facts):
             return ReadMessage(self._reader(facts).message(began, reasoning, text, ()), text)
         content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser or "")
         calls = [ReadCall(call["name"], call["parameters"]) for call in found]
         return ReadMessage(self._reader(facts).message(began, reasoning, content, calls), text)
 
-    def _locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
-        opened = _opened(text, began, facts.reasoning_parser or "")
+    def _read_locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
+        opened = _prompt_opened_reasoning(text, began, facts.reasoning_parser or "")
         try:
             return self._reader(facts).read(text, began, opened=opened)
         except UnreadableAnswer as error:
@@ -97,14 +97,16 @@ class MessageReader:
         return self._reader(facts).growing(opened=within)
 
 
-def _opened(text: str, began: Mapping[str, Any], parser: str) -> bool:
+def _prompt_opened_reasoning(text: str, began: Mapping[str, Any], parser: str) -> bool:
     """Return whether the prompt had opened the reasoning, judged by the first part's message or by the end of the
     reasoning."""
     begin, end = reasoning_marks(parser)
     return bool(began.get("reasoning_content")) or (not began.get("content") and end in text and begin not in text)
 
 
-async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:
+async def _split_reasoning(
+    text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions
+) -> tuple[str, str]:
     """Return the reasoning in a text, and the rest. The engine's parser cannot know here whether the prompt had opened
     the reasoning. The first part's message shows it."""
     begin, end = reasoning_marks(parser)

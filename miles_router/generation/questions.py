@@ -20,7 +20,7 @@ from miles_router.engines.known import USUAL
 from miles_router.engines.models import ADAPTER
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.questions import Answer, EngineQuestion
-from miles_router.engines.rows import RowFields, new_rows
+from miles_router.engines.rows import RowFields, rows_from_start
 from miles_router.errors import ConfigError, UnsupportedByEngine
 from miles_router.generation.generation import CannotResume
 
@@ -84,12 +84,14 @@ class EngineQuestions:
         Raises:
             CannotResume: the engine refuses or its answer is invalid. The same holds for the other methods.
         """
-        question = await self._put(lambda engine: engine.ask_prompt_tokens(text))
-        return list(self._own_tokenizer()(text)["input_ids"]) if question is None else await self._answer(question)
+        question = await self._prepare(lambda engine: engine.ask_prompt_tokens(text))
+        return (
+            list(self._checkpoint_tokenizer()(text)["input_ids"]) if question is None else await self._answer(question)
+        )
 
     async def render(self, chat: Mapping[str, Any]) -> list[int]:
         """Return the prompt ids that the engine's chat template renders."""
-        return await self._must_answer(await self._put(lambda engine: engine.ask_chat_tokens(chat)), "render a chat")
+        return await self._require(await self._prepare(lambda engine: engine.ask_chat_tokens(chat)), "render a chat")
 
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Return the text of each list of ids, as `/generate` returns it.
@@ -98,7 +100,7 @@ class EngineQuestions:
         `DetokenizerManager._clamp_decode_ids`), but `/v1/detokenize` omits them. The checkpoint's tokenizer, used for
         engines without detokenization, omits them too.
         """
-        if await self._put(lambda engine: engine.ask_texts([], skip_special_tokens=True)) is None:
+        if await self._prepare(lambda engine: engine.ask_texts([], skip_special_tokens=True)) is None:
             return await self._texts(ids, skip_special_tokens=skip_special_tokens)
         bounds = await self._learn_bounds({token for each in ids for token in each})
         shown = [[token if token < bounds.size else 0 for token in each] for each in ids]
@@ -112,13 +114,13 @@ class EngineQuestions:
 
     async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
         """Return the reasoning in a complete answer, and the rest."""
-        question = await self._put(lambda engine: engine.ask_reasoning(text, parser))
-        return await self._must_answer(question, "separate reasoning")
+        question = await self._prepare(lambda engine: engine.ask_reasoning(text, parser))
+        return await self._require(question, "separate reasoning")
 
     async def parse_calls(self, text: str, tools: Sequence[Any], parser: str) -> tuple[str, list[Any]]:
         """Return a complete answer without its tool calls, and the calls with `name` and `parameters`."""
-        question = await self._put(lambda engine: engine.ask_calls(text, tools, parser))
-        return await self._must_answer(question, "read tool calls")
+        question = await self._prepare(lambda engine: engine.ask_calls(text, tools, parser))
+        return await self._require(question, "read tool calls")
 
     async def _learn_bounds(self, ids: Iterable[int]) -> VocabularyBounds:
         """Return bounds that classify all these ids. Ids that have text, and all ids below them, belong to the
@@ -140,13 +142,13 @@ class EngineQuestions:
         return max((token for token, text in zip(ids, texts, strict=True) if text), default=None)
 
     async def _texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        question = await self._put(lambda engine: engine.ask_texts(ids, skip_special_tokens=skip_special_tokens))
+        question = await self._prepare(lambda engine: engine.ask_texts(ids, skip_special_tokens=skip_special_tokens))
         if question is None:
-            decode = self._own_tokenizer().decode
+            decode = self._checkpoint_tokenizer().decode
             return [decode(list(each), skip_special_tokens=skip_special_tokens) for each in ids]
         return await self._answer(question)
 
-    async def _put(self, ask: Callable[[Engine], EngineQuestion[Answer] | None]) -> EngineQuestion[Answer] | None:
+    async def _prepare(self, ask: Callable[[Engine], EngineQuestion[Answer] | None]) -> EngineQuestion[Answer] | None:
         """Create a request with `ask` for the current engine; None if the engine has no such path."""
         if self._facts.endpoints is None and self._url is not None:
             self._facts = await self._router.fleet.facts(self._url)
@@ -154,17 +156,17 @@ class EngineQuestions:
         return None if question is None or self._facts.answers(question.path) is False else question
 
     async def _answer(self, question: EngineQuestion[Answer]) -> Answer:
-        answer = question.read(await self._ask(question.path, question.body))
+        answer = question.read(await self._post(question.path, question.body))
         if answer is None:
             raise CannotResume(f"the worker's answer to {question.path} does not fit the request")
         return answer
 
-    async def _must_answer(self, question: EngineQuestion[Answer] | None, what: str) -> Answer:
+    async def _require(self, question: EngineQuestion[Answer] | None, what: str) -> Answer:
         if question is None:
             raise CannotResume(f"the worker cannot {what}")
         return await self._answer(question)
 
-    def _own_tokenizer(self) -> Any:
+    def _checkpoint_tokenizer(self) -> Any:
         """Return the checkpoint's tokenizer, for engines without tokenization.
 
         Raises:
@@ -191,7 +193,7 @@ class EngineQuestions:
         rows = answer["meta_info"].get(fields.rows.name) or ""
         if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
             raise CannotResume("the worker returned the rows of other tokens than requested")
-        return new_rows(fields, rows, len(ids) - 1, start)
+        return rows_from_start(fields, rows, len(ids) - 1, start)
 
     @property
     def end_tokens(self) -> Collection[int]:
@@ -207,7 +209,7 @@ class EngineQuestions:
             try:
                 answer = await self._generate({"input_ids": [token], "sampling_params": sampling})
             except UnsupportedByEngine:
-                (known.ends if token in self._own_ends() else known.others).add(token)
+                (known.ends if token in self._checkpoint_ends() else known.others).add(token)
                 return token in known.ends
             except CannotResume as error:
                 logger.warning("end_token_unknown", extra={"fields": {"token": token, "reason": str(error)}})
@@ -218,7 +220,7 @@ class EngineQuestions:
                 (known.ends if stopped else known.others).add(token)
         return token in known.ends
 
-    def _own_ends(self) -> set[int]:
+    def _checkpoint_ends(self) -> set[int]:
         """Return the end tokens of the checkpoint.
 
         Raises:
@@ -226,7 +228,7 @@ class EngineQuestions:
         """
         named = self._router.generation_config.get("eos_token_id")
         listed = named if isinstance(named, list) else [named]
-        return {each for each in [*listed, self._own_tokenizer().eos_token_id] if isinstance(each, int)}
+        return {each for each in [*listed, self._checkpoint_tokenizer().eos_token_id] if isinstance(each, int)}
 
     async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):
@@ -246,16 +248,16 @@ class EngineQuestions:
     async def incremental(self, facts: Facts) -> bool:
         """Return whether an engine streams only new tokens. If it does not report it, the first worker that does
         decides; without any, the answer is SGLang's default, False."""
-        said = await self._said(lambda each: each.incremental_streaming, facts)
+        said = await self._first_reported(lambda each: each.incremental_streaming, facts)
         if said is None:
             logger.warning("incremental_streaming_unknown")
         return bool(said)
 
     async def defaults(self, facts: Facts) -> Mapping[str, Any]:
         """Return the engine's default sampling parameters. If it reports none, the first worker that does decides."""
-        return await self._said(lambda each: each.preferred_sampling_params, facts) or {}
+        return await self._first_reported(lambda each: each.preferred_sampling_params, facts) or {}
 
-    async def _said(self, of: Callable[[Facts], Answer | None], facts: Facts) -> Answer | None:
+    async def _first_reported(self, of: Callable[[Facts], Answer | None], facts: Facts) -> Answer | None:
         if (own := of(facts)) is not None:
             return own
         others = map(of, await self._router.fleet.all_facts())
@@ -263,7 +265,7 @@ class EngineQuestions:
 
     # The wire
 
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return _object(path, *await tasks.within(PATIENCE, self._send(path, body), name=f"ask {path}"))
         except TimeoutError:

@@ -44,7 +44,7 @@ class Seam:
             return False
         ids, tail = answer["output_ids"], ""
         if generation.stops:
-            tail = (await self._questions.spell([ids[-self._reach :]]))[0]
+            tail = (await self._questions.spell([ids[-self._max_stop_tokens :]]))[0]
             stable = tail.rstrip(UNFINISHED)
             generation.forming = stop_may_form(stable, len(stable), generation.stops, halved=stable != tail)
         ends: set[int] = set()
@@ -60,7 +60,7 @@ class Seam:
         generation.end(await self._end_after(answer, *found))
         return True
 
-    async def reveal(self) -> None:
+    async def restore_held_back(self) -> None:
         """Restore text that a lost worker had held back: incomplete characters and partial stop strings."""
         generation = self._generation
         answer = generation.answer
@@ -84,7 +84,7 @@ class Seam:
             await self._complete_character(finished=finished)
         joined = generation.so_far()
         assert joined is not None
-        found = await self._stopped(joined) if generation.forming else None
+        found = await self._find_stop(joined) if generation.forming else None
         if found is None:
             return joined, False
         tokens, finish = found
@@ -107,10 +107,10 @@ class Seam:
         if isinstance(matched, str) and matched in answer["text"]:
             text = answer["text"][: answer["text"].index(matched) + (len(matched) if kept else 0)]
         else:
-            text = await self._text_of_first(answer, tokens - (isinstance(matched, int) and not kept))
+            text = await self._text_of_prefix(answer, tokens - (isinstance(matched, int) and not kept))
         return truncate(answer, tokens, text, finish, request=request)
 
-    async def _text_of_first(self, answer: Mapping[str, Any], tokens: int) -> str:
+    async def _text_of_prefix(self, answer: Mapping[str, Any], tokens: int) -> str:
         """Return the text without the part that the ids behind the first `tokens` spell."""
         text: str = answer["text"]
         ids = answer["output_ids"]
@@ -121,12 +121,12 @@ class Seam:
         half, more = await self._detokenize([before, [*before, *ids[tokens:]]])
         return text.removesuffix(more[len(half) :])
 
-    async def _stopped(self, joined: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    async def _find_stop(self, joined: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
         """Return the number of tokens that complete a stop string across the cut, and the finish reason; None without
         one."""
         generation = self._generation
         assert generation.answer is not None
-        begin, reach = len(generation.answer["output_ids"]), self._reach
+        begin, reach = len(generation.answer["output_ids"]), self._max_stop_tokens
         before, new = joined["output_ids"][:begin][-reach:], joined["output_ids"][begin : begin + reach]
         half, whole = await self._questions.spell([before, [*before, *new]])
         boundary = len(half.rstrip(UNFINISHED))
@@ -167,7 +167,7 @@ class Seam:
         return {**answer, "meta_info": meta}
 
     @property
-    def _reach(self) -> int:
+    def _max_stop_tokens(self) -> int:
         """The maximum number of tokens that spell a stop string: one per byte, and some that spell nothing."""
         return 4 * max(map(len, self._generation.stops), default=0) + AT_ONCE
 

@@ -13,7 +13,7 @@ from miles_router.trajectory.pieces import Malformed
 from miles_router.trajectory.safetensors import MAX_HEADER_BYTES
 
 #: Maximum bytes around the objects, which are parsed as a whole. The limit is that of a safetensors header.
-MOST_AROUND = MAX_HEADER_BYTES
+MAX_BYTES_AROUND = MAX_HEADER_BYTES
 #: Brackets and the beginning of a string; inside a string, its end and escapes. A single pattern for whole strings
 #: would try each quote of an unterminated one as a beginning, and remember each escape.
 _MARKS, _WITHIN = re.compile(rb'["\[\]{}]'), re.compile(rb'\\.|"', re.DOTALL)
@@ -31,8 +31,8 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
     around, copied, count = bytearray(), 0, 0
 
     def keep(end: int) -> None:
-        if len(around) + end - copied > MOST_AROUND:
-            raise Malformed(f"more than {MOST_AROUND} bytes around the objects of {name!r}")
+        if len(around) + end - copied > MAX_BYTES_AROUND:
+            raise Malformed(f"more than {MAX_BYTES_AROUND} bytes around the objects of {name!r}")
         around.extend(data[copied:end])
 
     for begin, end in _objects(data, b'"%b"' % name.encode("ascii")):

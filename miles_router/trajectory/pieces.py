@@ -95,7 +95,7 @@ class Piece:
         except InvalidTrajectory as error:
             if error.invariant != NO_LOGPROB:
                 raise
-            raise InvalidTrajectory(NO_LOGPROB, _first_that_is_none(ids, logprobs)) from None
+            raise InvalidTrajectory(NO_LOGPROB, _first_invalid_logprob(ids, logprobs)) from None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -175,7 +175,7 @@ def _is_number(kind: type) -> bool:
     return issubclass(kind, float | int | np.floating | np.integer) and kind is not bool
 
 
-def _first_that_is_none(ids: Sequence[Any] | npt.NDArray[Any], logprobs: Sequence[Any] | npt.NDArray[Any]) -> str:
+def _first_invalid_logprob(ids: Sequence[Any] | npt.NDArray[Any], logprobs: Sequence[Any] | npt.NDArray[Any]) -> str:
     """Describe the first position with an invalid logprob: its index, token and value."""
     for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         try:

@@ -118,12 +118,12 @@ def read_safetensors(data: bytes) -> Retrieved:
         Malformed: the bytes have another format.
         InvalidTrajectory: the arrays cannot come from a rollout.
     """
-    return _read(data, lambda arrays, facts: _one(arrays, facts, ""))
+    return _read(data, lambda arrays, facts: _read_one(arrays, facts, ""))
 
 
 def read_safetensors_list(data: bytes) -> list[Retrieved]:
     """Parse the answer for a list of texts. Raises as `read_safetensors`."""
-    return _read(data, lambda arrays, facts: [_one(arrays, each, f"{place}.") for place, each in enumerate(facts)])
+    return _read(data, lambda arrays, facts: [_read_one(arrays, each, f"{place}.") for place, each in enumerate(facts)])
 
 
 def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found:
@@ -134,7 +134,7 @@ def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found
         raise Malformed(f"not an answer of /retrieve_from_text: {error!r}") from None
 
 
-def _one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:
+def _read_one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:
     tokens, logprobs, loss_mask = (arrays[f"{prefix}{name}"] for name in ("tokens", "logprobs", "loss_mask"))
     runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
     return Retrieved(

@@ -89,9 +89,9 @@ class Blocks:
     @property
     def flat(self) -> RowArray:
         """All ids, [size]."""
-        return self.in_rows_of(1)[:].reshape(-1)
+        return self.with_width(1)[:].reshape(-1)
 
-    def in_rows_of(self, width: int) -> Blocks:
+    def with_width(self, width: int) -> Blocks:
         """Return the same memory with another width."""
         return Blocks(self.blocks, width)
 
@@ -196,7 +196,7 @@ class AlignedRows:
             raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never requested")
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts[::-1]) if parts else self._nothing()
+        return np.concatenate(parts[::-1]) if parts else self._empty()
 
     def _part(self, start: int, stop: int) -> RowArray:
         own = self._own  # read once: another thread may evict
@@ -204,7 +204,7 @@ class AlignedRows:
             raise self.kind.invalid("held", f"rows {start} to {stop - 1} have been evicted")
         return own[start - self.start : stop - self.start]
 
-    def alike(self, own: RowArray | Blocks) -> int:
+    def count_equal(self, own: RowArray | Blocks) -> int:
         """Return the number of leading rows of `own` that equal this node's own rows."""
         for at in range(0, min(len(self) - self.start, len(own)), COMPARED):
             mine = self._part(self.start + at, min(self.start + at + COMPARED, len(self)))
@@ -213,7 +213,7 @@ class AlignedRows:
                 return at + common
         return min(len(self) - self.start, len(own))
 
-    def _nothing(self) -> RowArray:
+    def _empty(self) -> RowArray:
         own = 0 if self._own is None else _width(self._own)
         return np.zeros((0, self.width or own), dtype=self.kind.types[0])
 
@@ -233,7 +233,7 @@ class RowShape(NamedTuple):
     def width(self) -> int:
         return self.layers * self.top_k
 
-    def shaped(self, rows: RowArray) -> RowArray:
+    def reshape(self, rows: RowArray) -> RowArray:
         """Return the rows as [rows, layers, top_k], without a copy."""
         return rows.reshape(len(rows), self.layers, self.top_k)
 

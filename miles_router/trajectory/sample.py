@@ -99,7 +99,7 @@ class Sample:
             )
         self._check_response()
         for name, rows in self.rows.items():
-            object.__setattr__(self, name, _fitting_rows(name, np.asarray(rows), len(self)))
+            object.__setattr__(self, name, _checked_rows(name, np.asarray(rows), len(self)))
 
     def _check_response(self) -> None:
         length = self.response_length
@@ -192,7 +192,7 @@ def read_json(data: bytes) -> list[Sample]:
     try:
         given = orjson.loads(data)["samples"]
     except orjson.JSONDecodeError as error:
-        raise Malformed(f"no samples in JSON: {_why(data, error)}") from None
+        raise Malformed(f"no samples in JSON: {_json_error(data, error)}") from None
     except (KeyError, TypeError) as error:
         raise Malformed(f"no samples in JSON: {error!r}") from None
     return [Sample.from_json(each) for each in _objects(given)]
@@ -210,7 +210,7 @@ def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, st
         given = _objects(orjson.loads(metadata["samples"]))
         parts = [_arrays_of(arrays, place) for place in range(len(given))]
     except orjson.JSONDecodeError as error:
-        raise Malformed(f"no samples in safetensors: {_why(metadata['samples'].encode(), error)}") from None
+        raise Malformed(f"no samples in safetensors: {_json_error(metadata['samples'].encode(), error)}") from None
     except KeyError as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
     return (_from_parts(part, facts) for part, facts in zip(parts, given, strict=True))
@@ -220,7 +220,7 @@ WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetenso
 READERS: Mapping[Format, Callable[[bytes], list[Sample]]] = {"json": read_json, "safetensors": read_safetensors}
 
 
-def _why(data: bytes, error: orjson.JSONDecodeError) -> str:
+def _json_error(data: bytes, error: orjson.JSONDecodeError) -> str:
     return non_finite_literal(data, error.pos, error.msg) or repr(error)
 
 
@@ -267,7 +267,7 @@ def _objects(given: Any) -> list[dict[str, Any]]:
     return given
 
 
-def _fitting_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
+def _checked_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
     needed = max(tokens - 1, 0)
     if rows.ndim != 3 or rows.shape[0] != needed or not np.issubdtype(rows.dtype, np.integer):
         message = f"expected integers [{needed}, layers, top_k], got {rows.dtype} {list(rows.shape)}"

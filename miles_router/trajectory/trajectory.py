@@ -130,7 +130,7 @@ def common_prefix(first: Trajectory, second: Trajectory) -> int:
     while (length := min(mine.left, theirs.left)) and mine.piece.same_origin(theirs.piece):
         one, other = mine.take(length), theirs.take(length)
         if one.tokens is not other.tokens or one.logprobs is not other.logprobs:
-            agree = _agreeing(one, other)
+            agree = _common_length(one, other)
             shared += agree
             if agree < length:
                 return shared
@@ -163,7 +163,7 @@ class _Reader:
         return piece
 
 
-def _agreeing(one: Piece, other: Piece) -> int:
+def _common_length(one: Piece, other: Piece) -> int:
     differ = one.tokens != other.tokens
     if one.logprobs is not None and other.logprobs is not None:
         differ = differ | (one.logprobs.view(np.int32) != other.logprobs.view(np.int32))
@@ -211,7 +211,7 @@ def checked_arrays(
         raise InvalidTrajectory("mask_is_binary", "the loss mask must contain only 0 and 1")
     values = logprob_array(logprobs, len(ids))
     runs = _checked_runs(weight_versions, len(ids))
-    if runs and bool(((mask == 1) & (_owners(runs, len(ids)) < 0)).any()):
+    if runs and bool(((mask == 1) & (_run_indices(runs, len(ids)) < 0)).any()):
         raise InvalidTrajectory("versions_cover_the_loss", "a position in the loss has no weight version")
     return Arrays(ids, values, frozen(mask.astype(np.uint8)), tuple(runs))
 
@@ -236,7 +236,7 @@ def _checked_runs(weight_versions: Iterable[tuple[str, int, int]], length: int) 
     return runs
 
 
-def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
+def _run_indices(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
     """Return for each position the index of its run, or -1."""
     owner = np.full(length, -1, dtype=np.int64)
     for index, run in enumerate(runs):
@@ -246,7 +246,7 @@ def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
 
 def _pieces(arrays: Arrays) -> Iterator[Piece]:
     ids, values, mask, runs = arrays
-    owner = _owners(runs, len(ids))
+    owner = _run_indices(runs, len(ids))
     sampled = (mask == 1) | (values != 0) | (owner >= 0)
     key = np.stack([sampled.astype(np.int64), mask.astype(np.int64), owner]) if len(ids) else np.zeros((3, 0))
     bounds = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(axis=0)) + 1).tolist(), len(ids)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.models import adapter_of, model_of, with_model
-from miles_router.engines.sglang.adapters import told_adapters, with_adapter
+from miles_router.engines.sglang.adapters import listed_adapters, with_adapter
 
 
 def never(body: bytes) -> Any:
@@ -103,5 +103,5 @@ def test_an_adapter_is_where_its_route_reads_it() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"7", b'{"data": 1}', b'{"data": [1]}', b'{"data": [{"parent": "m"}]}'])
 def test_what_cannot_be_read_tells_of_no_adapters(said: bytes) -> None:
-    assert told_adapters(said) == frozenset()
-    assert told_adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}
+    assert listed_adapters(said) == frozenset()
+    assert listed_adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}

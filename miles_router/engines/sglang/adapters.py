@@ -10,7 +10,7 @@ from __future__ import annotations
 import orjson
 
 from miles_router.engines.engine import CannotServe, Parse
-from miles_router.engines.models import ADAPTER, adapters_in
+from miles_router.engines.models import ADAPTER, lora_path_of
 from miles_router.engines.paths import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, MESSAGES
 from miles_router.engines.sglang.paths import CLASSIFY, ENCODE, INVOCATIONS
 from miles_router.engines.writing import extended
@@ -38,14 +38,14 @@ def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
         if path in BY_NAME:
             return body
         raise CannotServe(f"{path} ignores LoRA adapters and always uses the base weights")
-    own = adapters_in(body, parse)
+    own = lora_path_of(body, parse)
     if isinstance(own, list) and own:
         filled = [each or adapter for each in own]
         return body if filled == own else extended(body, {ADAPTER: filled})
     return body if own else extended(body, {ADAPTER: adapter})
 
 
-def told_adapters(models: bytes) -> frozenset[str]:
+def listed_adapters(models: bytes) -> frozenset[str]:
     """Return the adapters in an answer of `/v1/models`; an empty set if it cannot be read."""
     try:
         cards = orjson.loads(models).get("data")

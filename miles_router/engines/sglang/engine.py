@@ -15,7 +15,7 @@ from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
 from miles_router.engines.sglang import pairs, paths, questions, ranks, refusals
-from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, told_adapters, with_adapter
+from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, listed_adapters, with_adapter
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
@@ -80,7 +80,7 @@ class SGLang(Engine):
         return with_adapter(path, body, adapter, parse)
 
     def adapters(self, listed: bytes) -> frozenset[str]:
-        return told_adapters(listed)
+        return listed_adapters(listed)
 
     def tokenize_body(self, text: str) -> bytes:
         return orjson.dumps({"prompt": text, "add_special_tokens": False})

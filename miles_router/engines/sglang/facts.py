@@ -57,7 +57,7 @@ def read_facts(documents: Documents) -> Facts:
         lora=_flag(server, "enable_lora"),
         adapters=_adapters(server),
         auto_truncate=_flag(server, "allow_auto_truncate"),
-        context_length=_window(server),
+        context_length=_context_length(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,
         schemas=schemas,
@@ -67,7 +67,7 @@ def read_facts(documents: Documents) -> Facts:
 
 def model_and_server(documents: Documents) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the JSON of `/model_info` and `/server_info`; {} for one that is missing or unreadable."""
-    return _object(documents.get(MODEL_INFO[0])), _object(documents.get(SERVER_INFO[0]))
+    return _parse_object(documents.get(MODEL_INFO[0])), _parse_object(documents.get(SERVER_INFO[0]))
 
 
 def weight_version(info: Mapping[str, Any]) -> str | None:
@@ -82,14 +82,14 @@ def sampling_version(server_info: bytes) -> str | None:
     It comes from the `internal_states` in an answer of `/server_info`, one per scheduler. `/model_info` has the version
     of the HTTP process instead, which only learns of successful updates.
     """
-    states = _object(server_info).get("internal_states")
+    states = _parse_object(server_info).get("internal_states")
     each_says = states if isinstance(states, list) else ()
     versions = {weight_version(each) if isinstance(each, dict) else None for each in each_says}
     return versions.pop() if len(versions) == 1 else None
 
 
 @functools.lru_cache(maxsize=16)  # parsed by each kind of engine at every check, and at the end of many turns
-def _object(body: bytes | None) -> Mapping[str, Any]:
+def _parse_object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")
         orjson.dumps(parsed)  # orjson parses deeper JSON than it writes, and parts of this are written
@@ -118,7 +118,7 @@ def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
     return frozenset(name.partition("=")[0] for name in names if isinstance(name, str))
 
 
-def _window(server: Mapping[str, Any]) -> int | None:
+def _context_length(server: Mapping[str, Any]) -> int | None:
     """Return the context length. SGLang reports it only if it was set; else it is the maximum prompt length plus 6."""
     said, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
     return said or (None if longest is None else longest + 6)
@@ -141,7 +141,7 @@ def _mapping(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Return an object; {} if the value is null. Older SGLang has JSON in a string here."""
     value = info.get(name, False)
     if isinstance(value, str):
-        return _object(value.encode()) or None
+        return _parse_object(value.encode()) or None
     return {} if value is None else value if isinstance(value, dict) else None
 
 
@@ -156,7 +156,7 @@ def _process(server: Mapping[str, Any]) -> bytes | None:
 
 @functools.lru_cache(maxsize=8)  # most workers of a fleet have the same schema, which may have a megabyte
 def _read_schema(body: bytes) -> tuple[frozenset[str] | None, Mapping[str, frozenset[str]] | None]:
-    schema = _object(body)
+    schema = _parse_object(body)
     paths, components = schema.get("paths"), schema.get("components")
     schemas = components.get("schemas") if isinstance(components, dict) else None
     return (

@@ -35,7 +35,7 @@ def paired(path: str, body: bytes, parse: Parse) -> PairedRequest:
             f"{path} cannot be served by a prefill/decode pair: its requests have no field for the bootstrap room"
         )
     if has_value(body, N, lambda n: type(n) is int and n > 1):
-        body = _one_each(path, body, parse)
+        body = _repeat_prompts(path, body, parse)
     rows = tuple(fields for fields in ROW_FIELDS.values() if has_value(body, Field(fields.wanted), bool))
     if rows and path != paths.GENERATE and (has_value(body, STREAM, bool) or not has_value(body, META_INFO, bool)):
         raise CannotServe(
@@ -60,7 +60,7 @@ def with_room(body: bytes, host: str, port: int, room: int) -> bytes:
 # Several samples of one prompt
 
 
-def _one_each(path: str, body: bytes, parse: Parse) -> bytes:
+def _repeat_prompts(path: str, body: bytes, parse: Parse) -> bytes:
     """Return a `/generate` request as a batch that repeats each prompt `n` times. Samples of one prompt would share a
     room, and wait in it forever."""
     parsed = parse(body)

@@ -24,7 +24,7 @@ _QUOTED = tuple(b'"%b"' % name.encode() for name in FIELDS)
 BY_HEADER = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, INVOCATIONS})
 MAX_RANKS = 1024
 #: Paths whose answers may contain the rank; streams of the latter two do not.
-TELLING = frozenset({paths.GENERATE, paths.CHAT, INVOCATIONS})
+RANK_IN_ANSWER = frozenset({paths.GENERATE, paths.CHAT, INVOCATIONS})
 #: The number of last bytes that are scanned: only few fields follow the rank in an answer or event.
 _END = 2048
 _ANSWERED = Field("dp_rank")
@@ -56,7 +56,7 @@ def wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:
             header = value
     if path in BY_HEADER and header is not None:
         return RankWish(_rank(header), True)
-    field = _field(body, parse)
+    field = _rank_field(body, parse)
     if field is not None:
         return RankWish(field if type(field) is int else None, True)
     return NO_WISH if header is None else RankWish(_rank(header), False)
@@ -66,7 +66,7 @@ def _rank(header: bytes) -> int | None:
     return int(header) if header.isdigit() and len(header) < len(str(MAX_RANKS)) else None
 
 
-def _field(body: bytes, parse: Parse) -> object:
+def _rank_field(body: bytes, parse: Parse) -> object:
     if not any(name in body for name in _QUOTED):
         return None
     parsed = parse(body)
@@ -109,4 +109,4 @@ class RankScanner:
 
 def rank_reader(path: str, *, streamed: bool) -> RankScanner | None:
     """Return a reader for the answering rank; None if answers to this path do not contain it."""
-    return RankScanner() if path == paths.GENERATE or (path in TELLING and not streamed) else None
+    return RankScanner() if path == paths.GENERATE or (path in RANK_IN_ANSWER and not streamed) else None

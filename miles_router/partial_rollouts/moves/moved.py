@@ -191,7 +191,7 @@ class MovedAnswer(ResumableAnswer):
         had it has a queue."""
         exchange.flight.worker_url = exchange.flight.preferred = self._relocation.target
 
-    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+    async def should_retry(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """At the worker that had it, if that one still takes requests.
 
         Raises:
