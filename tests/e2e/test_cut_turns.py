@@ -350,7 +350,7 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
                 chunks = await turn
         finish = chunks[-1]["choices"][0]["finish_reason"]
         if parsers == "engine":
-            assert (finish, given_up(caplog)) == ("abort", ["/parse_function_call answered 500"])
+            assert (finish, given_up(caplog)) == ("abort", ["the worker answered /parse_function_call with status 500"])
             (sample,) = await trial.samples(session)
             assert sample["status"] == "aborted"
         else:
