@@ -68,7 +68,9 @@ class Asker:
         there = worker is not None and pool.find(worker) is not None
         known = [await fleet.facts(str(worker))] if there else await fleet.all_facts()
         of_model = self._router.generation_config
-        return [each for facts in known or [Facts()] for each in recomputing.assumed(facts, of_model, chat=chat)]
+        return [
+            each for facts in known or [Facts()] for each in recomputing.possible_defaults(facts, of_model, chat=chat)
+        ]
 
     async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:
         """The logprobs of the ids behind `start`, under this weight version, and rather by another worker than these.

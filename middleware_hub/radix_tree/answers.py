@@ -152,7 +152,7 @@ class AnswerTap(Tap):
         if growing is None:
             growing = self._open_answers[generation] = GrowingAnswer()
         try:
-            growing.skim(answer)
+            growing.add_lazily(answer)
         except UnreadableAnswer as error:
             self._close_answer(generation)
             self._pass_unrecorded(error.reason, str(error))

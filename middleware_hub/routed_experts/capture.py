@@ -90,7 +90,7 @@ class Aligner:
         other = self._sibling
         if other is None or not other.held or other.parent is not parent or other.start != start:
             return 0
-        return other.alike(own)
+        return other.count_equal(own)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class RowReply(Tap):
         try:
             answers = self._reader.answers(orjson.loads(remains))
         except (orjson.JSONDecodeError, UnreadableAnswer) as error:
-            if self._extractor.takers:
+            if self._extractor.consumers:
                 raise UpstreamInvalidResponse(f"the worker's answer has rows and cannot be read: {error!r}") from None
             return
         for answer in answers:
@@ -79,7 +79,7 @@ class RowReply(Tap):
             self._capture.missing(answer.meta, aborted=answer.aborted)
 
     def _take_rows(self, answer: RowAnswer) -> bool:
-        decoder = self._extractor.marked(self._capture.fields.of(answer.meta))
+        decoder = self._extractor.consumer_of(self._capture.fields.of(answer.meta))
         if decoder is not None:
             self._capture.take(answer.place, decoder, answer.meta)
         return decoder is not None
@@ -113,7 +113,7 @@ class StrippedReply(RowReply):
 
     async def ended(self) -> bytes:
         """Return what followed the last event, unchanged but for the rows."""
-        return self._extractor.without_marks(self.events.let_go())
+        return self._extractor.without_marks(self.events.release())
 
 
 class VerbatimReply(RowReply):
@@ -136,7 +136,7 @@ class VerbatimReply(RowReply):
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """Return the bytes that may be sent now."""
         self._waiting.append(data)
-        strings = len(self._extractor.takers)
+        strings = len(self._extractor.consumers)
         remains = self._extractor.feed(data)
         if not more:
             remains += self._extractor.end()
@@ -151,7 +151,7 @@ class VerbatimReply(RowReply):
                 return b""
         if self.events.pending > self.max_collected:
             self.unread("too_large")
-        if len(self._extractor.takers) > strings and not self._rows_found:
+        if len(self._extractor.consumers) > strings and not self._rows_found:
             self._rows_found = self._extractor.has_marks(self.events.rest)
         # Send the beginning of an event only if its end can follow: rows were found in it, or the event is complete.
         return self._take_waiting(0 if self._rows_found or not more else self.events.pending + self._extractor.pending)
@@ -164,7 +164,7 @@ class VerbatimReply(RowReply):
             self.unread("too_large")
         if not more:
             self._take_answers(b"".join(self._remains))
-        return self._take_waiting() if self._extractor.takers or not more else b""
+        return self._take_waiting() if self._extractor.consumers or not more else b""
 
     async def _fail(self, error: RowsMissing, raw: bytes) -> None:
         """Send an error event in place of an event.

@@ -169,7 +169,7 @@ class ShapeCheck:
             raise invalid("without_gap", f"rows {start + count} to {start + expected - 1} are missing")
         if count > expected:
             raise invalid("without_overlap", f"the worker sent {count} rows for the {expected} from row {start} on")
-        return flat.in_rows_of(width.ids)
+        return flat.with_width(width.ids)
 
     def _learn_width(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
         """Return rows of an answer that defines the width, or that should have no rows."""
@@ -177,11 +177,11 @@ class ShapeCheck:
         if expected <= 0:
             if flat.size:
                 raise invalid("without_overlap", f"the worker sent {flat.size} ids where no row was missing")
-            return flat.in_rows_of(width.ids or 1)
+            return flat.with_width(width.ids or 1)
         ids, rest = divmod(flat.size, expected)
         if rest:
             raise invalid("are_rows", f"{flat.size} ids are not {expected} rows of equal length")
         if not ids:
             raise invalid("without_gap", f"rows {start} to {start + expected - 1} are missing")
         width.ids = ids
-        return flat.in_rows_of(ids)
+        return flat.with_width(ids)

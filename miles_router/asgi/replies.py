@@ -184,7 +184,7 @@ class Tap:
 
     async def let_go(self) -> None:
         """Stop reading this reply: send the collected bytes to the client unchanged, and pass the rest."""
-        collected = self.collected if self._collecting else self.events.let_go()
+        collected = self.collected if self._collecting else self.events.release()
         self._passing, self._parts = True, []
         await self.give(collected)
 
@@ -276,7 +276,7 @@ class Tap:
         if self.events.pending + self._kept_size > self.max_collected:
             self.unread(TOO_LARGE)
             self._passing = True
-            self._shown.append(self.events.let_go())
+            self._shown.append(self.events.release())
         if not more:
             end = b"" if self._passing else await self.ended()
             if end is not None:

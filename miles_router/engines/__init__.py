@@ -1,4 +1,4 @@
-"""The engine's wire, in one place: requests read, answers read, streams added up, bytes scanned. Pure.
+"""The wire format of the engines: parsers of requests, answers and streams, and one subpackage per engine. No I/O.
 
-Engines are named here alone.
+No other package names an engine.
 """

@@ -1,4 +1,4 @@
-"""What the router has an engine do, by its meaning. Each engine spells it in its own way (`Engine.order`). Pure."""
+"""The actions that a control request can mean, independent of the engine that spells it (`Engine.order`). No I/O."""
 
 from __future__ import annotations
 
@@ -6,63 +6,65 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-#: The parts of its memory without which an engine cannot generate.
+#: Parts of its GPU memory without which an engine cannot generate.
 MEMORY = frozenset({"weights", "kv_cache"})
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Stop generating. `mode`: one of `PAUSE_MODES`."""
+    """A stop of all generation. `mode` is one of `PAUSE_MODES`."""
 
     mode: str
 
 
 @dataclass(frozen=True)
 class Continue:
-    """Go on generating."""
+    """The end of a pause."""
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End a generation, by the engine's name of it."""
+    """The abort of one generation. `name` is the engine's request id (`rid`)."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class AbortAll:
-    """End every generation."""
+    """The abort of every generation."""
 
 
 @dataclass(frozen=True)
 class EndGroup:
-    """End what a group of rollouts has under way. Engines know no groups: each generation is aborted by its name."""
+    """The abort of all running generations of a rollout group. Engines have no groups, so the router aborts each by its
+    `rid`."""
 
     group: str | int
 
 
 @dataclass(frozen=True)
 class Flush:
-    """Empty the prefix cache."""
+    """A flush of the prefix cache."""
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Release parts of the memory."""
+    """The release of parts of the GPU memory, such as "weights" and "kv_cache"."""
 
     parts: Set[str]
 
 
 @dataclass(frozen=True)
 class Wake:
-    """Take parts of the memory again. Empty: all."""
+    """The re-allocation of released parts of the GPU memory. An empty set means all of them."""
 
     parts: Set[str]
 
 
 @dataclass(frozen=True)
 class NameVersion:
-    """Call the weights that are there by this version. `aborts`: and end every generation."""
+    """A new weight version for the loaded weights, which do not change. `aborts`: the engine also aborts every
+    generation."""
 
     version: str
     aborts: bool = False
@@ -70,8 +72,12 @@ class NameVersion:
 
 @dataclass(frozen=True)
 class Update:
-    """Change the weights. `version`: what they are called then, None where nothing says so. `flushes`: and empty the
-    prefix cache."""
+    """A change of the weights.
+
+    Attributes:
+        version: the new weight version; None if the request names none.
+        flushes: the engine also flushes its prefix cache.
+    """
 
     version: str | None
     flushes: bool = False
@@ -79,11 +85,12 @@ class Update:
 
 @dataclass(frozen=True)
 class ChangeAdapter:
-    """Load or unload the adapter of this name; None where it has none that can be read.
+    """The loading or unloading of a LoRA adapter.
 
     Attributes:
-        path: where it is loaded from; None where the request says it in another way.
-        loads: whether it is loaded; None where the request's path does not say so.
+        name: the adapter; None if the request has no readable name.
+        path: where the engine loads the adapter from; None if the request gives no path.
+        loads: True to load, False to unload; None if the path of the request does not decide it.
     """
 
     name: str | None
@@ -93,7 +100,7 @@ class ChangeAdapter:
 
 @dataclass(frozen=True)
 class Other:
-    """What changes nothing that the router knows of an engine."""
+    """A control request that changes no state that the router tracks."""
 
     path: str
 
@@ -105,7 +112,7 @@ Action = (
 
 @dataclass(frozen=True)
 class Order:
-    """A control request to one engine; the body is JSON."""
+    """A control request to one engine. `body` is JSON."""
 
     method: str
     target: bytes

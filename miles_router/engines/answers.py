@@ -1,7 +1,7 @@
-"""Answers of `/generate`: what they say, read strictly, and seen without parsing. Pure.
+"""Parsers of `/generate` answers: strict for whole answers, and byte scanners that skip most of the JSON. No I/O.
 
-Token counts, logprobs and weight versions that disagree are refused, never mended: a sample made of them would be
-silently wrong.
+An answer whose token counts, logprobs and weight versions disagree is refused, never repaired: a sample made of it
+would be silently wrong.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.trajectory.pieces import VersionRun
 
-#: Lists of `meta_info` with one element for each sampled token.
+#: Lists in `meta_info` that have one element per sampled token.
 LOGPROBS = "output_token_logprobs"
 OUTPUT_LISTS = (LOGPROBS, "output_top_logprobs", "output_token_ids_logprobs")
-#: What `return_logprob` adds to `meta_info` (SGLang 0.5.23, `tokenizer_manager.convert_logprob_style`).
+#: Fields that `return_logprob` adds to `meta_info` (SGLang 0.5.23, `tokenizer_manager.convert_logprob_style`).
 LOGPROB_FIELDS = frozenset(
     {
         *OUTPUT_LISTS,
@@ -33,12 +33,12 @@ FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Fi
 ABORT = "abort"
 _ABORT_QUOTED = b'"abort"'
 PROMPT_TOKENS = "prompt_tokens"
-#: What a token that is part of a character is decoded to.
+#: The text of a token that is only a part of a character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-#: What reading JSON of another form raises.
+#: Exceptions raised by reading JSON that has another structure.
 MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
-#: The reason of an answer that lacks something, and does not contradict itself.
+#: The `reason` of an answer that misses a field, as opposed to one that contradicts itself.
 INCOMPLETE: Literal["incomplete"] = "incomplete"
 Unreadable = Literal[
     "incomplete",
@@ -53,8 +53,8 @@ Unreadable = Literal[
 
 
 class UnreadableAnswer(ValueError):
-    """An answer that lacks what is needed of it, or that contradicts itself. `reason` is one of few words, which label
-    metrics."""
+    """An error about an answer that misses a field or contradicts itself. `reason` has few values, since it labels a
+    metric."""
 
     def __init__(self, reason: Unreadable, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -62,15 +62,16 @@ class UnreadableAnswer(ValueError):
 
 
 def in_words(error: Exception) -> str:
-    """Say for people what one of `MALFORMED` has found."""
+    """Describe one of the `MALFORMED` exceptions for an error message."""
     if isinstance(error, KeyError) and error.args:
         return f"the field {error.args[0]!r} is missing"
-    return "a part is missing, or has another type than it should have"
+    return "a field is missing or has the wrong type"
 
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raises UnreadableAnswer where an answer is of another form, or nested too deep to be written again."""
+    """Convert `MALFORMED` and ValueError to UnreadableAnswer, such as for JSON too deeply nested to be written
+    again."""
     try:
         yield
     except UnreadableAnswer:
@@ -81,17 +82,17 @@ def readable() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GenerateAnswer:
-    """One complete answer.
+    """One complete answer of `/generate`.
 
     Attributes:
-        text: what the engine shows; trimmed stop strings and the like are not in it.
-        ids: every id that was sampled.
-        logprobs: one for each id; empty where the answer has none.
-        rid: the engine's name of the generation.
+        text: the text as the engine returns it, without trimmed stop strings.
+        ids: all sampled token ids.
+        logprobs: one per id; empty if the answer has none.
+        rid: the engine's id of the generation.
         finish: `stop`, `length` or `abort`.
-        matched: the token or string that stopped it.
-        versions: runs over the ids, without gaps; empty where the engine names no version.
-        prompt_tokens: how many tokens of prompt the engine read, where it says so.
+        matched: the token id or stop string that ended the generation.
+        versions: contiguous runs over the ids; empty if the engine names no weight version.
+        prompt_tokens: the length of the prompt in tokens; None if the answer does not contain it.
     """
 
     text: str
@@ -105,10 +106,10 @@ class GenerateAnswer:
 
     @classmethod
     def read(cls, answer: Any, *, logprobs: bool = True) -> GenerateAnswer:
-        """Read a parsed answer.
+        """Parse an answer that is already decoded from JSON.
 
         Args:
-            logprobs: whether it was asked for with `return_logprob`. If so, they must be there.
+            logprobs: the request set `return_logprob`, so the answer must contain logprobs.
 
         Raises:
             UnreadableAnswer: a field is missing, or fields contradict each other.
@@ -124,7 +125,7 @@ class GenerateAnswer:
                 check_logprobs(ids, entries)
             text, finish = answer["text"], reason["type"]
             if not (isinstance(text, str) and isinstance(finish, str) and isinstance(ids, list)):
-                raise UnreadableAnswer("incomplete", "text, output_ids or finish_reason.type has another type")
+                raise UnreadableAnswer("incomplete", "text, output_ids or finish_reason.type has the wrong type")
             return cls(
                 text=text,
                 ids=ids,
@@ -139,60 +140,61 @@ class GenerateAnswer:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
-def token_count(told: object, name: str = PROMPT_TOKENS) -> int | None:
-    """Return a count of tokens in a `meta_info` or a `usage`; None where it is missing or no whole number."""
-    count = told.get(name) if isinstance(told, Mapping) else None
+def token_count(counts: object, name: str = PROMPT_TOKENS) -> int | None:
+    """Return a token count from a `meta_info` or `usage` object; None if it is missing or not an integer."""
+    count = counts.get(name) if isinstance(counts, Mapping) else None
     return count if type(count) is int else None
 
 
 def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: int = 0) -> None:
-    """See that there is one entry for each id, and that those from `start` on are of these ids, which are numbers.
+    """Check that there is one logprob entry per id, and that the entries from `start` on name these ids.
 
     Raises:
-        UnreadableAnswer: they are not.
+        UnreadableAnswer: the check fails, or an id from `start` on is not an integer.
     """
     if not isinstance(entries, list):
-        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are not a list")
     if len(entries) != len(ids):
-        raise too_few_or_many(ids, len(entries))
+        raise count_mismatch(ids, len(entries))
     if tokens_of(entries, start) != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
-    if not {int}.issuperset(map(type, ids[start:])):  # JSON's `true` is equal to 1
-        raise UnreadableAnswer("invalid_tokens", "an id that is no whole number")
+    if not {int}.issuperset(map(type, ids[start:])):  # in Python, JSON's `true` equals 1
+        raise UnreadableAnswer("invalid_tokens", "a token id is not an integer")
 
 
 def tokens_of(entries: Sequence[Any], start: int = 0) -> list[Any]:
-    """Return the ids that logprobs from `start` on are of, each of which is a list: a logprob, its token and more.
+    """Return the token ids that logprob entries from `start` on name. An entry is a list: logprob, token id, and more.
 
     Raises:
-        UnreadableAnswer: one is no such list.
+        UnreadableAnswer: an entry is not such a list.
     """
     try:
         return [entry[1] for entry in entries[start:]]
     except MALFORMED:
         for position, entry in enumerate(entries):
             if not isinstance(entry, list) or len(entry) < 2:
-                shown = f"position {position}: {reprlib.repr(entry)} is no list of a logprob and its token"
+                shown = f"position {position}: {reprlib.repr(entry)} is not a list of a logprob and its token id"
                 raise UnreadableAnswer("invalid_tokens", shown) from None
         raise
 
 
-def too_few_or_many(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
-    """Return the error of ids that have not a logprob each, with the first that has none."""
+def count_mismatch(ids: Sequence[Any], logprobs: int) -> UnreadableAnswer:
+    """Return the error for ids and logprobs whose counts differ; its message names the first id without a logprob."""
     counts = f"{len(ids)} ids, {logprobs} logprobs"
     first = f"; position {logprobs}, token {ids[logprobs]} has none" if logprobs < len(ids) else ""
     return UnreadableAnswer("token_counts_disagree", counts + first)
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
-    """The weight versions of so many sampled tokens: `weight_versions`, or `weight_version` for all of them; none where
-    the engine tells none.
+    """Return the weight versions of the `tokens` sampled tokens; an empty list if the engine names none.
+
+    They come from `weight_versions`, or from `weight_version` for all tokens.
 
     Args:
-        meta: an answer's `meta_info`; of `/v1/completions`, its `metadata`.
+        meta: an answer's `meta_info`; for `/v1/completions`, its `metadata`.
 
     Raises:
-        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens; a version or a place is missing.
+        UnreadableAnswer: runs leave gaps, overlap or do not cover the tokens, or one has no version, start or end.
     """
     spans = meta.get(VERSIONS)
     if not spans:
@@ -200,7 +202,7 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         return [VersionRun(str(version), 0, tokens)] if version is not None and tokens else []
     try:
         if any(span["version"] is None or {type(span["start"]), type(span["end"])} != {int} for span in spans):
-            raise UnreadableAnswer("incomplete", f"{VERSIONS} without a version, or with places that are no integers")
+            raise UnreadableAnswer("incomplete", f"an element of {VERSIONS} misses its version or integer bounds")
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
         check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
@@ -209,10 +211,10 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
 
 
 def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
-    """Refuse weight versions that are not those of so many tokens.
+    """Check that weight-version runs cover exactly `tokens` tokens.
 
     Raises:
-        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+        UnreadableAnswer: runs leave gaps, overlap, or do not cover the tokens.
     """
     reached = 0
     for run in runs:
@@ -220,11 +222,11 @@ def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
             raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
         reached = run.end
     if reached != tokens:
-        raise UnreadableAnswer("versions_end_elsewhere", f"at {reached}, and {tokens} tokens were sampled")
+        raise UnreadableAnswer("versions_end_elsewhere", f"at token {reached}, but {tokens} tokens were sampled")
 
 
 def without_logprobs(answer: Any) -> Any:
-    """The answer without what `return_logprob` adds. Anything that is not an answer is returned unchanged."""
+    """Return the answer without the fields that `return_logprob` adds. Other JSON is returned unchanged."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
         return answer
@@ -235,15 +237,15 @@ def without_logprobs(answer: Any) -> Any:
 
 
 def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> list[Any] | None:
-    """The finish reasons of a reply's answers, or of an event's one, in order, without parsing the rest.
+    """Return the finish reasons in a reply or an event, in order, without parsing the rest.
 
     Args:
-        data: JSON of a reply, or an event.
-        answers: how many there must be.
-        beginning: `data` is the beginning of a reply; what stands behind the last of them is not looked at.
+        data: JSON of a reply, or of an event.
+        answers: the expected number of finish reasons.
+        beginning: `data` may end early; bytes behind the last expected finish reason are ignored.
 
     Returns:
-        None where they cannot be seen: too few or too many fields of this name, or one that is cut.
+        None if there are fewer or more fields of this name, or if one is incomplete.
     """
     found: list[Any] = []
     try:
@@ -259,15 +261,16 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
 
 
 def finish_of(answer: object) -> object:
-    """The finish reason of anything that was parsed; None where it has none."""
+    """Return the finish reason of parsed JSON; None if it has none."""
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     return meta.get("finish_reason") if isinstance(meta, Mapping) else None
 
 
 def index_of(event: bytes) -> int | None:
-    """Which of several generations an event is about, without parsing the rest; None where that cannot be seen."""
+    """Return the `index` of the generation that an event belongs to, without parsing the rest; None if it cannot be
+    found."""
     try:
-        index = INDEX.last(event)  # where SGLang writes it
+        index = INDEX.last(event)  # SGLang writes it there
     except Incomplete:
         try:
             index = INDEX.only(event)
@@ -277,38 +280,39 @@ def index_of(event: bytes) -> int | None:
 
 
 class Progress(NamedTuple):
-    """What an event of a stream says of its answer: how it ends (None: it goes on), and the weight version that it
-    names."""
+    """The state of an answer after an event: its finish reason (None while it continues) and the event's weight
+    version."""
 
     finish: object
     version: object
 
 
 def progress_of(event: bytes) -> Progress | None:
-    """What an event says of its answer, without parsing the rest; None where that cannot be seen."""
+    """Return the progress in an event without parsing the rest; None if it cannot be found."""
     try:
         finish = FINISH_REASON.find(event)
         if finish is None:
             return None
-        version = VERSION_NAMED.find(event, finish[1]) or VERSION_NAMED.find(event)  # SGLang writes it behind
+        # SGLang writes the weight version behind the finish reason.
+        version = VERSION_NAMED.find(event, finish[1]) or VERSION_NAMED.find(event)
         return Progress(value_at(event, finish[1]), None if version is None else value_at(event, version[1]))
     except Incomplete:
         return None
 
 
 def goes_on(data: bytes) -> bool:
-    """Whether an event says that its generation goes on: its one finish reason is null. The rest is not parsed."""
+    """Return True if the event's only finish reason is null. The rest is not parsed."""
     found = FINISH_REASON.find(data)
     return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None
 
 
 def is_abort(finish: object) -> bool:
-    """Whether a finish reason says that the generation was cut off."""
+    """Return True if a finish reason means that the generation was aborted."""
     return finish == ABORT or (isinstance(finish, Mapping) and finish.get("type") == ABORT)
 
 
-def says_abort(data: bytes) -> bool:
-    """Whether one of the finish reasons in an event says so. The rest is not parsed."""
+def contains_abort(data: bytes) -> bool:
+    """Return True if a finish reason in the event is an abort. The rest is not parsed."""
     if _ABORT_QUOTED not in data:
         return False
     try:

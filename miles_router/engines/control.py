@@ -1,4 +1,4 @@
-"""Control requests as an engine spells them: read into actions. Pure."""
+"""The base types of control requests: how an engine spells them, and how they are parsed into actions. No I/O."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from miles_router.engines.actions import Action, EndGroup, Other
 
-#: Seconds that an engine may take.
+#: Timeouts in seconds.
 QUICK, SLOW = 60.0, 1800.0
-#: The router's own field of an abort, whichever engine spells the rest.
+#: The router's own field of an abort, accepted for every engine.
 GROUP = "group"
 
 
 class BadArguments(ValueError):
-    """A control request that no engine could make sense of. The message says why."""
+    """An error about a control request with invalid arguments. The message explains it."""
 
 
 class Arguments(NamedTuple):
-    """The arguments of a control request: the fields of its body, and those of its query."""
+    """The arguments of a control request: the fields of its JSON body and those of its query."""
 
     fields: Mapping[str, Any]
     query: Mapping[str, str]
@@ -30,10 +30,10 @@ class ControlRequest:
     """A control request, as one engine spells it.
 
     Attributes:
-        read: returns the action that is meant. Raises BadArguments.
-        timeout: seconds that an engine may take.
-        needs_body: the engine refuses a POST without a body; the router sends an empty object then.
-        may_come_twice: a request that was lost on its connection may be sent again.
+        read: parses the arguments into an action. Raises BadArguments.
+        timeout: seconds to wait for the engine.
+        needs_body: the engine refuses a POST without a body; the router then sends an empty object.
+        may_come_twice: the router may send the request again after its connection was lost.
     """
 
     path: str
@@ -47,20 +47,20 @@ class ControlRequest:
 def other(
     path: str, *, methods: tuple[str, ...] = ("POST",), timeout: float = QUICK, needs_body: bool = False
 ) -> ControlRequest:
-    """Return a control request that changes nothing which the router knows."""
+    """Return a control request that changes no state that the router tracks."""
     return ControlRequest(path, lambda _: Other(path), methods=methods, timeout=timeout, needs_body=needs_body)
 
 
 def group_in(arguments: Arguments) -> EndGroup | None:
-    """Return the order to end a group, where an abort names one.
+    """Return the `EndGroup` action if the abort names a group, else None.
 
     Raises:
-        BadArguments: it is no name, or does not stand alone.
+        BadArguments: `group` is not a string or integer, or other fields are present.
     """
     group = arguments.fields.get(GROUP)
     if group is None:
         return None
     named = isinstance(group, (str, int)) and not isinstance(group, bool) and group != ""
     if not named or len(arguments.fields) != 1:
-        raise BadArguments("group must be a string or a whole number, and stand alone")
+        raise BadArguments("group must be a non-empty string or an integer, and the only field")
     return EndGroup(group)

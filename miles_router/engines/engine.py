@@ -1,7 +1,7 @@
-"""Engines: what one kind of engine is asked, and how its answers are read. Pure: `forwarding/` and `control/` send.
+"""The `Engine` interface: which requests each kind of engine takes, and how its answers are parsed. No I/O.
 
-Each kind has a folder of its own beside this file, and a line in `known.py`. Everything else asks the engine that a
-worker is, and never for its name.
+`forwarding/` and `control/` send the requests. Each kind of engine has a subpackage beside this file and an entry in
+`known.py`. All other code calls the `Engine` object of a worker and never compares engine names.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from miles_router.engines.facts import Facts
     from miles_router.engines.pairs.request import PairedRequest
 
-#: Parses a request's body within its bounds.
+#: A parser of request bodies that enforces limits on their size and depth.
 Parse = Callable[[bytes], Any]
-#: The names of one path, the newest first: an engine that answers 404 is asked by the next one.
+#: The names of one path, newest first. If the engine answers 404, the router tries the next name.
 Names = Sequence[str]
-#: What an engine answered, by the newest name of the path: b"" where it has no such document, `WITHHELD` where it wants
-#: a key, None where it did not answer.
+#: The answers of an engine, keyed by the newest name of the path. b"": it has no such document. `WITHHELD`: it requires
+#: a key. None: it did not answer.
 Documents = Mapping[str, bytes | None]
 WITHHELD = b"null"
 Headers = list[tuple[bytes, bytes]]
@@ -34,12 +34,17 @@ UNAVAILABLE = 503
 
 
 class CannotServe(ValueError):
-    """A request that an engine would not answer as it is meant. The message says what it lacks."""
+    """An error about a request that the engine would not answer as the client means it. The message names what it
+    lacks."""
 
 
 class RankWish(NamedTuple):
-    """What a client's request says of ranks. `rank`: None for nothing, or nothing that can be known here. `heeded`: it
-    stands where the engine reads it, so that nothing needs to be added."""
+    """The data-parallel rank that a client's request asks for.
+
+    Attributes:
+        rank: None if the request names none, or none that can be read.
+        heeded: the rank stands where the engine reads it, so the router adds nothing.
+    """
 
     rank: int | None
     heeded: bool
@@ -49,40 +54,41 @@ NO_WISH = RankWish(None, False)
 
 
 class RankReader(Protocol):
-    """Reads an answer as it arrives."""
+    """A reader that finds the answering rank in an answer while it arrives."""
 
     def feed(self, data: bytes) -> int | None:
-        """Return the rank that answers, where the next piece shows it."""
+        """Return the rank that answers once `data`, the next piece, completes it; None before."""
         ...
 
 
 class Translation(Protocol):
-    """One request as an engine has to be asked, and its answers as SGLang would have given them."""
+    """One request in the engine's own form, and the conversion of its answers to the form of SGLang."""
 
-    #: Where the engine is sent it, with the query; None: as it came.
+    #: The target (path and query) to send; None: the client's target.
     target: bytes | None
-    #: What the engine is sent.
+    #: The body to send.
     body: bytes
-    #: The engine's name of each generation that the client has named, by the client's.
+    #: The engine's `rid` of each generation that the client has named, by the client's `rid`.
     rids: Mapping[str, str]
-    #: Whether the engine keeps prefix caches apart by the key that is written into it.
+    #: Whether the engine separates prefix caches by the key in the request.
     heeds_cache_key: bool
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        """Return a whole answer. `version` is that of the weights, where the router alone knows it.
+        """Convert a complete answer. `version` is the weight version, if only the router knows it.
 
         Raises:
-            UnreadableAnswer: it lacks something, or contradicts itself. So with `event`.
+            UnreadableAnswer: the answer misses a field or contradicts itself.
         """
         ...
 
     def event(self, event: Event, version: str | None) -> bytes:
-        """Return an event of a stream."""
+        """Convert one event of a stream. Raises as `whole`."""
         ...
 
 
 class Parts:
-    """One request as several to the same worker. Each answers with a list, and these follow on each other."""
+    """One request split into several to the same worker. Each part answers with a JSON list, and the lists are
+    concatenated."""
 
     heeds_cache_key = True
 
@@ -92,7 +98,7 @@ class Parts:
 
     @staticmethod
     def joined(answers: Sequence[bytes]) -> bytes:
-        """Return the lists of all parts as one."""
+        """Concatenate the JSON lists of all parts."""
         return b"[%b]" % b",".join(answer[1:-1] for answer in answers)
 
 
@@ -100,225 +106,228 @@ class Engine(ABC):
     """One kind of engine."""
 
     kind: ClassVar[str]
-    #: Asked at every check: silent only where the engine is gone.
+    #: The path of every health check. It is silent only if the engine is gone.
     alive: ClassVar[Names]
-    #: Answered by what generates, without generating: proves that it moves, and names the weights that sample.
+    #: Answered by the scheduler without generating: proves that the scheduler runs, and names the weights that sample.
     scheduler: ClassVar[Names]
-    #: Generates a token: proves that the engine works.
+    #: Generates a token, which proves that the engine works.
     deep: ClassVar[Order]
-    #: The same for an engine that may stand still: the engine's environment changes nothing about it.
+    #: Like `deep`, but independent of the engine's environment variables. Used if the engine may be stalled.
     token: ClassVar[Names]
-    #: Says, as `is_unready` reads it, that the engine is paused, or that `deep` failed and none succeeded since. None:
-    #: nothing says so.
+    #: Reports (see `is_unready`) that the engine is paused, or that `deep` failed and has not succeeded since. None: it
+    #: has no such path.
     ready: ClassVar[str | None] = None
-    #: 503 after a failed `deep` until one succeeds; a pause changes nothing.
+    #: Answers 503 after a failed `deep` until one succeeds. A pause does not affect it.
     well: ClassVar[str | None] = None
-    #: What the engine says about itself.
+    #: The documents that describe the engine.
     documents: ClassVar[Sequence[Names]]
-    #: Of these, those whose first answer takes longer than a check may: seconds, by the newest name.
+    #: Timeouts in seconds for documents whose first answer may take longer than a check, by their newest name.
     slow_documents: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    #: The path of its numbers, as Prometheus reads them.
+    #: The path of its Prometheus metrics.
     metrics: ClassVar[str]
-    #: Lists its models, and adapters among them.
+    #: Lists its models and loaded adapters.
     models: ClassVar[Names]
-    #: Paths whose requests generate; all others pass a closed gate.
+    #: Paths whose requests generate. Only these wait at a closed gate.
     generates: ClassVar[frozenset[str]]
-    #: Paths whose requests the engine itself works on, those that generate among them.
+    #: Paths whose requests need the engine to compute, including those that generate.
     computes: ClassVar[frozenset[str]]
-    #: What an agent may post beside what generates. Nothing here changes an engine.
+    #: Paths that an agent may post to besides those that generate. None of them changes the engine.
     aside: ClassVar[frozenset[str]]
-    #: Those of them that make tokens of text, and text of tokens.
+    #: Those of them that tokenize and detokenize.
     tokenizers: ClassVar[frozenset[str]]
-    #: What the clients' key opens where administration has a key of its own; one that ends with `/` stands for all
-    #: beneath it. Everything else needs the key of administration, so that a new engine opens nothing.
+    #: Paths that the clients' API key opens if there is a separate admin key. A path that ends with `/` covers
+    #: everything below it. All other paths need the admin key, so a new engine exposes nothing by default.
     client_paths: ClassVar[frozenset[str]]
-    #: What the engine puts in front of 32 hexadecimal digits where a client gives a generation no name.
+    #: Prefixes of the request ids that the engine makes (prefix and 32 hexadecimal digits) if a client gives none.
     made_names: ClassVar[Sequence[str]] = ("",)
-    #: The field of that name, by path, where it is another than that of `/generate`.
+    #: The field of the request id, by path, where it is not `rid`.
     name_fields: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Makes tokens of a text, no special ones added.
+    #: Tokenizes a text without adding special tokens.
     tokenize: ClassVar[Names] = ()
-    #: Fields by which a client itself chooses where the engine computes.
+    #: Fields by which a client chooses the rank or the room of a pair itself.
     places: ClassVar[frozenset[str]] = frozenset()
-    #: Paths where an adapter has a field and the model says nothing, and all where it has a field.
+    #: Paths where only a field selects the adapter and `model` is ignored, and all paths with such a field.
     adapter_only_by_field: ClassVar[frozenset[str]] = frozenset()
     adapter_by_field: ClassVar[frozenset[str]] = frozenset()
-    #: Paths where an adapter is a model, by its own name.
+    #: Paths where `model` is the bare name of the adapter.
     adapter_by_model: ClassVar[frozenset[str]] = frozenset()
-    #: Headers that it would read otherwise than they are meant.
+    #: Client headers that the engine misinterprets, so they are not forwarded.
     unwanted_headers: ClassVar[frozenset[bytes]] = frozenset()
-    #: Its control requests.
     control: ClassVar[Sequence[ControlRequest]]
-    #: Whether it says which weights it has. Where not, they are what the router was told.
+    #: Whether it reports its weight version. If not, the router uses the version of the last update.
     tells_version: ClassVar[bool] = True
-    #: The modes of a pause that it is told in place of others.
+    #: Pause modes that are replaced by others for this engine.
     pauses: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Whether it can release its memory, and have it again.
+    #: Whether it can release its GPU memory and allocate it again.
     sleeps: ClassVar[bool] = True
-    #: Whether a generation that is aborted by its name is answered with all that it has sampled.
+    #: Whether the answer to an aborted generation contains all sampled tokens.
     returns_aborted: ClassVar[bool] = True
-    #: Sampling parameters, and fields of `/generate`, that depend on what was output before: a generation with one of
-    #: them is not carried on behind a cut.
+    #: Sampling parameters and fields of `/generate` that depend on the earlier output. A generation with one of them
+    #: cannot be resumed.
     stateful: ClassVar[frozenset[str]] = frozenset()
-    #: Whether a seed that is sent again with what it has sampled samples the same noise again: what is carried on goes
-    #: without it.
+    #: Whether a resumed request with the same seed repeats the noise of its beginning. If so, the router drops the
+    #: seed.
     repeats_noise: ClassVar[bool] = False
-    #: Whether `/generate` samples behind ids alone: of a text they are asked for first (`ask_prompt_tokens`).
+    #: Whether `/generate` accepts only token ids. Texts are tokenized first (`ask_prompt_tokens`).
     ids_only: ClassVar[bool] = False
-    #: Whether its chat samples behind ids that it is given, and tells those that it has sampled. Where not, sessions
-    #: render prompts and read answers themselves, and ask for raw chat by ids, which `translate` makes a request of
-    #: `/generate` (`openai/by_ids.py`).
+    #: Whether its chat API accepts prompt ids and returns the sampled ids. If not, sessions render prompts and parse
+    #: answers themselves; `translate` converts their chat requests by ids to `/generate` (`openai/by_ids.py`).
     chats_by_ids: ClassVar[bool] = False
-    #: Whether `translate` may change requests and answers; otherwise they pass byte for byte.
+    #: Whether `translate` may change requests and answers. Otherwise they pass byte for byte.
     translates: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
     def recognized(cls, documents: Documents) -> Engine | None:
-        """Return the engine that these documents are from, or None where they are another kind's."""
+        """Return the engine that sent these documents, or None if they come from another kind."""
 
     @abstractmethod
     def facts(self, documents: Documents) -> Facts:
-        """Read what the documents say; what cannot be read says nothing."""
+        """Parse the documents. Unreadable parts leave their facts at None."""
 
     @abstractmethod
     def has_said_all(self, documents: Documents) -> bool:
-        """Return whether the documents by which an engine is recognized were answered."""
+        """Return whether the documents that identify an engine were answered."""
 
     @abstractmethod
     def sampling_version(self, said: bytes) -> str | None:
-        """Read which weights sample now in an answer of `scheduler`; None where it names none, or several."""
+        """Return the weight version that samples now, from an answer of `scheduler`; None if it names none or
+        several."""
 
     def is_unready(self, status: int, said: bytes) -> bool:
-        """Return whether an answer of `ready` says that it is not."""
+        """Return whether an answer of `ready` reports that the engine is not ready."""
         return status == UNAVAILABLE
 
     def with_adapter(self, path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
-        """Return a request whose model is `base:adapter` so that its route applies the adapter.
+        """Return the request, whose model is `base:adapter`, changed so that the route applies the adapter.
 
         Raises:
-            CannotServe: the route never does.
-            What `parse` raises.
+            CannotServe: the route never applies adapters.
+            Exception: any error of `parse`.
         """
-        raise CannotServe(f"{path} applies no adapters")
+        raise CannotServe(f"{path} does not apply LoRA adapters")
 
     def adapters(self, listed: bytes) -> frozenset[str]:
-        """Return the adapters in an answer of `models`; none in what cannot be read."""
+        """Return the adapters in an answer of `models`; an empty set if it cannot be read."""
         return frozenset()
 
     def ask_prompt_tokens(self, text: str) -> EngineQuestion[list[int]] | None:
-        """Return how it is asked for the tokens of a prompt of `/generate`; None where it cannot be. So with the next
-        four."""
+        """Return the request for the token ids of a `/generate` prompt; None if the engine has no such request."""
         return None
 
     def ask_chat_tokens(self, chat: Mapping[str, Any]) -> EngineQuestion[list[int]] | None:
-        """Return how it is asked for the prompt that its template makes of a chat request."""
+        """Return the request for the prompt ids that the chat template renders; None if the engine has none."""
         return None
 
     def ask_texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> EngineQuestion[list[str]] | None:
-        """Return how it is asked for the text of each of these ids."""
+        """Return the request for the text of each list of ids; None if the engine has none."""
         return None
 
     def ask_reasoning(self, text: str, parser: str) -> EngineQuestion[tuple[str, str]] | None:
-        """Return how it is asked for the reasoning that a parser finds in a whole answer, and the rest of that."""
+        """Return the request that splits a complete answer into reasoning and the rest; None if the engine has none."""
         return None
 
     def ask_calls(self, text: str, tools: Sequence[Any], parser: str) -> EngineQuestion[tuple[str, list[Any]]] | None:
-        """Return how it is asked for a whole answer without the tool calls that a parser finds, and for those: `name`
-        and `parameters` of each."""
+        """Return the request that extracts tool calls from a complete answer; None if the engine has none. Its result
+        is the text without the calls, and the calls with `name` and `parameters`."""
         return None
 
     def tokenize_body(self, text: str) -> bytes:
-        """Return what `tokenize` is asked for a text."""
-        raise CannotServe("it makes no tokens of texts")
+        """Return the body of a `tokenize` request."""
+        raise CannotServe("the engine cannot tokenize")
 
     def tokens(self, answer: bytes) -> list[int] | None:
-        """Return the ids in an answer of `tokenize`; None where it has none."""
+        """Return the ids in an answer of `tokenize`; None if it has none."""
         return None
 
     @staticmethod
     def overflow(message: str) -> Overflow | None:
-        """Return what an error of the engine's says of the context window; None where it is about something else."""
+        """Parse an error message of the engine about the context window; None if the message is about something
+        else."""
         return None
 
     @abstractmethod
     def takes_cache_key(self, facts: Facts, path: str) -> bool:
-        """Return whether prefix caches of requests to this path are kept apart by a key, as far as facts say so."""
+        """Return whether the facts confirm that a key separates the prefix caches of requests to this path."""
 
     @abstractmethod
     def with_cache_key(self, body: bytes, key: str) -> bytes:
-        """Write this key into a request, in front of the client's own. A request that cannot be read stays as it is:
-        the engine says what is wrong with it."""
+        """Return the request with this key in front of the client's own. An unreadable request stays as it is: the
+        engine reports what is wrong with it."""
 
     @abstractmethod
     def order(self, action: Action) -> Order:
-        """Return the request by which the engine is told something. Each can pause, go on, abort and flush.
+        """Return the control request for an action. Every engine supports pause, continue, abort and flush.
 
         Raises:
-            CannotServe: it cannot do this.
+            CannotServe: the engine does not support the action.
         """
 
     def refused(self, answer: bytes) -> bool:
-        """Return whether an answer to a control request says that nothing was done, whatever its status."""
+        """Return whether an answer to a control request reports that nothing was done, whatever its status."""
         return False
 
     @classmethod
     def own_request(cls, path: str) -> ControlRequest | None:
-        """Return how a control request is read whose path is the user's own; None where the path says nothing."""
+        """Return the parser for a user-defined control path; None if the path is not recognized."""
         return None
 
     @classmethod
     def read(cls, path: str, arguments: Arguments) -> Action | None:
-        """Return the action that the engine reads in a control request; None where it has no such request.
+        """Return the action of a control request as this engine reads it; None if it has no such request.
 
         Raises:
-            BadArguments: it could make no sense of it.
+            BadArguments: the arguments are invalid.
         """
         request = next((each for each in cls.control if each.path == path), None)
         return None if request is None else request.read(arguments)
 
     def pause_told(self, pause: Pause) -> Pause:
-        """Return the pause that the engine is told in place of another whose mode it lacks."""
+        """Return the pause to send; its mode is replaced if this engine lacks it (`pauses`)."""
         return Pause(self.pauses.get(pause.mode, pause.mode))
 
     @staticmethod
     def rank_wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:
-        """Return which rank a client wants that speaks to this engine. Raises what `parse` raises."""
+        """Return the rank that the client asks for. Raises any error of `parse`."""
         return NO_WISH
 
     def ranks(self, facts: Facts) -> int:
-        """Return how many data-parallel ranks requests can be pinned to."""
+        """Return the number of data-parallel ranks that requests can be pinned to."""
         return 1
 
     def pinned(
         self, path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool
     ) -> tuple[Headers, bytes] | None:
-        """Return a request as it is sent to one rank; None where the engine chooses. `encoded`: its body is compressed,
-        and cannot be written into."""
+        """Return the headers and body that pin a request to one rank; None if the engine chooses the rank.
+
+        Args:
+            encoded: the body is compressed, so that no field can be added.
+        """
         return None
 
     def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
-        """Return what reads from an answer which rank gave it; None where answers do not tell."""
+        """Return a reader for the answering rank; None if answers do not contain it."""
         return None
 
     def paired(self, path: str, body: bytes, parse: Parse) -> PairedRequest:
-        """Return what both halves of a pair of these engines are asked for a request.
+        """Return the request for both halves of a prefill/decode pair of this engine.
 
         Raises:
-            CannotServe: a pair would answer something else than is meant, or not at all.
-            What `parse` raises.
+            CannotServe: a pair would answer differently or not at all.
+            Exception: any error of `parse`.
         """
-        raise CannotServe("the engine has no halves")
+        raise CannotServe("the engine does not support prefill/decode pairs")
 
     def with_room(self, body: bytes, host: str, port: int, room: int) -> bytes:
-        """Return a request with the place where the halves meet."""
-        raise CannotServe("the engine has no halves")
+        """Return the request with the host, port and room (bootstrap id) through which the halves transfer the KV
+        cache."""
+        raise CannotServe("the engine does not support prefill/decode pairs")
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | Parts | None:
-        """Return how a request to this path is asked; None where it goes as it came.
+        """Return the request in the engine's own form; None if it passes unchanged.
 
         Raises:
-            CannotServe: the engine would answer something else than is meant.
-            UnknownShape: that cannot be seen.
+            CannotServe: the engine would not answer as the client means it.
+            UnknownShape: the request cannot be read.
         """
         return None

@@ -1,4 +1,4 @@
-"""Server-sent events, cut out of a stream's bytes and read (WHATWG HTML, section 9.2). Pure.
+"""Server-sent events: a splitter, a parser and a writer (WHATWG HTML, section 9.2). No I/O.
 
 Engines write `data: {json}` and an empty line, some with the event's name in front, and `data: [DONE]` at the end.
 Lines end with `\\n` or `\\r\\n`.
@@ -21,14 +21,20 @@ END = NEWLINE + NEWLINE
 LAST_EVENT = DATA + DONE + END
 _ENDS = (NEWLINE, b"\r\n")
 _END = re.compile(rb"\n\r?\n")
-#: The longest beginning of an event's end that may stand at the end of a piece: a newline and a carriage return.
+#: The longest part of an event's end that a piece may end with: a newline and a carriage return.
 _TAIL = 2
 _ERROR = Field("error")
 
 
 class Event(NamedTuple):
-    """One event: its bytes with the empty line that ends it, its name (empty without one), its data, and whether it is
-    the last of a stream that ends in order (`[DONE]`)."""
+    """One event of a stream.
+
+    Attributes:
+        raw: its bytes with the empty line that ends it.
+        name: empty if the event has none.
+        data: the joined data lines.
+        is_last: the event is `[DONE]`, the last one of a complete stream.
+    """
 
     raw: bytes
     name: bytes
@@ -37,9 +43,9 @@ class Event(NamedTuple):
 
     @classmethod
     def read(cls, raw: bytes) -> Event:
-        """Read the fields of an event. Comments and unknown fields are skipped; several data lines are joined."""
+        """Parse the fields of an event. Comments and unknown fields are skipped; several data lines are joined."""
         if raw.startswith(DATA) and raw.find(NEWLINE) == len(raw) - len(END) and b"\r" not in raw:
-            data = raw[len(DATA) : -len(END)]  # nearly all of them
+            data = raw[len(DATA) : -len(END)]  # the fast path, for nearly all events
             return cls(raw, b"", data, data == DONE)
         name, lines = b"", []
         for line in raw.splitlines():
@@ -53,14 +59,14 @@ class Event(NamedTuple):
 
     @property
     def is_error(self) -> bool:
-        """Whether it tells of an error in place of an answer."""
+        """Whether the event reports an error instead of an answer."""
         if _ERROR.quoted not in self.data:
             return False
         parsed = self.parse()
         return isinstance(parsed, dict) and _ERROR.name in parsed
 
     def parse(self) -> Any:
-        """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""
+        """Return the JSON in the data; None for `[DONE]`, for an event without data, and for invalid JSON."""
         data = self.data
         if not data or self.is_last:
             return None
@@ -71,36 +77,36 @@ class Event(NamedTuple):
 
 
 def write_event(content: object, name: bytes = b"") -> bytes:
-    """JSON as an event."""
+    """Return an event that contains `content` as JSON."""
     event = DATA + orjson.dumps(content) + END
     return b"event: " + name + NEWLINE + event if name else event
 
 
 class EventReader:
-    """Cuts a stream of bytes into events, each with the empty line that ends it."""
+    """A splitter of a byte stream into events, each with the empty line that ends it."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        #: Whether an event that was let go has not ended yet.
-        self.within = False
+        #: Whether the stream is inside an event whose beginning `release` has returned.
+        self.in_released_event = False
 
     def feed(self, data: bytes) -> Sequence[bytes]:
-        """Return the events that are complete now."""
-        whole = not self._rest and not self.within and data.endswith(END)
+        """Return the events that `data` completes."""
+        whole = not self._rest and not self.in_released_event and data.endswith(END)
         if whole and data.find(NEWLINE) == len(data) - len(END):
-            return (data,)  # which is how they mostly come
-        return [*self._cut(data)]
+            return (data,)  # the fast path: mostly one piece is one event
+        return [*self._split(data)]
 
-    def _cut(self, data: bytes) -> Iterator[bytes]:
-        if self.within:
-            piece, data = self._through_its_end(data)
+    def _split(self, data: bytes) -> Iterator[bytes]:
+        if self.in_released_event:
+            piece, data = self._rest_of_released_event(data)
             yield piece
             if not data:
                 return
         rest = self._rest
         begin, at = 0, max(0, len(rest) - _TAIL)
         rest += data
-        while (at := rest.find(NEWLINE, at) + 1) > 0:  # one byte is found ten times as fast as two
+        while (at := rest.find(NEWLINE, at) + 1) > 0:  # searching one byte is ten times as fast as two
             for end in _ENDS:
                 if rest.startswith(end, at):
                     at += len(end)
@@ -109,37 +115,36 @@ class EventReader:
                     break
         del rest[:begin]
 
-    def let_go(self) -> bytes:
-        """What has come of the next event, which may be very long. From now on `feed` gives the rest of it in the
-        pieces in which it comes."""
+    def release(self) -> bytes:
+        """Return the incomplete event and stop buffering it, since it may be very long. Later `feed` calls return the
+        rest of it in pieces as they arrive."""
         beginning = self.rest
-        self.within = bool(beginning)
+        self.in_released_event = bool(beginning)
         self._rest = bytearray(beginning[-_TAIL:])
         return beginning
 
-    def _through_its_end(self, data: bytes) -> tuple[bytes, bytes]:
-        """The piece of an event that was let go, and what comes behind its end."""
+    def _rest_of_released_event(self, data: bytes) -> tuple[bytes, bytes]:
+        """Return the bytes up to the end of the event that `release` returned, and the bytes behind it."""
         tail = bytes(self._rest)
         end = _END.search(tail + data)
         if end is None:
             self._rest = bytearray((tail + data)[-_TAIL:])
             return data, b""
-        self.within, self._rest = False, bytearray()
+        self.in_released_event, self._rest = False, bytearray()
         cut = end.end() - len(tail)
         return data[:cut], data[cut:]
 
     @property
     def pending(self) -> int:
-        """Bytes that came behind the last complete event, and were not let go."""
-        return 0 if self.within else len(self._rest)
+        """The number of buffered bytes behind the last complete event."""
+        return 0 if self.in_released_event else len(self._rest)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a stream that has ended now ended inside an event. Of the event `[DONE]`, only the empty line may be
-        missing."""
+        """Whether a stream that ends now ends inside an event. Only `[DONE]` may lack its empty line."""
         return self.rest.strip() not in (b"", DATA + DONE)
 
     @property
     def rest(self) -> bytes:
-        """What came behind the last complete event, and was not let go."""
-        return b"" if self.within else bytes(self._rest)
+        """The buffered bytes behind the last complete event."""
+        return b"" if self.in_released_event else bytes(self._rest)

@@ -1,9 +1,8 @@
-"""How many tokens the prompt of a request has, as its bytes tell, at no cost that grows with them; and how many were
-sampled, as the end of its answer tells.
+"""Estimates of a request's prompt length and an answer's sampled tokens, in constant time. No I/O.
 
-Ids are counted by the commas in a part of them; of text a token has four bytes in the mean. What is not the prompt is
-taken for a part of it: beside a prompt that weighs anything it is small. Of an image nobody knows before it is decoded:
-a JPEG of a megapixel has some 1,300 tokens (Qwen2.5-VL) and 600 kB of base64.
+A prompt of ids is estimated by the commas in a sample of the body, a text by four bytes per token. The rest of the body
+counts as prompt too; beside a large prompt it is small. The tokens of an image are unknown before it is decoded: a JPEG
+of a megapixel has about 1,300 tokens (Qwen2.5-VL) and 600 kB of base64.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from __future__ import annotations
 import string
 
 _SAMPLE = 256
-#: Ids have at most six digits: more commas than this, and they are ids.
+#: Ids have at most six digits: a sample with more commas than this contains ids.
 _COMMAS = _SAMPLE // 8
 _BYTES_OF_TEXT, _BYTES_OF_IMAGE = 4, 500
 _BASE64 = (string.ascii_letters + string.digits + "+/=").encode("ascii")
-#: In `meta_info`, and in the `usage` of OpenAI's routes. In a text its quotes would be escaped.
+#: The field in `meta_info` and in the `usage` of OpenAI's routes. Inside a string its quotes would be escaped.
 _COUNT = b'"completion_tokens"'
 _COLON = len(_COUNT) + 1
 _DIGITS, _BEHIND = 10, b" \r\n]}"
 
 
 def sampled_tokens(end: bytes) -> int:
-    """How many an answer says that were sampled for it, the last one where there are several; 0 where its end does not
-    say it, since it streams without usage, say, or rows of experts stand behind."""
+    """Return the number of sampled tokens that the end of an answer reports, the last one if there are several. 0 if it
+    is not there: the stream has no usage, or expert rows follow it."""
     at = end.rfind(_COUNT)
     if at < 0:
         return 0
@@ -35,7 +34,8 @@ def sampled_tokens(end: bytes) -> int:
 
 
 def prompt_tokens(body: bytes) -> int:
-    """About how many; wrong by some percent for ids, and by a third or so for text in other scripts than Latin."""
+    """Return about how many tokens the prompt has. The error is some percent for ids, and about a third for non-Latin
+    text."""
     begin = max(0, (len(body) - _SAMPLE) // 2)
     commas = body.count(b",", begin, begin + _SAMPLE)
     if len(body) > _SAMPLE and commas > _COMMAS:

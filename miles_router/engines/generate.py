@@ -1,4 +1,4 @@
-"""A request of `/generate`, read once for everybody who looks at one (SGLang's `GenerateReqInput`). Pure."""
+"""A parser of `/generate` requests, shared by all layers (SGLang's `GenerateReqInput`). No I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 TEXT, IDS, IDS_ALIAS = "text", "input_ids", "input_tokens"
 PARAMS, RID = "sampling_params", "rid"
 MEDIA = ("image_data", "video_data", "audio_data")
-#: Fields that put something into the model's input which text and ids do not show.
+#: Fields that add to the model's input what neither text nor ids show.
 BEYOND_TEXT = ("input_embeds", *MEDIA, "session_params")
-MAX_GENERATIONS = 4096  # of one request
+MAX_GENERATIONS = 4096  # per request
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's `SamplingParams`
-#: Fields that may hold a list of one value for each prompt.
+#: Fields that may be a list with one value per prompt.
 PER_PROMPT = (
     PARAMS,
     "return_logprob",
@@ -33,16 +33,14 @@ Reason = Literal["no_object", "no_prompt", "text", "input_ids", "sampling_params
 
 
 def stop_strings(stop: object) -> list[str]:
-    """Those of a request's `stop`, a string or a list. An empty one stops nothing."""
+    """Return the non-empty stop strings of a request's `stop`, which is a string or a list."""
     each = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else ()
     return [one for one in each if isinstance(one, str) and one]
 
 
 def is_absent(value: object) -> bool:
     """Return True where a field holds nothing: null, false, a blank string, or a list or object of nothing else.
-
-    Clients without images send `"image_data": []`, `[null]`, `[[]]` or `{"url": ""}`.
-    """
+    Clients without images send `"image_data": []`, `[null]`, `[[]]` or `{"url": ""}`."""
     if isinstance(value, list):
         return all(map(is_absent, value))
     if isinstance(value, Mapping):
@@ -51,8 +49,8 @@ def is_absent(value: object) -> bool:
 
 
 class UnknownShape(ValueError):
-    """A body that is no request this router can read; the engine may still know what to do with it. `reason` is one
-    of few words, which label metrics."""
+    """An error about a request body that the router cannot read; the engine may still accept it. `reason` has few
+    values, since it labels a metric."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -70,12 +68,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A whole request.
+    """A `/generate` request.
 
     Attributes:
-        body: as it was parsed.
-        prompts: in order. Where a client sends text and ids, the engine takes the ids.
-        samples: generations of each prompt (`n`).
+        body: the parsed JSON.
+        prompts: in order. If a client sends text and ids, the engine uses the ids.
+        samples: generations per prompt (`n`).
         batch: whether the prompts came as a list.
         stream: whether the answer is a stream of events.
     """
@@ -88,10 +86,10 @@ class GenerateRequest:
 
     @classmethod
     def read(cls, body: object) -> GenerateRequest:
-        """Read a parsed body.
+        """Parse a body that is already decoded from JSON.
 
         Raises:
-            UnknownShape: it is none of the engine's shapes, or asks for more than `MAX_GENERATIONS`.
+            UnknownShape: the body has none of the engine's shapes, or asks for more than `MAX_GENERATIONS`.
         """
         if not isinstance(body, Mapping):
             raise UnknownShape("no_object")
@@ -99,7 +97,7 @@ class GenerateRequest:
         params = _params(body.get(PARAMS), len(sources))
         samples = params[0].get("n", 1)
         if type(samples) is not int or samples < 1 or any(each.get("n", 1) != samples for each in params):
-            raise UnknownShape("sampling_params")  # the engine wants one `n` for all of them
+            raise UnknownShape("sampling_params")  # the engine requires one `n` for all prompts
         if len(sources) * samples > MAX_GENERATIONS:
             raise UnknownShape("too_many")
         _check_rid(body.get(RID), len(sources))
@@ -115,43 +113,43 @@ class GenerateRequest:
 
     @property
     def generations(self) -> int:
-        """How many answers there will be: prompt by prompt, `samples` of each."""
+        """The number of generations: `samples` for the first prompt, then for the second, and so on."""
         return len(self.prompts) * self.samples
 
     @property
     def indexed(self) -> bool:
-        """Whether the answers come as a list, or as events that have an `index`."""
+        """Whether the answers come as a list, or as events with an `index`."""
         return self.batch or self.samples != 1
 
     def prompt_of(self, generation: int) -> int:
-        """The place of the prompt that a generation continues."""
+        """Return the index of the prompt that a generation continues."""
         return generation // self.samples
 
     @property
     def rids(self) -> list[str | None]:
-        """The id of each generation as its client names it; None where the engine makes one."""
+        """The client's `rid` of each generation; None where the engine makes one."""
         return list(map(self.rid, range(self.generations)))
 
     def rid(self, generation: int) -> str | None:
-        """The id of one generation as its client names it; None where the engine makes one."""
+        """Return the client's `rid` of one generation; None if the engine makes one."""
         rid = self.body.get(RID)
-        if self.samples != 1 or rid is None:  # the engine makes the ids of several samples itself
+        if self.samples != 1 or rid is None:  # for n > 1 the engine makes the ids itself
             return None
         if isinstance(rid, list):
             return str(rid[generation])
         return f"{rid}_{generation}" if self.batch else rid
 
     def field(self, name: str, prompt: int) -> Any:
-        """The value of a `PER_PROMPT` field for one prompt."""
+        """Return the value of a `PER_PROMPT` field for one prompt."""
         value = self.body.get(name)
         if not self.batch or not isinstance(value, list) or len(value) != len(self.prompts):
             return value
         if name == "token_ids_logprob" and not isinstance(value[0], list):
-            return value  # one list of ids, for all prompts
+            return value  # one list of ids for all prompts
         return value[prompt]
 
     def single(self, generation: int) -> dict[str, Any]:
-        """The request for one generation alone."""
+        """Return the request body for one generation alone."""
         place = self.prompt_of(generation)
         prompt = self.prompts[place]
         own = {name: self.field(name, place) for name in PER_PROMPT if name in self.body}
@@ -162,20 +160,23 @@ class GenerateRequest:
         return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
 
     def with_params(self, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the body with the sampling parameters that `change` makes of each prompt's, `n` included. One object
-        for all prompts stays one."""
+        """Return the body with each prompt's sampling parameters, `n` included, replaced by the result of `change`. A
+        single object for all prompts stays a single object."""
         params = self.body.get(PARAMS)
         return {**self.body, PARAMS: [*map(change, params)] if isinstance(params, list) else change(params or {})}
 
     def with_ids(self, ids: Sequence[object], **fields: object) -> dict[str, Any]:
-        """The request with ids for each of its prompts, in any form that is written as a list of numbers (a numpy array
-        is), and with further fields."""
+        """Return the body with `ids` as its prompts, and with further fields.
+
+        Args:
+            ids: one sequence per prompt, in any form that is serialized as a list of numbers, such as a numpy array.
+        """
         kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS_ALIAS)}
         return {**kept, IDS: list(ids) if self.batch else ids[0], **fields}
 
 
 def _sources(body: Mapping[str, Any]) -> tuple[list[Any], bool, bool]:
-    """The prompts, whether they came as a list, and whether they are texts."""
+    """Return the prompts, whether they came as a list, and whether they are texts."""
     text, ids = body.get(TEXT), body.get(IDS)
     if ids is None and text is None:
         ids = body.get(IDS_ALIAS)

@@ -1,7 +1,8 @@
-"""A `/generate` answer put together from the events of a stream, cumulative or incremental. Pure.
+"""An accumulator that assembles a `/generate` answer from the events of a stream. No I/O.
 
-By default SGLang says everything so far with each event; with `--incremental-streaming-output` only what is new.
-`completion_tokens` tells which: it always counts all. Events without it must repeat what has come.
+By default each SGLang event repeats all tokens so far (cumulative). With `--incremental-streaming-output` it contains
+only the new ones. `completion_tokens` always counts all tokens and so distinguishes the two. Events without it must be
+cumulative.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from miles_router.engines.answers import (
 
 
 class GrowingAnswer:
-    """One generation's answer as it grows.
+    """The answer of one generation, assembled from events.
 
     Attributes:
-        answer: everything so far, in the form of a whole answer; None before the first event.
-        incremental: whether the stream tells only what is new; None until it can be known.
-        spans: the weight versions that the events named, over the tokens so far: `{"version", "start", "end"}`.
+        answer: everything so far, in the form of a complete answer; None before the first event.
+        incremental: whether events contain only new tokens; None while it is unknown.
+        spans: the weight versions of the events, as `{"version", "start", "end"}` over the tokens so far.
     """
 
     def __init__(self) -> None:
@@ -40,27 +41,27 @@ class GrowingAnswer:
 
     @property
     def ended(self) -> bool:
-        """Whether the last event has come."""
+        """Whether the last event has arrived."""
         return self.answer is not None and self.answer["meta_info"].get("finish_reason") is not None
 
     def add(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Take one event's answer; gives everything so far, which the next event may change.
+        """Add one event and return the answer so far. The next event may modify the returned object.
 
         Raises:
-            UnreadableAnswer: a field is missing, the counts fit neither kind of stream, ids that came before are not
-                repeated, logprobs are of other tokens, or versions do not cover them. Nothing is taken then.
+            UnreadableAnswer: a field is missing, the counts fit neither kind of stream, or ids, logprobs and versions
+                do not fit the earlier ids or each other. The event is not added then.
         """
         try:
-            grown = self._grown(event)
+            grown = self._merge(event)
             self._note_version(event["meta_info"], len(grown["output_ids"]))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
         self.answer = grown
         return grown
 
-    def skim(self, event: Mapping[str, Any]) -> None:
-        """Take one event's answer, for whoever looks at `answer` only once it has `ended`: of a cumulative stream, what
-        the next event says again is not read.
+    def add_lazily(self, event: Mapping[str, Any]) -> None:
+        """Add one event for a caller that reads `answer` only once it has `ended`. Cumulative events that the next one
+        repeats are not parsed.
 
         Raises:
             UnreadableAnswer: as `add`.
@@ -72,68 +73,69 @@ class GrowingAnswer:
             return
         skimmed, self._skimmed = self._skimmed, None
         if skimmed is not None:
-            self.add(skimmed)  # which says up to where the version before reached
+            self.add(skimmed)  # it marks the last token of the previous weight version
         self.add(event)
 
-    def _grown(self, event: Mapping[str, Any]) -> dict[str, Any]:
+    def _merge(self, event: Mapping[str, Any]) -> dict[str, Any]:
         text, ids, meta = event["text"], event["output_ids"], event["meta_info"]
         count = meta.get("completion_tokens", len(ids))
         lists = (meta.get(name) for name in OUTPUT_LISTS)
         if not (isinstance(text, str) and isinstance(ids, list) and isinstance(count, int)) or not all(
             each is None or isinstance(each, list) for each in lists
         ):
-            raise UnreadableAnswer("incomplete", "text, output_ids, completion_tokens or a list has another type")
+            raise UnreadableAnswer("incomplete", "text, output_ids, completion_tokens or a list has the wrong type")
         known = self.answer["output_ids"] if self.answer is not None else []
         before = len(known)
         if "completion_tokens" not in meta and ids[:before] != known:
             raise UnreadableAnswer(
-                "incomplete", "completion_tokens is missing, and the ids do not repeat what has come"
+                "incomplete", "completion_tokens is missing, and the event does not repeat earlier ids"
             )
         if meta.get(VERSIONS):
             version_runs(meta, count)
         aborted = is_abort(meta.get("finish_reason"))
         if len(ids) >= count >= before:
             if ids[:before] != known:
-                raise UnreadableAnswer("tokens_taken_back", f"some of the first {before}")
-            grown = self._replaced(event, count)
-            if before and not aborted:  # an abort may repeat what has come, whatever the kind of stream
+                raise UnreadableAnswer("tokens_taken_back", f"an event changes some of the first {before} ids")
+            grown = self._merge_cumulative(event, count)
+            if before and not aborted:  # an abort may repeat all tokens in either kind of stream
                 self.incremental = False
         elif before + len(ids) == count:
             if self.incremental is False:
-                raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} of {count} ids, and all came before")
-            grown = self._appended(event)
+                raise UnreadableAnswer("token_counts_disagree", f"a cumulative event has {len(ids)} of {count} ids")
+            grown = self._merge_incremental(event)
             self.incremental = True
         elif self.answer is not None and aborted and count == before:
-            grown = self._repeated(event)
+            grown = self._merge_abort_in_queue(event)
         else:
-            raise UnreadableAnswer("token_counts_disagree", f"{before} ids, {len(ids)} more, {count} in all")
+            raise UnreadableAnswer("token_counts_disagree", f"{before} ids and {len(ids)} new ones are not {count}")
         return grown
 
     def with_versions(self) -> dict[str, Any]:
-        """Everything so far with its weight versions: the engine's own, or those that the events named where it tells
-        none, as at the end of a generation that was aborted in its queue. There must be an answer."""
+        """Return the answer so far with its weight versions; `answer` must not be None. They are the engine's own
+        `weight_versions`, or else `spans`: an abort in the queue does not list them."""
         assert self.answer is not None
         meta = self.answer["meta_info"]
         if meta.get(VERSIONS) or all(span["version"] is None for span in self.spans):
             return self.answer
         return {**self.answer, "meta_info": {**meta, VERSIONS: self.spans}}
 
-    def _replaced(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """Everything so far. SGLang writes an event's ids a moment after its counts (0.5.23, `tokenizer_manager.py`):
-        there may be more of them, which the next event tells again."""
+    def _merge_cumulative(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """Replace the answer by a cumulative event. SGLang writes an event's ids a moment after its counts (0.5.23,
+        `tokenizer_manager.py`), so there may be more ids than counted. The next event repeats them."""
         known, before = ({}, 0) if self.answer is None else (self.answer["meta_info"], len(self.answer["output_ids"]))
         meta = {**known, **event["meta_info"]}
         for name in OUTPUT_LISTS:
             if meta.get(name) is not None and len(meta[name]) > count:
                 meta[name] = meta[name][:count]
         ids = event["output_ids"] if len(event["output_ids"]) == count else event["output_ids"][:count]
-        if meta.get(LOGPROBS) is not None:  # those of earlier events were seen then, and are seen again at the end
+        if meta.get(LOGPROBS) is not None:
+            # Earlier logprobs were checked with their events, and are checked again at the end.
             seen = known.get(LOGPROBS) is not None and meta.get("finish_reason") is None
             check_logprobs(ids, meta[LOGPROBS], before if seen else 0)
         return {**event, "output_ids": ids, "meta_info": meta}
 
-    def _appended(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """What is new. The lists grow in place: a copy with each event would cost their length each time."""
+    def _merge_incremental(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Append an incremental event. The lists grow in place: copying them with each event would be quadratic."""
         new_ids, new = event["output_ids"], event["meta_info"]
         known = self.answer["meta_info"] if self.answer is not None else {}
         if new.get(LOGPROBS) is not None or (known.get(LOGPROBS) is not None and new_ids):
@@ -141,7 +143,7 @@ class GrowingAnswer:
         if self.answer is None:
             return {**event}
         if new.get(LOGPROBS) and known.get(LOGPROBS) is None and self.answer["output_ids"]:
-            raise UnreadableAnswer("token_counts_disagree", "the tokens that came before have no logprobs")
+            raise UnreadableAnswer("token_counts_disagree", "the earlier tokens have no logprobs")
         meta = {**known, **new}
         for name in OUTPUT_LISTS:
             if new.get(name) is not None:
@@ -151,8 +153,9 @@ class GrowingAnswer:
         ids += new_ids
         return {**event, "text": self.answer["text"] + event["text"], "output_ids": ids, "meta_info": meta}
 
-    def _repeated(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """The end of a generation that was aborted in the queue of a retracted one: it tells again what has come."""
+    def _merge_abort_in_queue(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Handle the last event of a generation that was aborted while it waited in the queue after a retraction: it
+        repeats all tokens."""
         assert self.answer is not None
         if (entries := self.answer["meta_info"].get(LOGPROBS)) is not None:
             check_logprobs(self.answer["output_ids"], entries)

@@ -1,4 +1,4 @@
-"""Models by name: which one a request asks for, and which adapter of one. Pure."""
+"""Model names: the model and the LoRA adapter that a request selects. No I/O."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"
-#: What an engine calls the model of a request that names none.
+#: The name that an engine assumes for a request without a model.
 DEFAULT = "default"
 _MODEL = Field(MODEL)
-#: A letter that is escaped without need: in a name, too, an engine reads it.
+#: A needlessly escaped letter. Engines decode it in field names too.
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 _FIRST = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"model"[ \t\r\n]*:[ \t\r\n]*')
 
 
 def model_of(body: bytes, parse: Parse) -> object:
-    """The model that a request's body names; None where it names none. Nothing is parsed where it stands first or last.
+    """Return the `model` of a request body, or None. The body is not parsed if the field is its first or its last.
 
     Raises:
-        What `parse` raises.
+        Exception: any error of `parse`.
     """
     first, escaped = _FIRST.match(body), _ESCAPED.search(body) is not None
     if not escaped and (first is None or _MODEL.find(body, first.end()) is None):
@@ -31,13 +31,13 @@ def model_of(body: bytes, parse: Parse) -> object:
             return value_at(body, first.end()) if first is not None else _MODEL.last(body)
     if not escaped and _MODEL.find(body) is None:
         return None
-    parsed = parse(body)  # it may be part of something else, as a parameter of a tool
+    parsed = parse(body)  # `model` may be nested, such as a parameter of a tool
     return parsed.get(MODEL) if isinstance(parsed, dict) else None
 
 
 def adapter_of(model: str, names: Iterable[str]) -> tuple[str, str] | None:
-    """The base model, which is one of `names`, and the adapter, where a model is written as `base:adapter`. A base may
-    have colons itself."""
+    """Return (base, adapter) if `model` is `base:adapter` with a base from `names`, else None. A base may contain
+    colons."""
     bases = [name for name in names if model.startswith(f"{name}:")]
     if not bases:
         return None
@@ -47,35 +47,35 @@ def adapter_of(model: str, names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """A request for this model: behind its own fields, where it counts."""
+    """Return the request with this model. The field is appended, since the last one counts."""
     return extended(body, {MODEL: model})
 
 
-def only_with_adapter(body: bytes, adapter: str) -> bytes:
-    """A request that is answered with this adapter, whichever it names itself."""
+def force_adapter(body: bytes, adapter: str) -> bytes:
+    """Return the request with this adapter, whatever adapter it names itself."""
     return extended(body, {MODEL: f"{DEFAULT}:{adapter}", ADAPTER: adapter})
 
 
 def own_adapters(body: bytes, parse: Parse) -> object:
-    """What a request names as its adapter, or adapters, beside its model; None where that is none. Raises what `parse`
-    raises."""
-    own = adapters_in(body, parse)
+    """Return the adapter, or list of adapters, in a request's `lora_path`; None if all are empty. Raises any error of
+    `parse`."""
+    own = lora_path_of(body, parse)
     return own if own and (not isinstance(own, list) or any(own)) else None
 
 
-def adapters_in(body: bytes, parse: Parse) -> object:
-    """The field of a request that names its adapter, or one for each of its prompts. Raises what `parse` raises."""
+def lora_path_of(body: bytes, parse: Parse) -> object:
+    """Return the `lora_path` of a request: an adapter, or a list with one per prompt. Raises any error of `parse`."""
     parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body or _ESCAPED.search(body) else None
     return parsed.get(ADAPTER) if isinstance(parsed, dict) else None
 
 
 def possible_adapters(model: str) -> list[str]:
-    """The adapters that a model which nobody knows may name, with any base before it."""
+    """Return the adapter names that an unknown `model` may mean: the whole name, or the part behind a base."""
     return [name for name in (model, model.partition(":")[2].strip()) if name]
 
 
-def is_written(name: str) -> bool:
-    """Whether a name can be written: half of a surrogate pair cannot."""
+def is_encodable(name: str) -> bool:
+    """Return whether a name can be encoded as UTF-8; half of a surrogate pair cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""The paths of the router's own API for generation: `/generate`, and those of the APIs that agents speak. Pure.
+"""The paths of the router's generation API: `/generate`, and the APIs that agents use. No I/O.
 
-All else that an engine answers is spelled in its folder.
+Other paths of an engine are defined in its subpackage.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-#: Those whose requests generate.
+#: The paths whose requests generate.
 AGENTS = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES})

@@ -1,12 +1,13 @@
-"""A text whose ids tell tokenizers apart. Pure."""
+"""A text that different tokenizers encode to different ids. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Text that tokenizers treat differently, a kind on each line.
+#: Texts that tokenizers treat differently, one kind per line.
 KINDS = (
-    # The beginning takes no space: some tokenizers put one there. transformers 5.3 reads the next as "helloworld".
+    # The first line starts without a space: some tokenizers add one there. transformers 5.3 reads the line as
+    # "helloworld".
     "hello  world, hello   again",
     "don't you'll WE'RE it'S I'M D'Arcy 'tis rock'n'roll O'Sullivan 'Twas 'Define L'Love l\u2019été",
     "camelCaseWords HTTPServerError XMLHttpRequest2 snake_case kebab-case CONSTANT_1 iOS \u01c5ungla \u02b0a",
@@ -21,7 +22,7 @@ KINDS = (
     "https://a.b/c?d=e&f#g @user .method() _private (paren) [x] {y} <z> a.b a,b a:b -1 +2 'q' \"r\" «s» „t“",
     "   spaces   behind   ",
 )
-#: Special tokens of many models: one of them that a tokenizer has and another has not is found.
+#: Special tokens of many models: they reveal a token that one tokenizer has and another does not.
 USUAL = (
     "<s></s><unk><pad><bos><eos><mask>[INST][/INST][CLS][SEP][TOOL_CALLS]<think></think><tool_call></tool_call>"
     "<tool_response></tool_response><|im_start|><|im_end|><|endoftext|><|begin_of_text|><|eot_id|><|python_tag|>"
@@ -31,7 +32,7 @@ USUAL = (
 
 
 def probe_text(added: Iterable[str], *, usual: bool = True) -> str:
-    """Return the text for a tokenizer with these added tokens: each between spaces, and between letters. `usual`: and
-    with those of other models."""
+    """Return the probe text for a tokenizer with these added tokens, each once between spaces and once between letters.
+    `usual`: also contain special tokens of many other models."""
     tokens = "".join(f"x {token} y{token}Z" for token in added)
     return "\n".join([*KINDS, *([USUAL] if usual else []), f"{tokens} end  "])

@@ -1,4 +1,4 @@
-"""Requests to an engine beside generations: tokenize, detokenize, render, parse. Pure."""
+"""The type of auxiliary requests to an engine: tokenize, detokenize, render, parse. No I/O."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class EngineQuestion(Generic[Answer]):
-    """One such request.
+    """One auxiliary request.
 
     Attributes:
-        path: where it is posted.
-        body: the JSON object that is sent.
-        read: parses the JSON of the answer; returns None if something is missing or of another type.
+        path: the path to POST to.
+        body: the JSON object to send.
+        read: parses the JSON answer; returns None if a part is missing or has another type.
     """
 
     path: str

@@ -1,11 +1,10 @@
-"""The logprobs of ids that were sampled before, asked of an engine anew; and which recorded ones can be held against
-them. Pure.
+"""Requests that recompute the logprobs of sampled ids, and rules which recorded logprobs are comparable. No I/O.
 
-Source: SGLang 0.5.23. `layers/sampler.py`: the logprob that is told of a sampled token is that of the logits behind a
-bias, penalties and a grammar's mask, divided by the temperature; greedy ones are not divided. `top_p`, `top_k` and
-`min_p` come later, so that they change nothing of it, but for a `top_k` of 1: that is greedy too, and is divided only
-where the batch has requests that are not. `layers/logprob_processor.py`: the logprob of a prompt's token is that of the
-bare logits. The first one asked for has none, since nothing is computed in front of it.
+Source: SGLang 0.5.23. `layers/sampler.py`: the reported logprob of a sampled token comes from the logits after logit
+bias, penalties and the grammar's mask, divided by the temperature; greedy requests are not divided. `top_p`, `top_k`
+and `min_p` are applied later and do not change it. A `top_k` of 1 is the exception: it is greedy, and is divided only
+if the batch contains requests that are not greedy. `layers/logprob_processor.py`: the logprob of a prompt's token comes
+from the bare logits. The first requested token has none, since nothing is computed in front of it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array
 
 TEMPERATURE = "temperature"
-#: Settings beside it that change the logprobs that are told of a request, with the value that does not.
+#: Other settings that change the reported logprobs, with the value that has no effect.
 NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -31,25 +30,25 @@ NEUTRAL: Mapping[str, float] = {
     "min_tokens": 0,
     "min_new_tokens": 0,
 }
-#: And those that do whatever they say.
+#: Settings that change the reported logprobs with any value.
 PROCESSOR = "custom_logit_processor"
 CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", PROCESSOR)
 TOP_K, ONE = "top_k", 1
-#: What an engine takes from the model's `generation_config.json` where a chat request says nothing, and what it takes
-#: where that says nothing either.
+#: Settings that chat takes from the model's `generation_config.json` if the request has none, with the default if that
+#: file has none either.
 OF_THE_MODEL: Mapping[str, float] = {TEMPERATURE: 1.0, "repetition_penalty": 1.0, TOP_K: -1}
 FROM_THE_MODEL, FROM_THE_API = "model", "openai"  # `Facts.sampling_defaults`
-#: Below it an engine is greedy.
+#: Temperatures below this are greedy.
 GREEDY = 1e-6
 
 
 class AskedSampling(NamedTuple):
-    """How a generation was asked for, as far as its logprobs depend on it.
+    """The parts of a generation request that determine its logprobs.
 
     Attributes:
-        said: what its request said of settings that an engine assumes else.
-        reshaped_by: the setting that made its logprobs those of another distribution, where there is one.
-        adapter: that was to sample it, "" for the base weights; None: nobody can tell.
+        said: the request's own values of settings that otherwise have defaults.
+        reshaped_by: the setting that changed the distribution of its logprobs, or None.
+        adapter: the adapter that sampled, "" for the base weights; None if it is unknown.
     """
 
     said: Mapping[str, Any]
@@ -58,12 +57,12 @@ class AskedSampling(NamedTuple):
 
     @classmethod
     def of_chat(cls, fields: Mapping[str, Any], names: Iterable[str]) -> AskedSampling:
-        """As a chat or completions request asks. `names` are those of the base model."""
+        """Read a chat or completions request. `names` are the names of the base model."""
         return cls(_settings(fields), reshaped_by(fields), adapter_in(fields, names))
 
     @classmethod
     def of_generate(cls, request: GenerateRequest, prompt: int, adapter: str | None) -> AskedSampling:
-        """As a request of `/generate` asks for one of its prompts. `adapter`: what it is given where it names none."""
+        """Read a `/generate` request, for one of its prompts. `adapter` is used if the request names none."""
         fields = {**request.prompts[prompt].params, PROCESSOR: request.field(PROCESSOR, prompt)}
         own = request.field(ADAPTER, prompt) or ("" if request.body.get(ADAPTER) is not None else adapter or "")
         return cls(_settings(fields), reshaped_by(fields), own if isinstance(own, str) else None)
@@ -74,20 +73,19 @@ def _settings(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Recomputed(NamedTuple):
-    """What an engine says of given ids: float32 logprobs, and the weight version that computed them (None: it does not
-    say)."""
+    """The logprobs (float32) that an engine computes for given ids, and its weight version (None: not reported)."""
 
     logprobs: Logprobs
     version: str | None
 
 
 class RecomputationCut(Exception):
-    """The engine was told to end it."""
+    """An error: the engine aborted the request, or changed its weights during it."""
 
 
-def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
-    """What an engine may assume of settings that a request does not name; where several say something else, nobody
-    knows which of them counts. `of_model`: the model's `generation_config.json`."""
+def possible_defaults(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
+    """Return the possible defaults for settings that a request does not contain. If several mappings disagree, the
+    value is unknown. `of_model`: the model's `generation_config.json`."""
     own = {name: of_model.get(name) for name in OF_THE_MODEL} if chat else {}
     preferred = facts.preferred_sampling_params or {}
     if facts.sampling_defaults == FROM_THE_API:
@@ -97,20 +95,20 @@ def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Ma
 
 
 def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:
-    """By which temperature the logits of a request are divided, 1 where it is greedy; None where nobody can tell.
-    `defaults` hold where the request says nothing."""
-    values = [1.0 if _is_greedy(value) else value for value in _said(TEMPERATURE, fields, defaults)] or [1.0]
+    """Return the divisor of the logits, which is 1 for greedy requests; None if it is unknown. `defaults` apply to
+    settings that the request does not contain."""
+    values = [1.0 if _is_greedy(value) else value for value in _values_of(TEMPERATURE, fields, defaults)] or [1.0]
     known = isinstance(values[0], (int, float)) and all(value == values[0] for value in values)
-    if not known or (values[0] != 1 and ONE in _said(TOP_K, fields, defaults)):
+    if not known or (values[0] != 1 and ONE in _values_of(TOP_K, fields, defaults)):
         return None
     return float(values[0])
 
 
 def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str | None:
-    """The setting of a request, beside its temperature, that makes its logprobs those of another distribution than the
-    weights'; None where there is none. `defaults` hold where the request says nothing."""
+    """Return the setting, besides the temperature, that makes the logprobs differ from the model's own distribution;
+    None without one. `defaults` apply to settings that the request does not contain."""
     for name, neutral in NEUTRAL.items():
-        if any(value != neutral for value in _said(name, fields, defaults)):
+        if any(value != neutral for value in _values_of(name, fields, defaults)):
             return name
     for name in CONSTRAINTS:
         if fields.get(name):
@@ -124,8 +122,9 @@ def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str 
     return "tools" if _has_strict_tool(fields.get("tools")) else None
 
 
-def _said(name: str, fields: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What a request says of a setting; else what all defaults say, since nobody knows which of them counts."""
+def _values_of(name: str, fields: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the request's value of a setting, or else the values of all defaults, since it is unknown which one
+    applies."""
     if fields.get(name) is not None:
         return [fields[name]]
     return [each[name] for each in defaults if each.get(name) is not None]
@@ -143,8 +142,8 @@ def _has_strict_tool(tools: object) -> bool:
 
 
 def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The adapter that answers a chat or completions request, "" for the base weights; None where that is not one name.
-    `names` are those of the base model."""
+    """Return the adapter that a chat or completions request selects, "" for the base weights; None if it is not a
+    single name. `names` are the names of the base model."""
     model, own = fields.get(MODEL), fields.get(ADAPTER)
     if isinstance(model, str) and ":" in model:
         known = adapter_of(model, names)
@@ -153,16 +152,16 @@ def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def request(ids: Tokens, start: int, adapter: str) -> bytes:
-    """A request of `/generate` for the logprobs of the ids behind `start`."""
-    return _written(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
+    """Return a `/generate` request for the logprobs of the ids behind position `start`."""
+    return _serialize(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
 
 
 def request_next(ids: Tokens, token: int, divided_by: float, adapter: str) -> bytes:
-    """A request of `/generate` for the logprob of one token behind these ids, at a temperature."""
-    return _written(ids, {"max_new_tokens": 1, TEMPERATURE: divided_by}, adapter, token_ids_logprob=[token])
+    """Return a `/generate` request for the logprob of one token behind these ids, at a temperature."""
+    return _serialize(ids, {"max_new_tokens": 1, TEMPERATURE: divided_by}, adapter, token_ids_logprob=[token])
 
 
-def _written(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any) -> bytes:
+def _serialize(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any) -> bytes:
     body: dict[str, Any] = {IDS: ids, PARAMS: params, "return_logprob": True, **fields}
     if adapter:
         body[ADAPTER] = adapter
@@ -170,24 +169,24 @@ def _written(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any
 
 
 def read(body: bytes, ids: Sequence[int]) -> Recomputed:
-    """Read the answer to a request for the logprobs of all of these ids but the first.
+    """Parse the answer to a request for the logprobs of all of these ids except the first.
 
     Raises:
-        RecomputationCut: it was ended by an abort.
-        UnreadableAnswer: it has no logprobs, or those of other ids.
+        RecomputationCut: the request was aborted, or several weight versions computed it.
+        UnreadableAnswer: the answer has no logprobs, or those of other ids.
     """
     return _read(body, lambda meta: meta["input_token_logprobs"], ids, 1)
 
 
 def read_next(body: bytes, token: int) -> Recomputed:
-    """Read the answer to a request for the logprob of one token behind given ids. Raises as `read`."""
+    """Parse the answer to a request for the logprob of one token behind given ids. Raises as `read`."""
     return _read(body, lambda meta: meta["output_token_ids_logprobs"][0], [token], 0)
 
 
 def _read(
     body: bytes, entries_of: Callable[[Mapping[str, Any]], Sequence[Any]], ids: Sequence[int], first: int
 ) -> Recomputed:
-    """The logprobs from the id at place `first` on."""
+    """Return the logprobs from index `first` on."""
     try:
         meta = orjson.loads(body)["meta_info"]
         if is_abort(meta.get("finish_reason")):

@@ -1,4 +1,4 @@
-"""What an engine says in place of an answer: its errors, whole and in streams. Pure."""
+"""Parsers of error answers from engines, complete or in streams. No I/O."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: The longest message that is given on.
+#: Maximum length of a message that is passed on to the client.
 MAX_MESSAGE = 2000
 
 
 class EngineRefusal(NamedTuple):
-    """An error in words, and its status where the body says one."""
+    """An error message, and its HTTP status if the body contains one."""
 
     message: str
     code: int | None = None
 
 
 class Overflow(NamedTuple):
-    """A request that the context window does not hold: tokens of the prompt, of the window, and those that were asked
-    for, where these are what was too much."""
+    """A request that exceeds the context window, in tokens.
+
+    Attributes:
+        prompt: the length of the prompt.
+        limit: the size of the window.
+        asked: the requested new tokens, if only prompt and answer together are too long; else None.
+    """
 
     prompt: int
     limit: int
@@ -28,7 +33,7 @@ class Overflow(NamedTuple):
 
 
 def parsed_refusal(body: bytes) -> Any:
-    """An error's body, parsed; as a text where it is no JSON."""
+    """Return the JSON of an error's body, or its text if it is not JSON."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -36,7 +41,7 @@ def parsed_refusal(body: bytes) -> Any:
 
 
 def refusal_of(parsed: object) -> EngineRefusal:
-    """An error's body, parsed, or a text that is no JSON. FastAPI puts what it refuses into `detail`."""
+    """Return the refusal in an error's body, which is JSON or text. FastAPI puts its message into `detail`."""
     if isinstance(parsed, str):
         return EngineRefusal(parsed[:MAX_MESSAGE].strip() or "no reason was given")
     said: object = parsed

@@ -1,11 +1,12 @@
-"""Rows aligned with tokens on an engine's wire: by which fields they are asked for, and where answers tell them. Pure.
+"""Per-token rows (routed experts, indexer top-k) in requests and answers: the fields, a decoder and readers. No I/O.
 
-SGLang 0.5.23 (`io_struct.GenerateReqInput`, `openai/protocol.py`): `/generate` has them in `meta_info` of an answer and
-of the last event of a generation; chat and completions in `meta_info` of each choice that was asked for it, else, and
-behind the last chunk of a stream, once in the extension `sglext`. They are base64 of int32, row-major.
+SGLang 0.5.23 (`io_struct.GenerateReqInput`, `openai/protocol.py`). `/generate` returns rows in the `meta_info` of an
+answer and of the last event of a generation. Chat and completions return them in the `meta_info` of each choice if the
+request asks for it. Otherwise, and behind the last chunk of a stream, they come once in the extension `sglext`. Rows
+are base64 of int32, row-major.
 
-Chosen positions (`indexer_topk`) it tells whole, from the first row on, and at `/generate` alone; its builds for
-training take `return_indexer_topk` in chat too, and tell them in `meta_info` of the choices.
+`indexer_topk` always comes in full, from the first row on, and only from `/generate`. SGLang builds for training accept
+`return_indexer_topk` in chat too, and return it in the `meta_info` of the choices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, goes_on, is_abort, says_abort
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, goes_on, is_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.engines.writing import extended
@@ -26,14 +27,14 @@ from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 @dataclass(frozen=True)
 class RowFields:
-    """One kind of rows on the wire.
+    """The request and answer fields of one kind of rows.
 
     Attributes:
-        wanted: of a request: whether the engine is to tell them.
-        start: of a request: the first row that it is to tell; None where it always tells all.
-        rows: of an answer: the rows.
-        remedy: what makes an engine tell them.
-        in_chat_streams: whether streams of chat tell them.
+        wanted: the request field that asks for the rows.
+        start: the request field for the first row to return; None if the engine always returns all rows.
+        rows: the answer field that contains the rows.
+        remedy: how to start the engine so that it returns the rows.
+        in_chat_streams: whether chat streams contain the rows.
     """
 
     kind: RowKind
@@ -44,15 +45,16 @@ class RowFields:
     in_chat_streams: bool = True
 
     def request(self, start: int) -> dict[str, Any]:
-        """The fields of a request for rows from `start` on, or from before it where that cannot be said."""
+        """Return the request fields that ask for rows from `start` on, or for all rows if the engine has no such
+        field."""
         return {self.wanted: True, **({} if self.start is None else {self.start: start})}
 
     def start_of(self, request: Mapping[str, Any]) -> int:
-        """The first row that a request asks for."""
+        """Return the first row that a request asks for."""
         return 0 if self.start is None else request.get(self.start) or 0
 
     def of(self, meta: Mapping[str, Any]) -> str | None:
-        """The rows in an answer's `meta_info` or extension; None where it tells none."""
+        """Return the rows, in base64, from an answer's `meta_info` or extension; None if it has none."""
         rows = meta.get(self.rows.name)
         return rows if isinstance(rows, str) else None
 
@@ -69,47 +71,46 @@ INDEXER_FIELDS = RowFields(
     wanted="return_indexer_topk",
     start=None,
     rows=Field("indexer_topk"),
-    remedy="start it with --enable-return-indexer-topk; in chat, its builds for training alone tell them",
+    remedy="start it with --enable-return-indexer-topk; in chat, only SGLang builds for training return them",
     in_chat_streams=False,
 )
-#: The fields of every kind.
 ROW_FIELDS: Mapping[RowKind, RowFields] = {fields.kind: fields for fields in (EXPERT_FIELDS, INDEXER_FIELDS)}
 
 
-def decoded(encoded: str) -> bytes:
-    """The rows that base64 spells.
+def decode_rows(encoded: str) -> bytes:
+    """Decode rows from base64.
 
     Raises:
-        UnreadableAnswer: it is none.
+        UnreadableAnswer: the text is not base64.
     """
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise UnreadableAnswer("incomplete", f"rows are no base64: {error}") from error
+        raise UnreadableAnswer("incomplete", f"the rows are not valid base64: {error}") from error
 
 
 def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
-    """Rows `[start, stop)` of `rows`.
+    """Return rows `[start, stop)` out of `rows` rows, in base64 like the input.
 
     Raises:
-        UnreadableAnswer: they are no such number of rows.
+        UnreadableAnswer: the data does not divide into `rows` rows, or the range lies outside them.
     """
-    data = decoded(encoded)
+    data = decode_rows(encoded)
     row, more = divmod(len(data), max(1, rows))
     if not 0 <= start <= stop <= rows or more:
-        raise UnreadableAnswer("incomplete", f"{len(data)} bytes are no {rows} rows with {start} to {stop}")
+        raise UnreadableAnswer("incomplete", f"{len(data)} bytes do not have rows {start} to {stop} of {rows}")
     return base64.b64encode(data[start * row : stop * row]).decode("ascii")
 
 
-def new_rows(fields: RowFields, encoded: str, rows: int, start: int) -> str:
-    """Those from row `start` on, of an engine that was asked for them: where it takes no `start`, it told all `rows`.
-    Raises as `cut_rows`."""
+def rows_from_start(fields: RowFields, encoded: str, rows: int, start: int) -> str:
+    """Return the rows from `start` on. If the engine has no `start` field, it returned all `rows` rows and they are cut
+    here. Raises as `cut_rows`."""
     return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 
 @dataclass(frozen=True)
 class RowRequest:
-    """A request for rows from `start` on; `by_client`: the client asked for them itself."""
+    """A request body that asks for rows from `start` on. `by_client`: the client itself asked for them."""
 
     body: bytes
     start: int
@@ -119,18 +120,18 @@ class RowRequest:
     def write(
         cls, body: bytes, fields: RowFields, start: int, *, parse: Callable[[bytes], Any], client_may: bool
     ) -> RowRequest:
-        """Ask for rows from `start` on, or all where the engine takes no `start`. What a client asked for itself stays
-        as it is where clients may.
+        """Ask for rows from `start` on, or for all rows if the engine has no `start` field.
 
         Args:
-            parse: parses JSON; called only for a body that names one of the fields.
+            parse: parses JSON; called only for a body that contains one of the fields.
+            client_may: keep a request for rows that the client made itself.
         """
         start = 0 if fields.start is None else start
         if not any(b'"%b"' % name.encode() in body for name in fields.request(start)):
             return cls(extended(body, fields.request(start)), start)
         parsed = parse(body)
         if not isinstance(parsed, Mapping):
-            return cls(body, start)  # the engine says what is wrong with it
+            return cls(body, start)  # the engine reports what is wrong
         if client_may and parsed.get(fields.wanted):
             own = parsed.get(fields.start) if fields.start is not None else None
             return cls(body, own if isinstance(own, int) else 0, by_client=True)
@@ -138,13 +139,13 @@ class RowRequest:
 
 
 class RowAnswer(NamedTuple):
-    """What one answer says of itself.
+    """One answer, with the fields that matter for its rows.
 
     Attributes:
-        place: among the answers to the request.
-        meta: its `meta_info`, or the extension that stands for it; rows are in it.
-        ended: whether the generation has ended, so that its rows must be there.
-        aborted: whether it was cut off.
+        place: its index among the answers to the request.
+        meta: the object that contains the rows: its `meta_info`, or the extension.
+        ended: whether the generation has ended, so that its rows must be present.
+        aborted: whether the generation was aborted.
     """
 
     place: int
@@ -154,10 +155,10 @@ class RowAnswer(NamedTuple):
 
     @classmethod
     def read(cls, answer: Any, place: int | None = None) -> RowAnswer:
-        """An answer, a choice or an event with `meta_info`; without `place`, its own `index` says where it belongs.
+        """Read an answer, a choice or an event with `meta_info`. Without `place`, its own `index` is used.
 
         Raises:
-            UnreadableAnswer: it is none of the engine's.
+            UnreadableAnswer: it does not have the engine's structure.
         """
         try:
             meta = answer["meta_info"]
@@ -168,38 +169,37 @@ class RowAnswer(NamedTuple):
 
 
 class RowReader(Protocol):
-    """Reads one reply of one API, whole or event by event."""
+    """A reader of one reply of one API, whole or event by event."""
 
     def answers(self, parsed: Any) -> list[RowAnswer]:
-        """All answers in the JSON of a whole reply.
+        """Return all answers in the JSON of a whole reply.
 
         Raises:
-            UnreadableAnswer: it is none of the engine's.
+            UnreadableAnswer: the JSON does not have the engine's structure.
         """
         ...
 
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
-        """The answer that an event tells rows of, or the end of; None for all other events.
+        """Return the answer whose rows or end an event contains; None for all other events.
 
         Args:
-            has_rows: whether there are rows in the event.
+            has_rows: whether the event contains rows.
 
         Raises:
-            UnreadableAnswer: it is none of the engine's.
+            UnreadableAnswer: the event does not have the engine's structure.
         """
         ...
 
 
 class GenerateRows:
-    """Rows in a reply of `/generate`."""
+    """A reader of rows in a reply of `/generate`."""
 
     def answers(self, parsed: Any) -> list[RowAnswer]:
-        """Each answer's `meta_info`."""
         every = parsed if isinstance(parsed, list) else [parsed]
         return [RowAnswer.read(answer, place) for place, answer in enumerate(every)]
 
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
-        """The last event of a generation has the rows. Those before it say again all that has come: they are not
+        """Return the last event of a generation, which has the rows. Earlier events repeat earlier tokens and are not
         parsed."""
         if event.is_last or (not has_rows and goes_on(event.data)):
             return None
@@ -207,14 +207,14 @@ class GenerateRows:
 
 
 class ChatRows:
-    """Rows in a reply of chat or completions."""
+    """A reader of rows in a reply of chat or completions."""
 
     def __init__(self) -> None:
         self._aborted = False
-        self._due = True  # of a stream: neither rows nor an error have come
+        self._due = True  # in a stream: neither rows nor an error have arrived
 
     def answers(self, parsed: Any) -> list[RowAnswer]:
-        """Each choice's `meta_info`; where none has one, the extension, which is about the first choice."""
+        """Return each choice's `meta_info`; if no choice has one, the extension, which belongs to the first choice."""
         try:
             choices = parsed["choices"]
             if all(choice.get("meta_info") is None for choice in choices):
@@ -225,7 +225,8 @@ class ChatRows:
             raise UnreadableAnswer("incomplete", repr(error)) from error
 
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
-        """The extension has the rows. A stream that ends without them, and told of no error, has an answer without."""
+        """Return the extension, which has the rows. A stream that ends without rows and without an error yields an
+        answer without rows."""
         if event.is_last:
             return RowAnswer(0, {}, ended=True, aborted=self._aborted) if self._due else None
         if has_rows:
@@ -235,6 +236,6 @@ class ChatRows:
                 raise UnreadableAnswer("incomplete", "rows that are not in the extension")
             self._due = False
             return RowAnswer(0, extension, ended=True)
-        self._aborted = self._aborted or says_abort(event.data)
+        self._aborted = self._aborted or contains_abort(event.data)
         self._due = self._due and not event.is_error
         return None

@@ -1,9 +1,11 @@
-"""JSON looked at as bytes: the values of a field, found without parsing what stands around them. Pure.
+"""A scanner that finds the values of one field in JSON bytes without parsing the rest. No I/O.
 
-A stream's events say again all that came before, and an answer may hold megabytes of expert ids: who wants to know one
-short value must not parse the rest. A field's name between unescaped quotes before a colon is always a name: inside a
-string its quotes would be escaped, and a string that ends in front of it would need a comma. So the spacing and the
-order of fields do not matter. Names that are spelled with escapes (`\\u0066`) are not found; no engine writes them.
+Cumulative events repeat the whole answer so far, and answers may contain megabytes of expert ids. Parsing all of it for
+one short value is too slow.
+
+The scanner looks for the quoted name followed by a colon. That is always a field name: inside a string the quotes would
+be escaped, and a string value is followed by a comma or bracket. Spacing and order of fields do not matter. Names
+written with escapes (`\\u0066`) are not found; no engine writes them.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from json import JSONDecoder
 
 _SPACE = b" \t\r\n"
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
-_PLAIN_TEXT = re.compile(rb'"([\w./: -]*)"')  # which is what versions and most others are
+_PLAIN_TEXT = re.compile(rb'"([\w./: -]*)"')  # versions and most other values match this
 _NUMBER = re.compile(rb"-?\d[-+.\deE]*")
 _LITERALS = ((b"null", None), (b"true", True), (b"false", False))
 _ESCAPE = ord("\\")
 _decode = JSONDecoder().raw_decode
-#: Bytes within which most values end; then so many times as many, and so on.
+#: Most values end within this many bytes; longer ones are tried with a window that grows by this factor.
 _NEAR, _FURTHER = 512, 8
 
 
 class Incomplete(ValueError):
-    """The bytes end within the value, or are no JSON that can be read."""
+    """An error: the bytes end inside the value, or are not valid JSON."""
 
 
 class Field:
-    """A field by its name, which is ASCII without quotes and escapes."""
+    """A field, identified by its name: ASCII without quotes and escapes."""
 
     __slots__ = ("name", "quoted")
 
@@ -40,11 +42,12 @@ class Field:
     def find(
         self, data: bytes, start: int = 0, stop: int | None = None, *, before: bytes = b""
     ) -> tuple[int, int] | None:
-        """Where its name stands next, at any depth, and where its value begins, which may be behind the end of `data`.
+        """Return the next position of the name, at any depth, and the position of its value, which may be the end of
+        `data`.
 
         Args:
-            stop: the name begins before this.
-            before: what stands in front of `data` where that is a piece of something, at least the last byte of it.
+            stop: the name begins before this position.
+            before: the bytes in front of `data` if it is a piece of a stream, at least the last one.
         """
         at, end = start, len(data) if stop is None else stop + len(self.quoted) - 1
         while (name := data.find(self.quoted, at, end)) >= 0:
@@ -55,41 +58,40 @@ class Field:
         return None
 
     def beginning(self, data: bytes) -> int:
-        """Where, at the end of a piece, its name may begin with a value that is not in the piece; the piece's length if
-        it does not."""
-        end = _without_space(data, len(data))
+        """Return the position at the end of a piece where an incomplete name, or a name without its value, may begin.
+        The length of the piece if there is none."""
+        end = _end_before_space(data, len(data))
         last = data[end - 1 : end]
         if last == b":":
-            end = _without_space(data, end - 1)
+            end = _end_before_space(data, end - 1)
         if last in b':"' and data.endswith(self.quoted, 0, end):
             return end - len(self.quoted)
-        if end == len(data):  # there is no space within a name
+        if end == len(data):  # a name contains no whitespace
             quote = data.rfind(b'"', max(0, end - len(self.quoted) + 1))
             if quote >= 0 and self.quoted.startswith(data[quote:]):
                 return quote
         return len(data)
 
     def places(self, data: bytes, start: int = 0, stop: int | None = None) -> Iterator[int]:
-        """Where each of its values begins, in the order in which they stand, at any depth; of those whose names begin
-        before `stop`."""
+        """Yield the positions of the field's values, in order and at any depth, for names that begin before `stop`."""
         found = self.find(data, start, stop)
         while found is not None:
             yield found[1]
             found = self.find(data, found[1], stop)
 
     def values(self, data: bytes, start: int = 0) -> Iterator[object]:
-        """Its values, parsed.
+        """Yield the field's values, parsed.
 
         Raises:
-            Incomplete: the bytes end within one.
+            Incomplete: the bytes end inside a value.
         """
         return (value_at(data, at) for at in self.places(data, start))
 
     def only(self, data: bytes) -> object:
-        """Its value, where it stands exactly once.
+        """Return the value of a field that occurs exactly once.
 
         Raises:
-            Incomplete: it stands nowhere or several times, or the bytes end within it.
+            Incomplete: the field is missing or occurs several times, or the bytes end inside the value.
         """
         places = self.places(data)
         at = next(places, None)
@@ -98,8 +100,8 @@ class Field:
         return value_at(data, at)
 
     def last(self, data: bytes) -> object:
-        """Its value, where it is the last field of the object that the bytes are. What stands before it is not looked
-        at.
+        """Return the field's value if it is the last field of the object in `data`. The bytes in front of it are not
+        scanned.
 
         Raises:
             Incomplete: another field is the last one, or the object does not end there.
@@ -114,16 +116,16 @@ class Field:
         raise Incomplete(f"{self.quoted.decode()} is not the last field")
 
 
-def _without_space(data: bytes, end: int) -> int:
-    """Where the whitespace in front of a place begins."""
+def _end_before_space(data: bytes, end: int) -> int:
+    """Return the position where the whitespace in front of `end` begins."""
     return len(data[:end].rstrip(_SPACE))
 
 
 def value_at(data: bytes, at: int) -> object:
-    """The JSON value that begins at a place.
+    """Return the JSON value that begins at `at`.
 
     Raises:
-        Incomplete: it does not end within `data`, or is none.
+        Incomplete: the value does not end within `data`, or is not valid JSON.
     """
     for spelled, value in _LITERALS:
         if data.startswith(spelled, at):
@@ -137,7 +139,7 @@ def value_at(data: bytes, at: int) -> object:
     if number is not None:
         return _decoded(data[at : number.end()].decode("ascii"))[0]
     length = _NEAR
-    while True:  # so that a value costs what it is long, and not what stands behind it
+    while True:  # the cost depends on the value's length, not on the bytes behind it
         with suppress(Incomplete):
             return _decoded(data[at : at + length].decode("utf-8", "ignore"))[0]
         if at + length >= len(data):
@@ -146,8 +148,8 @@ def value_at(data: bytes, at: int) -> object:
 
 
 def _decoded(text: str) -> tuple[object, int]:
-    """The value that a text begins with, and where it ends."""
+    """Return the JSON value at the beginning of a text, and the position behind it."""
     try:
         return _decode(text)
-    except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or too deep
+    except (ValueError, RecursionError) as error:  # invalid JSON, a number with too many digits, or too deep
         raise Incomplete(str(error)) from error

@@ -1,7 +1,7 @@
-"""Which characters each token of a sequence spells.
+"""Spellers that map each token of a sequence to the characters it spells.
 
-Nothing is assumed of a tokenizer: a spelling is used only where it reproduces the text that the engine itself gave. A
-generation that no spelling reproduces is one indivisible run.
+A spelling is used only if it reproduces the engine's own text exactly, whatever the tokenizer. A generation that no
+spelling reproduces is one indivisible run.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ import numpy as np
 import numpy.typing as npt
 
 Ends = npt.NDArray[np.uint32]
-#: In `Ends`: the text cannot be cut behind this token (it stops inside a character, or nobody knows where it stops).
+#: In `Ends`: the text cannot be cut behind this token, since it ends inside a character or at an unknown position.
 NO_CUT = 0xFFFFFFFF
 P = TypeVar("P")
 
 
 class Spelling(NamedTuple):
-    """`text`, and for each token the number of characters spelled up to and with it, or `NO_CUT`."""
+    """A text, and for each token the number of characters up to its end, or `NO_CUT`."""
 
     text: str
     ends: Ends
 
 
 def moved(ends: Ends, chars: int) -> Ends:
-    """The ends of tokens whose text stands behind `chars` characters."""
+    """Return the ends shifted by `chars` characters."""
     return np.where(ends == NO_CUT, NO_CUT, ends + np.uint32(chars)).astype(np.uint32)
 
 
 class Speller(Protocol):
-    """Spells ids the way an engine shows them."""
+    """A decoder that spells ids the way an engine shows them."""
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
-        """The text of `ids` behind other text; None if this tokenizer's tokens have no spelling of their own."""
+        """Return the text of `ids` behind other text; None if this tokenizer's tokens have no text of their own."""
         ...
 
     def special(self, token: int) -> str | None:
-        """The content of a special token; None for any other token."""
+        """Return the content of a special token; None for any other token."""
         ...
 
     def bytes_of(self, token: int) -> bytes | None:
-        """What one token of the tokenizer spells behind other text; None where nobody knows."""
+        """Return the bytes that one token spells behind other text; None if unknown."""
         ...
 
 
 def speller_for(backend: Any) -> Speller:
-    """The speller for a `tokenizers.Tokenizer`, by its decoder."""
+    """Return the speller for a `tokenizers.Tokenizer`, chosen by its decoder."""
     description = str(backend.decoder)
     if description.startswith("ByteLevel("):
         return ByteLevelSpeller(backend)
@@ -59,7 +59,7 @@ def speller_for(backend: Any) -> Speller:
 
 
 class AddedTokens:
-    """The tokens that a tokenizer has beside those of its model."""
+    """The added tokens of a tokenizer, as opposed to those of its model."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -69,41 +69,40 @@ class AddedTokens:
         self._size: int = backend.get_vocab_size(with_added_tokens=True)
 
     def clamped(self, ids: Sequence[int]) -> Sequence[int]:
-        """Ids behind the tokenizer's last, which a model with a padded vocabulary can sample, are shown as id 0 (SGLang
-        0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
+        """Return the ids with 0 in place of ids beyond the vocabulary, which a model with a padded vocabulary can
+        sample. SGLang shows them like this too (0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
         if not len(ids) or max(ids) < self._size:
             return ids
         return [token if token < self._size else 0 for token in ids]
 
     def special(self, token: int) -> str | None:
-        """See `Speller`."""
         return self._added[token] if token in self._special else None
 
 
 class UnknownSpeller(AddedTokens):
-    """For every other decoder: each generation is one run."""
+    """A speller for every other decoder: it spells nothing, so each generation is one run."""
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         return None
 
     def bytes_of(self, token: int) -> bytes | None:
-        """See `Speller`; of the tokenizer's added tokens it is known."""
+        """Return the bytes of an added token; those of other tokens are unknown."""
         return self._added[token].encode() if token in self._added else None
 
 
 class Pieces(dict[int, P]):
-    """What each token spells, found out at its first use."""
+    """A cache of what each token spells, computed at its first use."""
 
     def __init__(self, spelled: Callable[[int], P]) -> None:
-        self._spelled = spelled
+        self._compute = spelled
 
     def __missing__(self, token: int) -> P:
-        piece = self[token] = self._spelled(token)
+        piece = self[token] = self._compute(token)
         return piece
 
 
 class ByteLevelSpeller(AddedTokens):
-    """Byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek): each token is a run of bytes, text is their UTF-8."""
+    """A speller for byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek): each token is a run of bytes of the UTF-8 text."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
@@ -121,7 +120,6 @@ class ByteLevelSpeller(AddedTokens):
             return _spell_invalid(parts)
 
     def bytes_of(self, token: int) -> bytes:
-        """See `Speller`."""
         return self._verbatim[token]
 
     def _bytes(self, token: int) -> bytes:
@@ -133,14 +131,15 @@ class ByteLevelSpeller(AddedTokens):
 
 
 class ByteFallbackSpeller(AddedTokens):
-    """SentencePiece BPE (Llama 2, Mistral, Gemma): tokens are text with ▁ for space, and <0xNN> for bytes without one.
+    """A speller for SentencePiece BPE (Llama 2, Mistral, Gemma): tokens are text with ▁ for space, or <0xNN> for a
+    byte.
 
-    A run of byte tokens is one UTF-8 string if it is valid and one U+FFFD a token if not, so it cannot be cut inside.
+    A run of byte tokens is one UTF-8 string if it is valid, else one U+FFFD per token. So it cannot be cut inside.
     """
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self._pieces = Pieces(self._spelled)
+        self._pieces = Pieces(self._piece_of)
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         parts: list[str] = []
@@ -160,12 +159,11 @@ class ByteFallbackSpeller(AddedTokens):
         return Spelling("".join(parts), np.array(ends, dtype=np.uint32))
 
     def bytes_of(self, token: int) -> bytes:
-        """See `Speller`."""
         piece = self._pieces[token]
         return bytes((piece,)) if isinstance(piece, int) else piece.encode()
 
-    def _spelled(self, token: int) -> str | int:
-        """Its text, or its byte."""
+    def _piece_of(self, token: int) -> str | int:
+        """Return the token's text, or its byte as an int."""
         text: str = self._added.get(token) or self._backend.id_to_token(token) or ""
         if token not in self._added and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return int(text[3:5], 16)
@@ -187,7 +185,7 @@ def _close_run(run: list[int], parts: list[str], ends: list[int], position: int)
 
 
 def _character_ends(joined: bytes, lengths: npt.NDArray[np.int64]) -> Ends:
-    """Characters up to each token's last byte; `NO_CUT` where that byte is inside a character."""
+    """Return the number of characters up to each token's last byte; `NO_CUT` if that byte is inside a character."""
     stops = np.cumsum(lengths)
     if joined.isascii():
         return stops.astype(np.uint32)
@@ -199,7 +197,7 @@ def _character_ends(joined: bytes, lengths: npt.NDArray[np.int64]) -> Ends:
 
 
 def _spell_invalid(parts: Sequence[bytes]) -> Spelling:
-    """The same for bytes that are not UTF-8 throughout, where each stray sequence shows as U+FFFD."""
+    """Spell bytes that are not valid UTF-8, where each invalid sequence becomes U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
     ends = np.empty(len(parts), dtype=np.uint32)
@@ -214,7 +212,8 @@ def _spell_invalid(parts: Sequence[bytes]) -> Spelling:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte, reversed (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
+    """Return the byte of each character in GPT-2's byte-to-unicode table (openai/gpt-2, `encoder.py`,
+    `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Whether a stream that passes unread has told how its answer ends. Pure.
+"""A check that a stream which passes unparsed contains the end of its answer. No I/O.
 
-Clients take a stream that ends in order for a whole answer, whatever is missing in it. What stands within the text of
-an answer is not mistaken for its end: there, quotes are escaped.
+Clients accept a stream that closes normally as a complete answer, even if parts are missing. Text inside an answer
+cannot look like an end marker: its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Mapping
 from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 _FINISH = re.compile(rb'"finish_reason":\s*["{]|"error":\s*["{]')
-#: What says of an answer how it ended, or that there is none. For `/generate`, `[DONE]` is enough.
+#: The marker of a finish reason or an error, by path. `/generate` needs only `[DONE]`.
 _MARKS: Mapping[str, re.Pattern[bytes]] = {
     CHAT: _FINISH,
     COMPLETIONS: _FINISH,
     MESSAGES: re.compile(rb'"type":\s*"(?:message_stop|error)"'),
     RESPONSES: re.compile(rb'"type":\s*"(?:response\.(?:completed|incomplete|failed|cancelled)|error)"'),
 }
-#: Whose streams have `[DONE]` as their last event.
+#: The paths whose streams end with the event `[DONE]`.
 DONE_PATHS = frozenset({GENERATE, CHAT, COMPLETIONS})
 PATHS = DONE_PATHS | _MARKS.keys()
-#: As long as a mark may be, so that one in two pieces is found.
+#: The maximum length of a marker; so many bytes are kept to find one that spans two pieces.
 _LONGEST = 64
 _WHOLE = re.compile(rb"\n\r?\n\s*\Z")
 
 
 class StreamEnd:
-    """Looks at the pieces of one stream.
+    """A scanner of the pieces of one stream.
 
     Attributes:
-        told: an event has said how the answer ends, where one must.
+        told: whether an event has reported how the answer ends; True if the path needs no such event.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,14 +41,14 @@ class StreamEnd:
         self._last = b""
 
     def look(self, piece: bytes) -> bool:
-        """Look at the next piece; return whether enough was seen, which is never so: what comes last counts."""
+        """Scan the next piece. Always return False: later pieces matter too."""
         seen = self._last + piece
         self.told = self.told or (self._mark is not None and self._mark.search(seen) is not None)
         self._last = seen[-_LONGEST:]
         return False
 
     def missing(self) -> str | None:
-        """Return what a stream lacks that has ended; None where it is whole."""
+        """Return what a stream that has ended lacks, for an error message; None if it is complete."""
         if self._done and not self._last.rstrip().endswith(b"data: [DONE]"):
             return "'data: [DONE]'"
         if not self.told:

@@ -1,4 +1,4 @@
-"""Requests with fields of our own, written without parsing what may hold a long prompt. Pure."""
+"""Functions that add fields to a JSON body without parsing it, since it may contain a long prompt. No I/O."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
-_NEAR = 64  # bytes that are looked at first
+_NEAR = 64  # number of bytes at the end to look at first
 
 
 def extended(body: bytes, fields: Mapping[str, object]) -> bytes:
-    """A JSON object with these fields behind its own. Anything else stays as it is."""
+    """Return the JSON object with these fields appended. Anything else is returned unchanged."""
     whole = body.rstrip()
     if not whole.endswith(b"}"):
         return body
@@ -21,15 +21,15 @@ def extended(body: bytes, fields: Mapping[str, object]) -> bytes:
 
 
 def with_key(body: bytes, field: str, key: str, join: Callable[[str, str], str]) -> bytes:
-    """Return a request whose `field` has this key, joined with its own. A body that cannot be read stays as it is: the
-    engine says what is wrong with it."""
+    """Return the request with `key` in `field`, joined with the client's own value by `join`. A body that cannot be
+    read is returned unchanged: the engine reports what is wrong with it."""
     if b'"%b"' % field.encode() not in body:
         return extended(body, {field: key})
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
         return body
-    if not isinstance(parsed, dict) or field not in parsed:  # it stands in a text
+    if not isinstance(parsed, dict) or field not in parsed:  # the name occurs inside a string
         return extended(body, {field: key})
     own = parsed[field]
     joined = [_joined(key, each, join) for each in own] if isinstance(own, list) else _joined(key, own, join)
@@ -37,7 +37,7 @@ def with_key(body: bytes, field: str, key: str, join: Callable[[str, str], str])
 
 
 def _joined(key: str, own: Any, join: Callable[[str, str], str]) -> Any:
-    """What is no text stays, and the engine refuses it."""
+    """Return the joined key. A value that is not a string stays, so that the engine refuses it."""
     if own is None or own == "":
         return key
     return join(key, own) if isinstance(own, str) else own

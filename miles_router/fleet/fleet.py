@@ -203,7 +203,7 @@ class Fleet:
 
     async def _spelled(self, newcomer: Worker, order: Order) -> Order:
         """An order that others were given, as a newcomer takes it."""
-        read = ReadOrder.again(order, read_json)
+        read = ReadOrder.from_order(order, read_json)
         if read is None or read.is_common:
             return order
         engine = await self.engine(newcomer)

@@ -17,7 +17,7 @@ import orjson
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
-from miles_router.engines.names import may_begin_others
+from miles_router.engines.names import may_prefix_others
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.errors import BadRequest
 from miles_router.tasks import Pace
@@ -142,7 +142,7 @@ class InFlight:
     async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
         ids = await self._ids(rid)
         where = _places(ids, rid) | {*elsewhere}
-        alone = self.private or may_begin_others(rid)
+        alone = self.private or may_prefix_others(rid)
         named = {
             exchange: {each for each in own if each.startswith(rid) and (each == rid or not alone)}
             for exchange, own in ids.items()

@@ -16,7 +16,7 @@ from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Parts, Translation
 from miles_router.engines.footprint import prompt_tokens
 from miles_router.engines.known import USUAL
-from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, needs_others
+from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, must_rename
 from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
@@ -217,7 +217,7 @@ class Forwarder:
         if any(self._used_names.any_used(worker, given) for worker in workers):
             return True
         private = self._in_flight.private or (flight is not None and flight.private)
-        return needs_others(endpoint(request.path), request.body, read_json, private=private)
+        return must_rename(endpoint(request.path), request.body, read_json, private=private)
 
     def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None

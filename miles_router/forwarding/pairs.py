@@ -316,7 +316,7 @@ class PairExchange:
 
     def _buffered_reply(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
         """Return a complete reply with the client's generation names."""
-        named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
+        named = [self._names.to_client(piece) for piece in pieces] if self._names else pieces
         return HeldReply(reply.status, reply.headers, named, failed=failed)
 
     async def _join_stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
@@ -342,7 +342,7 @@ class PairExchange:
         def rewrite(event: Event) -> bytes:
             joined = one_event(event, rows, prefill, prefill_metas, self._paired) if prefill_metas else None
             written, *others = joined or [event.raw]
-            return b"".join((self._names.outward(written), *others))
+            return b"".join((self._names.to_client(written), *others))
 
         return RewrittenStream(reply, rewrite, self._limit, rows)
 

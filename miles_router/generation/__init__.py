@@ -1,2 +1,5 @@
-"""Generations that are sampled in several attempts: each goes on behind exactly the tokens that it has, where a pause,
-a move or the loss of a worker has cut it. `/generate` (`partial_rollouts`) and the turns of sessions share it."""
+"""Generations that are sampled in several attempts: each attempt continues from exactly the tokens sampled so far.
+
+A pause, a move or the loss of a worker ends an attempt. `/generate` (`partial_rollouts`) and the turns of sessions
+share this package.
+"""

@@ -1,4 +1,4 @@
-"""One request to a worker: a generation that is cut is sampled in several."""
+"""One attempt: a request to a worker that samples a part of a generation."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LAYER = "partial_rollouts"
 
 
 class ResumeStatistics(Statistics, prefix="miles_router_partial_rollouts"):
-    """What became of generations that were cut."""
+    """Counters of cut generations: resumed ones, and ones that were returned incomplete."""
 
-    resumed = counter("Generations that were carried on, each as often as it was.")
-    returned = counter("Generations that could not be, and were returned as they were.")
+    resumed = counter("Resumptions of cut generations; one generation may be resumed several times.")
+    returned = counter("Cut generations that could not be resumed and were returned incomplete.")
 
 
 @dataclass
 class ResumeServices:
-    """What all requests whose generations may be carried on share.
+    """The objects and settings that all resumable requests share.
 
     Attributes:
-        in_flight: where an abort finds requests.
-        is_paused: tells whether somebody other than the router has paused the worker at a URL.
-        resume_cut: generations that a pause cuts are carried on.
-        resume_lost: streams of lost workers are carried on, and other answers asked for again.
+        in_flight: the registry in which an abort finds requests.
+        is_paused: returns whether another client than the router has paused the worker at a URL.
+        resume_cut: resume generations that a pause aborts.
+        resume_lost: resume streams of lost workers, and repeat the requests of other lost answers.
     """
 
     router: Router
@@ -48,29 +48,29 @@ class ResumeServices:
 
 
 def is_failure(finish: object) -> bool:
-    """Whether a finish reason says that the engine itself has failed."""
+    """Return True if a finish reason reports a failure of the engine itself."""
     return isinstance(finish, dict) and (finish.get("status_code") is not None or finish.get("err_type") is not None)
 
 
 class Attempt:
-    """One request to a worker: it begins the generations of a client's request, or carries one of them on.
+    """One request to a worker: it starts the generations of a client's request, or continues one of them.
 
     Args:
-        app: the app inside.
-        exchange: under which an abort finds it.
+        app: the inner ASGI app.
+        exchange: the exchange under which an abort finds the request.
     """
 
     def __init__(self, services: ResumeServices, app: ASGIApp, exchange: Exchange) -> None:
         self.exchange = exchange
-        #: What is known of the engine that answers.
+        #: The facts of the engine that answers.
         self.facts = Facts()
         self._services = services
         self._app = app
         self._cuts = 0
 
     async def ask(self, tap: Tap, scope: Scope, receive: Receive, body: bytes) -> None:
-        """Send the request through the layers inside. Under `resume_lost` it is sent again while no reply begins: in a
-        small fleet every worker may have been tried once, and some be back."""
+        """Send the request through the inner layers. With `resume_lost` the request is repeated until a reply begins.
+        In a small fleet every worker may have failed once, and some may be back."""
         services, lost = self._services, 0
         scope = with_body({**scope, SCOPE_KEY: self.exchange}, body)
         while True:
@@ -84,19 +84,19 @@ class Attempt:
                     raise
 
     def note_engine(self) -> None:
-        """Keep what is known of the engine as the reply begins: it holds for this reply."""
+        """Store the known facts of the worker when its reply begins; they stay valid for this reply."""
         url = self.exchange.flight.worker_url
         self.facts = self._services.router.fleet.known_facts(url) if url is not None else Facts()
 
     async def learn_engine(self) -> None:
-        """Learn the engine's facts before its reply is closed: the reply's connection proves that it is the same
-        process."""
+        """Fetch the worker's facts before its reply is closed: the open connection proves that the process is the
+        same."""
         url = self.exchange.flight.worker_url
         self.facts = await self._services.router.fleet.facts(url) if url is not None else Facts()
 
     async def was_cut(self, finish: object) -> bool:
-        """Return whether a pause made this finish reason: the generation was aborted, no client asked for that, and a
-        pause came meanwhile."""
+        """Return whether a pause caused this finish reason. That is the case if the generation was aborted, no client
+        asked for it, and the router or another client paused meanwhile."""
         services, flight = self._services, self.exchange.flight
         if not is_abort(finish) or flight.aborted or not services.resume_cut:
             return False

@@ -1,4 +1,4 @@
-"""One choice of a chat answer, as a generation that is sampled in parts. Pure."""
+"""One choice of a chat answer, as a resumable generation. No I/O."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.openai.chat_parts import as_generation, constraint_of, rest_request
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 
-#: The field of a seed in chat.
+#: The seed field of the chat API.
 CHAT_SEED = "seed"
 
 
 class ChatGeneration(ResumableGeneration):
-    """One choice. Its text is known once it was asked for: what the engine said of it was parsed.
+    """One choice of a chat answer. Its text must be fetched first, since the engine has already parsed its message.
 
     Args:
         fields: the agent's request.
-        prompt: the ids that it was given.
+        prompt: the prompt ids of the request to the engine.
         facts: of the engine that sampled the first part.
     """
 
@@ -28,7 +28,7 @@ class ChatGeneration(ResumableGeneration):
         request = GenerateRequest.read(as_generation(fields, prompt, facts))
         super().__init__(request, index, facts=facts, defaults={}, incremental=False)
         self.fields = fields
-        #: Whether somebody reads it as it comes, and whether what follows the last cut can be.
+        #: Whether the agent reads a stream, and whether the part behind the last cut can be streamed.
         self.watched = False
         self.live = False
 
@@ -38,17 +38,17 @@ class ChatGeneration(ResumableGeneration):
         return self.client_request.single(0)
 
     def next_request(self) -> dict[str, Any]:
-        """The request for what is left, raw.
+        """Return the raw chat request for the remaining part.
 
         Raises:
-            CannotResume: it has a form that only a whole answer has.
+            CannotResume: the request has a constraint on the answer as a whole.
         """
         bound = constraint_of(self.fields, self.facts)
         if bound is not None:
-            raise CannotResume(f"{bound} binds the whole answer")
+            raise CannotResume(f"{bound} constrains the answer as a whole")
         rest = super().next_request()
         rows = {name: rest[name] for each in self.wanted_rows for name in each.request(0) if name in rest}
-        # Where a character or a stop string may stand across the cut, what follows is looked at as a whole.
+        # If a character or stop string may span the cut, the next part must be complete before it is shown.
         self.live = self.watched and not self.halved and not self.forming
         fields = self.fields
         if self._repeats_noise and fields.get(CHAT_SEED) is not None:
@@ -58,10 +58,10 @@ class ChatGeneration(ResumableGeneration):
 
     @property
     def given(self) -> int:
-        """Ids that the part which is sampled now was given."""
+        """The number of input ids of the current attempt."""
         return len(self.prompt) + (len(self.answer["output_ids"]) if self.answer is not None else 0)
 
     def begin(self, answer: Mapping[str, Any]) -> None:
-        """Take the first part. Raises UnreadableAnswer, CannotResume as `add`."""
+        """Add the answer of the first attempt. Raises UnreadableAnswer and CannotResume as `add`."""
         self.add(answer)
         self.held_back = True

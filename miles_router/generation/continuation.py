@@ -1,4 +1,4 @@
-"""The request that carries a generation on from exactly the tokens it has."""
+"""The request that continues a generation from exactly its sampled tokens."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from miles_router.engines.known import USUAL
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.questions import EngineQuestions
 
-#: Sampling parameters that depend on the output so far but for one value.
+#: Sampling parameters that depend on the earlier output, with the value that does not.
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "beam_width": 1}
 
 
 async def continuation(generation: ResumableGeneration, questions: EngineQuestions) -> bytes:
-    """The body of the request that carries a generation on.
+    """Return the body of the request that continues a generation.
 
     Raises:
-        CannotResume: not exactly.
+        CannotResume: the generation cannot be continued exactly.
     """
     answer = generation.answer
-    if answer is not None and answer["output_ids"]:  # else it had only queued
+    if answer is not None and answer["output_ids"]:  # otherwise it was still in the queue
         check_stateless(generation)
         await learn_prompt(generation, questions)
     return orjson.dumps({**generation.next_request(), RID: generation.attempt_rid})
 
 
 def check_stateless(generation: ResumableGeneration) -> None:
-    """See that what is sampled depends on the tokens alone.
+    """Check that sampling depends on the tokens alone, and not on which of them are output.
 
     Raises:
-        CannotResume: it depends on which of them are output, too.
+        CannotResume: a parameter of the request makes it depend on the output.
     """
     params, names = generation.params, sorted((generation.facts.engine or USUAL).stateful)
     stateful = [name for name in names if params.get(name) or generation.request.get(name)]
@@ -40,10 +40,10 @@ def check_stateless(generation: ResumableGeneration) -> None:
 
 
 async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestions) -> None:
-    """Know the ids of the prompt: given, or as the worker's own tokenizer says.
+    """Set `generation.prompt` to the prompt ids: those of the request, or from the worker's tokenizer.
 
     Raises:
-        CannotResume: that is not the prompt the generation had.
+        CannotResume: the number of ids differs from the prompt length that the worker reported.
     """
     if generation.prompt:
         return
@@ -52,7 +52,7 @@ async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestio
         generation.answer["meta_info"] if generation.answer is not None else {},
     )
     tokens = list(ids) if ids is not None else await questions.tokenize(generation.request["text"])
-    counted = meta.setdefault("prompt_tokens", len(tokens))  # one that was aborted in the queue does not say
+    counted = meta.setdefault("prompt_tokens", len(tokens))  # an abort in the queue does not report it
     if ids is None and len(tokens) != counted:
-        raise CannotResume("the worker's tokenizer does not give the prompt it had")
+        raise CannotResume("the worker's tokenizer returns another number of prompt tokens than the generation had")
     generation.prompt = tokens

@@ -1,4 +1,4 @@
-"""The loop that carries cut generations on, whatever their answers look like to the client."""
+"""The loop that resumes cut generations, independent of the form of the client's answer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ABORTED = {"type": "abort", "message": "Aborted"}
 
 
 class ContinuedRequest:
-    """One client's request, whose generations are carried on side by side.
+    """One client request whose generations are resumed concurrently.
 
     Args:
-        app: the app inside, through which every attempt goes.
+        app: the inner ASGI app, through which every attempt goes.
     """
 
     def __init__(self, services: ResumeServices, app: ASGIApp, scope: Scope, receive: Receive) -> None:
@@ -41,21 +41,23 @@ class ContinuedRequest:
         self.scope = scope
         self.receive = receive
         self.exchange = Exchange.of(scope)
-        #: By index, the answers of generations, in the form of `/generate`.
+        #: The finished answers by generation index, in the form of `/generate`.
         self.answers: Any = {}
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Have a worker carry a generation on; afterwards it is `done`, or has been cut again. By default its answer
-        comes in one piece, and stands in `answers` once it is done.
+        """Send one attempt and add its answer. Afterwards the generation is `done`, or was cut again.
+
+        This implementation expects a complete answer, and stores it in `answers` once the generation is done.
 
         Raises:
-            CannotResume, UnreadableAnswer, RouterError: no worker carries it on, or the answer does not continue what
-                came before. UpstreamBroken: the worker was lost on the way.
+            CannotResume, UnreadableAnswer, RouterError: no worker continues it, or the answer does not fit the earlier
+                tokens.
+            UpstreamBroken: the worker was lost during the attempt.
         """
         reply = FollowingAnswer(attempt)
         await attempt.ask(reply, self.scope, self.receive, body)
         meta = generation.add(self.read_attempt(reply.read()))
-        self.came(generation)
+        self.on_answer(generation)
         try:
             with Watch(self.receive, 0):
                 joined, stopped = await seam.mend(finished=True)
@@ -71,37 +73,38 @@ class ContinuedRequest:
             self.answers[generation.index] = joined
 
     def read_attempt(self, answer: Any) -> Any:
-        """Return the answer to a request that carries one generation on, in the form of `/generate`.
+        """Return the answer to an attempt, converted to the form of `/generate`.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the answer cannot be converted.
         """
         return answer
 
-    def came(self, generation: ResumableGeneration) -> None:
-        """Note that an attempt has been answered: its tokens are in `generation.current`."""
+    def on_answer(self, generation: ResumableGeneration) -> None:
+        """Handle the answer of an attempt, whose tokens are in `generation.current`. Subclasses override this."""
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
-        """Take the answer of a generation that no worker has ended. One that was never carried on stays as the engine
-        gave it."""
+        """Store the answer of a generation that ended without a worker. A generation that was never resumed keeps the
+        engine's own answer."""
         if generation.done or RESUMED in answer["meta_info"]:
             self.answers[generation.index] = answer
 
     def attempt(self, exchange: Exchange) -> Attempt:
-        """Return a request to a worker, for one of the generations or all."""
+        """Return an attempt for one generation, or for all of them."""
         return Attempt(self.services, self.app, exchange)
 
     def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
-        """Have layers inside deliver the rows of a generation while it is carried on under this exchange."""
+        """Return a context in which inner layers deliver the rows of a generation that is resumed under this
+        exchange."""
         return nullcontext()
 
-    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
-        """Whether a generation that could not be carried on is to be tried again, with what it has; returns when."""
+    async def should_retry(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+        """Return whether to retry a generation whose resumption failed, after any wait."""
         return False
 
     @contextmanager
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
-        """Within this an abort finds it."""
+        """Register the request within the context, so that an abort finds it."""
         self.services.in_flight.enter(exchange, body)
         try:
             yield
@@ -109,29 +112,29 @@ class ContinuedRequest:
             self.services.in_flight.leave(exchange)
 
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
-        """A worker has said that a generation ends: it is done, or was cut."""
+        """Mark a generation as done or as cut, after a worker reported its finish reason."""
         if await attempt.was_cut(finish):
             generation.abort, generation.facts = finish, attempt.facts
         else:
             generation.done = True
 
     def questions(self) -> EngineQuestions:
-        """For what belongs to no one generation."""
+        """Return auxiliary requests that belong to no single generation."""
         return EngineQuestions(self.services.router, self.exchange, self.scope["headers"])
 
     def give_up(self, error: Exception) -> None:
-        """Say that a generation is returned as it is."""
+        """Count and log that a generation is returned incomplete."""
         self.services.counts.returned += 1
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("generation_not_resumed", extra={"fields": fields})
 
     async def carry_on(self, generations: Sequence[ResumableGeneration]) -> None:
-        """Carry generations on, side by side. Each has an exchange of its own from here on, so that an abort reaches
-        the worker it has then, and it alone.
+        """Resume generations concurrently. Each gets its own exchange, so that an abort reaches only its own current
+        worker.
 
         Raises:
-            UpstreamBroken: one was lost, and must not look complete.
-            ClientDisconnected: nobody is there any more.
+            UpstreamBroken: a worker was lost, and its generation must not look complete.
+            ClientDisconnected: the client has disconnected.
         """
         with ExitStack() as stack:
             works = []
@@ -141,7 +144,7 @@ class ContinuedRequest:
                 exchange.flight.aborted = self.exchange.flight.aborted
                 exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url
-                exchange.flight.caches = self.exchange.flight.caches  # of all parts
+                exchange.flight.caches = self.exchange.flight.caches  # shared by all attempts
                 exchange.flight.trace = self.exchange.flight.trace
                 exchange.flight.excluded_workers = self.exchange.flight.excluded_workers
                 exchange.flight.rids.update(generation.rids)
@@ -153,7 +156,7 @@ class ContinuedRequest:
 
     async def _carry_on(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
         services, exchange, seam = self.services, questions.exchange, Seam(generation, questions)
-        lost = 0  # in a row, without a token: what ends every worker it meets must not meet them all
+        lost = 0  # consecutive losses without a token: a request that crashes every worker must not reach them all
         while not generation.done:
             try:
                 generation.next_attempt()
@@ -174,7 +177,7 @@ class ContinuedRequest:
             except ClientDisconnected:
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
-                if await self.tries_again(generation, exchange, error):
+                if await self.should_retry(generation, exchange, error):
                     continue
                 if not exchange.flight.aborted:
                     generation.given_up = True
@@ -183,12 +186,13 @@ class ContinuedRequest:
             services.counts.resumed += 1
         else:
             return
-        await self.end(generation, _left(generation, aborted=exchange.flight.aborted))
+        await self.end(generation, _final_answer(generation, aborted=exchange.flight.aborted))
 
     async def _next_request(
         self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
     ) -> bytes | None:
-        """What carries it on, as soon as the fleet goes on; None if it has ended already, or was aborted."""
+        """Wait at the gate, and return the body of the next attempt; None if the generation has already ended or was
+        aborted."""
         gate, flight = self.services.router.gate, questions.exchange.flight
         while True:
             await gate.wait(flight)
@@ -198,7 +202,7 @@ class ContinuedRequest:
                 generation.incremental = await questions.incremental(generation.facts)
             if generation.defaults is None and generation.answer is not None and generation.answer["output_ids"]:
                 generation.defaults = await questions.defaults(generation.facts)
-            await seam.reveal()
+            await seam.restore_held_back()
             if await seam.end_at_cut():
                 return None
             body = await continuation(generation, questions)
@@ -206,22 +210,21 @@ class ContinuedRequest:
                 return body
 
 
-def _left(generation: ResumableGeneration, *, aborted: bool) -> dict[str, Any]:
-    """What a generation has that goes on no more.
+def _final_answer(generation: ResumableGeneration, *, aborted: bool) -> dict[str, Any]:
+    """Return the answer of a generation that is not resumed any further.
 
     Raises:
-        UpstreamBroken: its worker was lost, or what its client was shown does not fit together; it must not look
-            complete.
+        UpstreamBroken: its worker was lost, or the client was shown tokens that do not fit; it must not look complete.
     """
-    answer = generation.left()
+    answer = generation.consistent_answer()
     finish = generation.abort or (ABORTED if aborted else None)
     if answer is None or (finish is None and not generation.done):
-        raise UpstreamBroken("the worker was lost and the generation not carried on")
+        raise UpstreamBroken("the worker was lost and the generation could not be resumed")
     return answer if generation.done else {**answer, "meta_info": {**answer["meta_info"], "finish_reason": finish}}
 
 
 class FollowingAnswer(Collected):
-    """A reply that carries one generation on."""
+    """A collector for the complete reply of an attempt that resumes one generation."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__()
@@ -232,34 +235,34 @@ class FollowingAnswer(Collected):
         await self._attempt.learn_engine()
 
     def read(self) -> Any:
-        """Return its JSON.
+        """Return the reply's JSON.
 
         Raises:
-            CannotResume: it is a refusal, or nothing that can be read.
+            CannotResume: the reply is a refusal, or not valid JSON.
         """
         if not self.is_json:
-            raise CannotResume(f"the worker answered {self.status}, and no JSON that can be read")
+            raise CannotResume(f"the worker answered {self.status} without readable JSON")
         return self.parse()
 
 
 class FollowingStream(Tap):
-    """A stream that carries one generation on. Nothing of it is given to the client as it came."""
+    """A stream of an attempt that resumes one generation. None of its bytes go to the client unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(drop)
         self.attempt = attempt
 
     def passes(self, start: Message) -> bool:
-        """Let no reply pass.
+        """Reject the pass-through of the reply.
 
         Raises:
-            CannotResume: it is a refusal, or no stream of events.
+            CannotResume: the reply is a refusal, or not a stream of events.
         """
         if start["status"] != OK or self.kind is not Kind.EVENTS:
-            raise CannotResume(f"the worker answered {start['status']}, and no stream")
+            raise CannotResume(f"the worker answered {start['status']} without a stream of events")
         self.attempt.note_engine()
         return False
 
     def unread(self, reason: str) -> None:
-        """Raise CannotResume: what cannot be read carries nothing on."""
+        """Raise CannotResume: an unreadable stream cannot continue a generation."""
         raise CannotResume(f"the worker's stream cannot be read: {reason}")

@@ -1,7 +1,7 @@
-"""Answers of one generation's attempts, joined into the answer that a single attempt would have given. Pure.
+"""Functions that join the answers of several attempts into the answer of a single generation. No I/O.
 
-An answer is one of SGLang's `/generate`: `text`, `output_ids`, `meta_info`. What it says of the output is concatenated
-or added up; what it says of the prompt is the first attempt's, of the end the last attempt's.
+Answers have the form of SGLang's `/generate`: `text`, `output_ids`, `meta_info`. Fields about the output are
+concatenated or added up. Fields about the prompt come from the first attempt, fields about the end from the last.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from types import MappingProxyType
 from typing import Any
 
 from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
-from miles_router.engines.rows import ROW_FIELDS, cut_rows, decoded
+from miles_router.engines.rows import ROW_FIELDS, cut_rows, decode_rows
 
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
 OF_THE_PROMPT = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
 OF_THE_END = ("finish_reason", VERSION)
 ROWS = tuple(fields.rows.name for fields in ROW_FIELDS.values())
-RESUMED = "resumed"  # how often the generation was carried on
-LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
-AT_ONCE = 16  # tokens that an engine may add in one step
+RESUMED = "resumed"  # number of times that the generation was resumed
+LAST_TOKEN = 16  # maximum characters behind a stop string in the token that completes it
+AT_ONCE = 16  # maximum tokens that an engine adds in one step
 
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """`first` carried on by `second`, whose prompt was the first's prompt and output.
+    """Return `first` continued by `second`, whose prompt was the prompt and output of `first`.
 
     Raises:
-        UnreadableAnswer: one names weight versions and the other none, or a list has not one element for each token.
+        UnreadableAnswer: only one answer names weight versions, or a list does not have one element per token.
     """
     head, tail = first["meta_info"], second["meta_info"]
-    if first["output_ids"]:  # and the prompt of the second is another
+    if first["output_ids"]:  # the prompt of `second` is a longer one
         tail = {name: tail[name] for name in tail if name not in OF_THE_PROMPT}
-    if not first["output_ids"]:  # cut before it sampled anything, while it queued say: the second part is the answer
+    if not first["output_ids"]:  # no token yet, for example aborted in the queue: `second` is the answer
         head = {name: head[name] for name in OF_THE_REQUEST if name in head}
     elif second["output_ids"] and bool(head.get(VERSIONS)) != bool(tail.get(VERSIONS)):
-        raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name versions")
+        raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name weight versions")
     meta = {**tail, **head}
     for name in OUTPUT_LISTS:
         lists = (head.get(name) or (), tail.get(name) or ())
         if any(lists) and [*map(len, lists)] != [len(first["output_ids"]), len(second["output_ids"])]:
-            raise UnreadableAnswer("token_counts_disagree", name)
+            raise UnreadableAnswer("token_counts_disagree", f"{name} does not have one element per token")
         if head.get(name) is not None or tail.get(name) is not None:
             meta[name] = [*lists[0], *lists[1]]
     for name in ADDED:
@@ -57,14 +57,14 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     for name in ROWS:
         if name in head or name in tail:
             meta[name] = join_base64(head.get(name) or "", tail.get(name) or "")
-    meta["finish_reason"] = _whole_length(tail.get("finish_reason"), shift)
-    meta[RESUMED] = head.get(RESUMED, 0) + 1 + tail.get(RESUMED, 0)  # a move within a part
+    meta["finish_reason"] = _add_length(tail.get("finish_reason"), shift)
+    meta[RESUMED] = head.get(RESUMED, 0) + 1 + tail.get(RESUMED, 0)  # `tail` counts moves between workers
     ids = [*first["output_ids"], *second["output_ids"]]
     return {**first, "text": first["text"] + second["text"], "output_ids": ids, "meta_info": meta}
 
 
-def _whole_length(finish: Any, shift: int) -> Any:
-    """`{"type": "length", "length": n}` counts the whole output."""
+def _add_length(finish: Any, shift: int) -> Any:
+    """Add the earlier tokens to the count in `{"type": "length", "length": n}`."""
     if isinstance(finish, Mapping) and isinstance(finish.get("length"), int):
         return {**finish, "length": finish["length"] + shift}
     return finish
@@ -73,7 +73,7 @@ def _whole_length(finish: Any, shift: int) -> Any:
 def join_spans(
     head: Sequence[Mapping[str, Any]], tail: Sequence[Mapping[str, Any]], shift: int
 ) -> list[dict[str, Any]]:
-    """Version spans in a row; neighbours of one version are one, empty ones none."""
+    """Concatenate version spans. Adjacent spans of the same version are merged, and empty ones dropped."""
     spans: list[dict[str, Any]] = []
     moved = [{**span, "start": span["start"] + shift, "end": span["end"] + shift} for span in tail]
     for span in [*map(dict, head), *moved]:
@@ -87,14 +87,15 @@ def join_spans(
 
 
 def join_base64(head: str, tail: str) -> str:
-    """Base64 of two byte strings in a row; decoded only if the first does not end on a boundary of three bytes.
+    """Concatenate two byte strings in base64. They are decoded only if the first does not end on a boundary of three
+    bytes.
 
     Raises:
-        UnreadableAnswer: it is no base64.
+        UnreadableAnswer: invalid base64.
     """
     if not head.endswith("="):
         return head + tail
-    return base64.b64encode(decoded(head) + decoded(tail)).decode("ascii")
+    return base64.b64encode(decode_rows(head) + decode_rows(tail)).decode("ascii")
 
 
 def truncate(
@@ -105,11 +106,12 @@ def truncate(
     *,
     request: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `request` says which tokens its
-    first rows are about.
+    """Return the answer as if it had ended after `tokens` tokens, with `text` and `finish`.
+
+    `request` defines the token of the first row.
 
     Raises:
-        UnreadableAnswer: its rows do not fit its tokens.
+        UnreadableAnswer: the rows do not fit the tokens.
     """
     meta = dict(answer["meta_info"])
     dropped = len(answer["output_ids"]) - tokens
@@ -133,9 +135,12 @@ def truncate(
 
 
 def find_stop_across(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:
-    """The first stop string that begins before `boundary` and ends behind it: `(where, which)`. An engine that has the
-    first part as its prompt cannot see it. Nor does it see one that begins with a character that the cut has `halved`,
-    which stands behind the boundary."""
+    """Return (position, stop string) of the first stop string that begins before `boundary` and ends behind it, or
+    None.
+
+    The engine cannot see it, because the first part is in its prompt. With `halved`, a character spans the cut and is
+    located behind the boundary; a stop string that begins with it is found too.
+    """
     found = []
     for stop in stops:
         at = text.find(stop, max(0, boundary - len(stop) + 1), boundary + halved + len(stop) - 1)
@@ -145,7 +150,7 @@ def find_stop_across(text: str, boundary: int, stops: Sequence[str], *, halved: 
 
 
 def stop_may_form(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> bool:
-    """Whether a stop string may have begun before `boundary` that could still be completed behind `text`."""
+    """Return whether a stop string may have begun before `boundary` that text behind `text` could complete."""
     first = max(0, boundary - max(map(len, stops), default=0))
     places = range(first, boundary + halved)
     return any(len(stop) > len(text) - at and stop.startswith(text[at:]) for at in places for stop in stops)
@@ -154,9 +159,13 @@ def stop_may_form(text: str, boundary: int, stops: Sequence[str], *, halved: boo
 def find_end(
     ids: Sequence[int], tail: str, stops: Sequence[str], end_ids: Collection[int], budget: int | None
 ) -> tuple[int, dict[str, Any]] | None:
-    """After how many tokens an answer would have ended, and its `finish_reason`, had it not been aborted at that very
-    moment: an engine looks for an abort first. `tail` is what the last tokens spell. Several may have come at once, by
-    speculative decoding."""
+    """Return (number of tokens, finish reason) if an aborted answer already contains its end, else None.
+
+    An engine handles an abort before it looks for the end. Speculative decoding may add several tokens at once.
+
+    Args:
+        tail: the text of the last tokens.
+    """
     found = [(at, stop) for stop in stops if (at := tail.find(stop, max(0, len(tail) - len(stop) - LAST_TOKEN))) >= 0]
     if found:
         return len(ids), {"type": "stop", "matched": min(found)[1]}

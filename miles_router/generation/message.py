@@ -1,4 +1,4 @@
-"""The message in the whole text of a choice that was sampled in parts."""
+"""A reader that parses the message from the complete text of a choice that was sampled in several attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class MessageReader:
-    """Reads texts of the answers to one request. They are read whole, never in halves."""
+    """A parser of the answer texts of one request. A text is always parsed as a whole, never in parts."""
 
     def __init__(self, parsers: Parsers, fields: Mapping[str, Any]) -> None:
         self._parsers = parsers
@@ -37,16 +37,16 @@ class MessageReader:
         *,
         stream: bool = False,
     ) -> ReadMessage:
-        """The message.
+        """Return the message.
 
         Args:
-            answer: the whole of it, in the form of `/generate`.
-            began: the message that the engine made of its first part.
+            answer: the complete answer, in the form of `/generate`.
+            began: the message that the engine parsed from the first part.
             facts: of that engine.
-            stream: a call that the answer ends within is part of it, as far as it goes.
+            stream: include a tool call that is incomplete at the end of the answer.
 
         Raises:
-            CannotResume: nothing there can read it.
+            CannotResume: neither the engine nor the router can parse the text.
         """
         read = await self._read(answer, began, facts, questions)
         if not stream or answer["meta_info"]["finish_reason"]["type"] == "stop":
@@ -58,29 +58,29 @@ class MessageReader:
         self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
     ) -> ReadMessage:
         if self._parsers.mode == "local":
-            return self._locally(answer["text"], began, facts)
+            return self._read_locally(answer["text"], began, facts)
         try:
-            return await self._by_engine(answer["text"], began, facts, questions)
+            return await self._read_by_engine(answer["text"], began, facts, questions)
         except (CannotResume, RouterError) as error:
             if self._parsers.mode != "hybrid":
                 raise
             logger.warning("parsed_locally", extra={"fields": {"reason": str(error)}})
-            return self._locally(answer["text"], began, facts)
+            return self._read_locally(answer["text"], began, facts)
 
-    async def _by_engine(
+    async def _read_by_engine(
         self, text: str, began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
     ) -> ReadMessage:
         reasoning = ""
         if separates_reasoning(self._fields, facts):
-            reasoning, text = await _separated(text, began, facts.reasoning_parser or "", questions)
+            reasoning, text = await _split_reasoning(text, began, facts.reasoning_parser or "", questions)
         if not looks_for_calls(self._fields, facts):
             return ReadMessage(self._reader(facts).message(began, reasoning, text, ()), text)
         content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser or "")
         calls = [ReadCall(call["name"], call["parameters"]) for call in found]
         return ReadMessage(self._reader(facts).message(began, reasoning, content, calls), text)
 
-    def _locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
-        opened = _opened(text, began, facts.reasoning_parser or "")
+    def _read_locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
+        opened = _prompt_opened_reasoning(text, began, facts.reasoning_parser or "")
         try:
             return self._reader(facts).read(text, began, opened=opened)
         except UnreadableAnswer as error:
@@ -90,22 +90,25 @@ class MessageReader:
         return TextReader(self._fields, self._parsers, facts)
 
     def growing(self, began: Mapping[str, Any], facts: Facts) -> GrowingText | None:
-        """Reads the text as it comes on; None where nothing here can."""
+        """Return a parser for the text of a stream; None if the text cannot be parsed in a stream."""
         within = bool(began.get("reasoning_content"))
         if separates_reasoning(self._fields, facts) and not within and not began.get("content"):
-            return None  # how it began does not show yet
+            return None  # unknown yet whether it begins with reasoning
         return self._reader(facts).growing(opened=within)
 
 
-def _opened(text: str, began: Mapping[str, Any], parser: str) -> bool:
-    """Whether the prompt had begun the reasoning of a text; how the message began tells, or how the reasoning ends."""
+def _prompt_opened_reasoning(text: str, began: Mapping[str, Any], parser: str) -> bool:
+    """Return whether the prompt had opened the reasoning, judged by the first part's message or by the end of the
+    reasoning."""
     begin, end = reasoning_marks(parser)
     return bool(began.get("reasoning_content")) or (not began.get("content") and end in text and begin not in text)
 
 
-async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:
-    """The reasoning in a text, and the rest. The engine's parser does not know here whether the prompt had opened the
-    reasoning; how the message began tells."""
+async def _split_reasoning(
+    text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions
+) -> tuple[str, str]:
+    """Return the reasoning in a text, and the rest. The engine's parser cannot know here whether the prompt had opened
+    the reasoning. The first part's message shows it."""
     begin, end = reasoning_marks(parser)
     separated = await questions.separate_reasoning(text, parser)
     if (began.get("reasoning_content") and not separated[0]) or (end in separated[1] and begin not in text):

@@ -1,6 +1,6 @@
-"""What a cut leaves at its edge: a halved character, a stop string that straddles it, an end that nobody declared.
+"""Repairs at a cut: a split character, a stop string that spans the cut, and an end that the engine did not report.
 
-An engine that is given what came before the cut as its prompt sees none of these.
+A resumed engine gets the earlier tokens as its prompt, so it detects none of these.
 """
 
 from __future__ import annotations
@@ -23,30 +23,28 @@ from miles_router.generation.joining import (
 )
 from miles_router.generation.questions import EngineQuestions
 
-#: Tokens on either side of a cut that are decoded to see the character it may have halved.
+#: Tokens on either side of a cut that are decoded to restore the character that it may have split.
 WINDOW = 16
-HALVED = 3  # bytes of a character that may be there, and are shown as one U+FFFD each
+HALVED = 3  # maximum bytes of a split character before the cut; each shows as one U+FFFD
 
 
 class Seam:
-    """The edge between what came before the last cut of a generation and what follows.
-
-    Its methods raise CannotResume or UnreadableAnswer where something has to be known that no engine tells.
-    """
+    """The boundary between the earlier attempts of a generation and the current one. Its methods raise CannotResume or
+    UnreadableAnswer if a fact is needed that no engine reports."""
 
     def __init__(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
         self._generation = generation
         self._questions = questions
 
     async def end_at_cut(self) -> bool:
-        """Whether the cut fell on the very token that ends the generation; it is over then."""
+        """End the generation if its last token before the cut already ends it; return whether it does."""
         generation = self._generation
         answer, params = generation.answer, generation.params
         if answer is None or not answer["output_ids"]:
             return False
         ids, tail = answer["output_ids"], ""
         if generation.stops:
-            tail = (await self._questions.spell([ids[-self._reach :]]))[0]
+            tail = (await self._questions.spell([ids[-self._max_stop_tokens :]]))[0]
             stable = tail.rstrip(UNFINISHED)
             generation.forming = stop_may_form(stable, len(stable), generation.stops, halved=stable != tail)
         ends: set[int] = set()
@@ -62,9 +60,8 @@ class Seam:
         generation.end(await self._end_after(answer, *found))
         return True
 
-    async def reveal(self) -> None:
-        """Show what a worker that was lost had still held back of the text: characters and stop strings in the
-        making."""
+    async def restore_held_back(self) -> None:
+        """Restore text that a lost worker had held back: incomplete characters and partial stop strings."""
         generation = self._generation
         answer = generation.answer
         if answer is None or not generation.held_back or not answer["output_ids"]:
@@ -74,26 +71,26 @@ class Seam:
         half, more = await self._detokenize([before, [*before, *answer["output_ids"]]])
         text = more[len(half) :]
         if not text.startswith(answer["text"].rstrip(UNFINISHED)):
-            raise CannotResume("the worker's tokenizer does not give the text it had")
+            raise CannotResume("the worker's tokenizer returns another text than the worker had streamed")
         generation.answer = {**answer, "text": text}
         generation.halved, generation.held_back = text.endswith(UNFINISHED), False
 
     async def mend(self, *, finished: bool) -> tuple[dict[str, Any], bool]:
-        """All that has come, and whether a stop string across the cut ends it. `finished`: the worker has ended this
-        attempt."""
+        """Return the joined answer so far, and whether a stop string across the cut ends it. `finished`: the worker has
+        ended this attempt."""
         generation = self._generation
         assert generation.answer is not None
         if generation.halved:
             await self._complete_character(finished=finished)
         joined = generation.so_far()
         assert joined is not None
-        found = await self._stopped(joined) if generation.forming else None
+        found = await self._find_stop(joined) if generation.forming else None
         if found is None:
             return joined, False
         tokens, finish = found
         if finished:
             return await self._end_after(joined, tokens, finish), True
-        # The rows that are there are of the attempts before; the rest comes with an end, and there is none to come.
+        # The rows come from earlier attempts only. A worker sends the rest with its end, which does not come here.
         wanted = generation.wanted_rows
         before = {fields: joined["meta_info"].pop(fields.rows.name, None) for fields in wanted}
         ended = await self._end_after(joined, tokens, finish)
@@ -103,18 +100,18 @@ class Seam:
         return ended, True
 
     async def _end_after(self, answer: Mapping[str, Any], tokens: int, finish: Mapping[str, Any]) -> dict[str, Any]:
-        """What an engine says of the end: a stop string is trimmed from the text, if it is to be seen there, and the
-        token that stops is not shown."""
+        """Return the answer truncated as an engine would: without the stop string (unless `no_stop_trim`) or stop token
+        in its text."""
         request = self._generation.request
         matched, kept = finish.get("matched"), self._generation.params.get("no_stop_trim")
         if isinstance(matched, str) and matched in answer["text"]:
             text = answer["text"][: answer["text"].index(matched) + (len(matched) if kept else 0)]
         else:
-            text = await self._text_of_first(answer, tokens - (isinstance(matched, int) and not kept))
+            text = await self._text_of_prefix(answer, tokens - (isinstance(matched, int) and not kept))
         return truncate(answer, tokens, text, finish, request=request)
 
-    async def _text_of_first(self, answer: Mapping[str, Any], tokens: int) -> str:
-        """The text without what the ids behind the first `tokens` say."""
+    async def _text_of_prefix(self, answer: Mapping[str, Any], tokens: int) -> str:
+        """Return the text without the part that the ids behind the first `tokens` spell."""
         text: str = answer["text"]
         ids = answer["output_ids"]
         if tokens == len(ids) or not text:
@@ -124,11 +121,12 @@ class Seam:
         half, more = await self._detokenize([before, [*before, *ids[tokens:]]])
         return text.removesuffix(more[len(half) :])
 
-    async def _stopped(self, joined: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """After how many tokens a stop string across the cut is complete, and the `finish_reason` that it makes."""
+    async def _find_stop(self, joined: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        """Return the number of tokens that complete a stop string across the cut, and the finish reason; None without
+        one."""
         generation = self._generation
         assert generation.answer is not None
-        begin, reach = len(generation.answer["output_ids"]), self._reach
+        begin, reach = len(generation.answer["output_ids"]), self._max_stop_tokens
         before, new = joined["output_ids"][:begin][-reach:], joined["output_ids"][begin : begin + reach]
         half, whole = await self._questions.spell([before, [*before, *new]])
         boundary = len(half.rstrip(UNFINISHED))
@@ -143,7 +141,8 @@ class Seam:
         return begin + next(counts, len(new)), {"type": "stop", "matched": stop}
 
     async def _complete_character(self, *, finished: bool) -> None:
-        """Put right the last character before the cut, which the cut may have halved, once the rest of it is there."""
+        """Restore the last character before the cut, which the cut may have split, once its other bytes have
+        arrived."""
         generation = self._generation
         head, current = generation.answer, generation.current
         if head is None or current is None or not head["text"].endswith(UNFINISHED) or not generation.prompt:
@@ -157,7 +156,7 @@ class Seam:
         generation.halved = False
 
     async def _with_rows(self, answer: dict[str, Any], fields: RowFields, sampled: Sequence[int]) -> dict[str, Any]:
-        """An answer with the rows that have not come; one without any, of a worker that gives none, stays without."""
+        """Return the answer with its missing rows. An engine that has no rows leaves it without any."""
         generation, name = self._generation, fields.rows.name
         adapter = generation.request.get(ADAPTER) or self._questions.exchange.adapter
         sequence, start = [*generation.prompt, *sampled], generation.rows_from[fields.kind]
@@ -168,8 +167,8 @@ class Seam:
         return {**answer, "meta_info": meta}
 
     @property
-    def _reach(self) -> int:
-        """Tokens that may spell a stop string: one for each byte at most, and some that spell nothing."""
+    def _max_stop_tokens(self) -> int:
+        """The maximum number of tokens that spell a stop string: one per byte, and some that spell nothing."""
         return 4 * max(map(len, self._generation.stops), default=0) + AT_ONCE
 
     async def _detokenize(self, ids: Sequence[Sequence[int]]) -> list[str]:

@@ -242,7 +242,7 @@ class RowChannel:
             InvalidTrajectory: some are missing or evicted.
         """
         flat = rows.array(start, stop)
-        return flat if self.shape is None else self.shape.shaped(flat)
+        return flat if self.shape is None else self.shape.reshape(flat)
 
     def describe(self) -> dict[str, int | None] | None:
         """The model's shape as `layers`, `top_k` and the number of its ids to choose from, where it is known."""

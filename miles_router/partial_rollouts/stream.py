@@ -65,7 +65,7 @@ class ResumableStream(ResumableRequest):
             except UnreadableAnswer as error:
                 self.give_up(error)
                 raise UpstreamBroken("the worker was lost, and its events cannot be read") from error
-            generation.all_shown()
+            generation.mark_all_shown()
             generation.facts = attempt.facts
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
@@ -86,7 +86,7 @@ class ResumableStream(ResumableRequest):
         """Send one event to the client, with the text up to `until`; in an incremental stream only what is new."""
         text = answer["text"][:until]
         shown = {**answer, "text": text}
-        if generation.tells_only_what_is_new:
+        if generation.streams_deltas:
             meta = {**answer["meta_info"]}
             for name in OUTPUT_LISTS:
                 if meta.get(name) is not None:
@@ -190,7 +190,7 @@ class _OpeningStream(Tap):
             if finish is not None:
                 await self.attempt.learn_engine()
                 generation.read_kept()
-                generation.all_shown()
+                generation.mark_all_shown()
             generation.add(answer)
         except UnreadableAnswer as error:
             generation.opaque, generation.done = True, finish is not None

@@ -65,7 +65,7 @@ class PoolChoice:
         model = models.model_of(body, read_json)
         if model is None:
             return None
-        if not isinstance(model, str) or not models.is_written(model):
+        if not isinstance(model, str) or not models.is_encodable(model):
             raise BadRequest("model must be a string")
         return model
 
@@ -142,7 +142,7 @@ def _with_own(path: str, body: bytes, adapter: str | None) -> str | None:
     own = models.own_adapters(body, read_json)
     if own is None or (adapter is None and path in USUAL.adapter_by_field):  # where the engine reads it
         return adapter
-    if not isinstance(own, str) or not models.is_written(own):
+    if not isinstance(own, str) or not models.is_encodable(own):
         raise BadRequest(f"{models.ADAPTER} must be a string")
     if adapter not in (None, own):
         raise BadRequest(

@@ -1,14 +1,14 @@
-"""The exact-token kernel: what the engine was given and what it sampled, position by position.
+"""Exact-token trajectories: what the engine was given and what it sampled, position by position.
 
-    Piece        a run of positions of one origin: given, or sampled by one weight version
-    Trajectory   pieces in a row; cutting and appending share them, materialising makes flat arrays
-    Sample       flat arrays with what a trainer wants to know of them, written by the router and read by its client
-    Retrieved    a trajectory and the text that it spells, written and read likewise
-    safetensors  the file format that both are written in
+    Piece        a run of positions of one origin: given, or sampled under one weight version
+    Trajectory   a sequence of pieces; slices and appended copies share them, properties return flat arrays
+    Sample       flat arrays with a trainer's metadata, written by the router and read by its client
+    Retrieved    a trajectory and its text, written and read likewise
+    safetensors  the file format of samples and retrieved texts
     json_parts   JSON of both, in parts that are each written quickly
     json_items   JSON of many samples, read one at a time
 
-Knows nothing of HTTP, tokenizers or engines.
+Contains nothing of HTTP, tokenizers or engines.
 """
 
 from miles_router.trajectory.pieces import InvalidTrajectory, Malformed, Piece, VersionRun

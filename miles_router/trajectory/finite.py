@@ -1,4 +1,4 @@
-"""Finding NaN and infinity in values that are to be written as JSON. JSON has neither: orjson writes null for both."""
+"""A search for NaN and infinity in values that become JSON. JSON has neither; orjson silently writes null for both."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from decimal import Decimal
 from enum import Enum
 from typing import Any
 
-#: A longer text is not parsed again to name the number's place.
+#: JSON longer than this is not parsed a second time to locate the number.
 LONGEST_NAMED = 1 << 20
 _MARKS = (b"NaN", b"Infinity", b"-Infinity")
 _PLAIN = (str, bytes, int, type(None))
 
 
 def find_non_finite(value: Any, name: str = "") -> str | None:
-    """Return the place and the spelling of the first number that is NaN or infinite, at any depth; None without one.
-
-    Numbers are Python's, numpy's, decimals, and whatever else converts to a float. Arrays are searched too.
-    """
+    """Return the path and value of the first number that is NaN or infinite, at any depth; None without one. Numbers
+    are those of Python and numpy, Decimal, and every object with `__float__`. Arrays are searched too."""
     open_values, seen = [(name, value)], dict[int, Any]()
     while open_values:
         place, each = open_values.pop()
@@ -31,26 +29,26 @@ def find_non_finite(value: Any, name: str = "") -> str | None:
             return f"{place or 'the value'} is {each}"
         parts = _parts(place, each)
         if parts is not None:
-            seen[id(each)] = each  # kept alive, so that its id is not given to another object
+            seen[id(each)] = each  # kept alive, so that no other object gets its id
             open_values += [*parts][::-1]
     return None
 
 
 def require_finite(value: Any) -> None:
-    """Refuse a value that contains a number without a JSON form.
+    """Check that a value contains neither NaN nor infinity.
 
     Raises:
-        ValueError: naming its place.
+        ValueError: it does; the message contains the path.
     """
     if (found := find_non_finite(value)) is not None:
         raise ValueError(f"{found}; JSON has no such number")
 
 
 def non_finite_literal(data: bytes, position: int, reason: str) -> str | None:
-    """Return the place of the NaN or infinity that made a JSON parser fail; None if something else did.
+    """Return the path of the NaN or infinity that made a JSON parser fail; None if the cause was something else.
 
     Args:
-        position: characters in front of the failure.
+        position: the position of the failure in characters.
         reason: the parser's message.
     """
     at = len(data.decode("utf-8", "replace")[:position].encode()) if not data.isascii() else position
@@ -72,12 +70,12 @@ def _is_non_finite(value: Any) -> bool:
         return False
     try:
         return not math.isfinite(value)
-    except (TypeError, ValueError, OverflowError):  # complex numbers of numpy, fractions too large for a float
+    except (TypeError, ValueError, OverflowError):  # numpy's complex numbers, fractions too large for a float
         return False
 
 
 def _parts(place: str, value: Any) -> Iterator[tuple[str, Any]] | None:
-    """The values in a container, each with its place; None for anything else."""
+    """Return the (path, value) pairs in a container; None for anything else."""
     if isinstance(value, Mapping):
         return ((f"{place}.{key}" if place else str(key), each) for key, each in value.items())
     if is_dataclass(value) and not isinstance(value, type):

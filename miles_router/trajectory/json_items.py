@@ -1,4 +1,4 @@
-"""The objects of a list in a JSON file, one at a time: a file of samples may be larger than memory."""
+"""A reader for the objects of a list in a JSON file, one at a time: a file of samples may exceed memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import orjson
 from miles_router.trajectory.pieces import Malformed
 from miles_router.trajectory.safetensors import MAX_HEADER_BYTES
 
-#: What stands around the objects is read as a whole: so many bytes of it, as of a safetensors file's header.
-MOST_AROUND = MAX_HEADER_BYTES
-#: Brackets and where a string begins; within one, where it ends and what is no end of it. One pattern for a whole
-#: string would try each quote of one that is cut as the begin of another, and remember each escape.
+#: Maximum bytes around the objects, which are parsed as a whole. The limit is that of a safetensors header.
+MAX_BYTES_AROUND = MAX_HEADER_BYTES
+#: Brackets and the beginning of a string; inside a string, its end and escapes. A single pattern for whole strings
+#: would try each quote of an unterminated one as a beginning, and remember each escape.
 _MARKS, _WITHIN = re.compile(rb'["\[\]{}]'), re.compile(rb'\\.|"', re.DOTALL)
 _QUOTE, _OPENING, _CLOSING = b'"', (b"{", b"["), (b"}", b"]")
 
 
 def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects of the list that is the field `name` of the file's object, each with the place behind it. What stands
-    around them is looked at behind the last: until then nobody knows whether the file is whole.
+    """Yield each object of the list in field `name`, with the position behind it.
+
+    The rest of the file is checked only after the last object.
 
     Raises:
-        Malformed: the file has another form, is cut, or has more around the objects than is read.
+        Malformed: the file has another structure, is incomplete, or has too many bytes around the objects.
     """
     around, copied, count = bytearray(), 0, 0
 
     def keep(end: int) -> None:
-        if len(around) + end - copied > MOST_AROUND:
-            raise Malformed(f"more than {MOST_AROUND} bytes stand around the objects of {name!r}")
+        if len(around) + end - copied > MAX_BYTES_AROUND:
+            raise Malformed(f"more than {MAX_BYTES_AROUND} bytes around the objects of {name!r}")
         around.extend(data[copied:end])
 
     for begin, end in _objects(data, b'"%b"' % name.encode("ascii")):
@@ -42,11 +43,11 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
     keep(len(data))
     whole = _parsed(bytes(around))
     if whole.get(name) != [None] * count:
-        raise Malformed(f"the field {name!r} is no list of objects")
+        raise Malformed(f"the field {name!r} is not a list of objects")
 
 
 def _objects(data: bytes | mmap, field: bytes) -> Iterator[tuple[int, int]]:
-    """Where each object of a field's list begins and ends."""
+    """Yield the start and end of each object in a field's list."""
     depth, last, within, begin = 0, b"", False, 0
     place = 0
     while (mark := _MARKS.search(data, place)) is not None:
@@ -68,7 +69,8 @@ def _objects(data: bytes | mmap, field: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _end_of_string(data: bytes | mmap, place: int) -> int:
-    """The place behind a string that has begun in front of `place`; that behind the data where it is cut."""
+    """Return the position behind the string that begins in front of `place`; the end of the data if it is
+    unterminated."""
     ends = (mark.end() for mark in _WITHIN.finditer(data, place) if mark[0] == _QUOTE)
     return next(ends, len(data))
 
@@ -77,7 +79,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Malformed(f"no JSON, or cut: {error}") from None
+        raise Malformed(f"invalid or incomplete JSON: {error}") from None
     if not isinstance(found, dict):
-        raise Malformed("no object in JSON")
+        raise Malformed("the JSON is not an object")
     return found

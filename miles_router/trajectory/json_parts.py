@@ -1,5 +1,7 @@
-"""JSON written in parts, none of which takes long: who writes a large answer in a thread holds the interpreter's lock
-for no longer than one part takes. `b"".join` of parts lets other threads run."""
+"""Writers that yield JSON in small parts, so that a thread never holds the GIL for longer than one part takes.
+
+`b"".join` of the parts releases the GIL.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 import numpy.typing as npt
 import orjson
 
-#: Numbers of an array that are written at once: about a millisecond.
+#: Numbers of an array per part: about a millisecond.
 AT_ONCE = 1 << 15
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
 def array_parts(array: npt.NDArray[Any]) -> Iterator[bytes]:
-    """A flat array as a list of numbers."""
+    """Yield a flat array as a JSON list."""
     if len(array) <= AT_ONCE:
         yield orjson.dumps(array, option=_OPTIONS)
         return
@@ -26,8 +28,7 @@ def array_parts(array: npt.NDArray[Any]) -> Iterator[bytes]:
 
 
 def object_parts(arrays: Mapping[str, npt.NDArray[Any]], others: Mapping[str, Any]) -> Iterator[bytes]:
-    """An object with flat arrays, of which there is at least one, and other fields behind them; without the bracket
-    that ends it."""
+    """Yield a JSON object with at least one flat array and then other fields, without its closing bracket."""
     before = b"{"
     for name, array in arrays.items():
         yield b'%b"%b":' % (before, name.encode("ascii"))
@@ -39,7 +40,7 @@ def object_parts(arrays: Mapping[str, npt.NDArray[Any]], others: Mapping[str, An
 
 
 def list_parts(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """A list of what has been written."""
+    """Yield a JSON list of items that are already JSON."""
     yield b"["
     for place, item in enumerate(items):
         if place:

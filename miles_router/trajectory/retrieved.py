@@ -1,8 +1,8 @@
-"""`Retrieved`: the exact tokens of a text, and their two forms in answers of `/retrieve_from_text`.
+"""`Retrieved`, the exact tokens of a text, and its two formats in answers of `/retrieve_from_text`.
 
 JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp"}
-safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under `facts` in the file's metadata. Of
-              several texts each tensor's name begins with its place (0.tokens), and `facts` is a list
+safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under `facts` in the file's metadata. For
+              several texts each tensor's name begins with the text's index (0.tokens), and `facts` is a list
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Retrieved:
     Attributes:
         trajectory: `tokens` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n], `weight_versions` runs.
         text: the text.
-        matched_tokens: how many of the tokens were recorded; n for a rollout, 0 for a text never seen.
-        candidates: the ids of generations with this text and different tokens, or of the one there is.
-        rid, finish_reason, finished: of the generation; None where the text is no rollout's.
-        cache_versions: the weight versions whose keys and values its engine may have found in a prefix cache.
+        matched_tokens: the number of recorded tokens: n for a rollout, 0 for an unknown text.
+        candidates: the ids of the generations with this text: several if their tokens differ, else at most one.
+        rid, finish_reason, finished: of the generation; None if the text is not that of a rollout.
+        cache_versions: the weight versions whose KV cache the engine may have reused from its prefix cache.
     """
 
     trajectory: Trajectory
@@ -49,7 +49,7 @@ class Retrieved:
 
     @property
     def ambiguous(self) -> bool:
-        """Whether trajectories with other ids have this text too."""
+        """Whether trajectories with other ids have the same text."""
         return len(self.candidates) > 1
 
     @property
@@ -69,11 +69,11 @@ class Retrieved:
 
     @property
     def weight_versions(self) -> list[VersionRun]:
-        """`(version, start, end)` over the sampled positions."""
+        """`(version, start, end)` runs over the sampled positions."""
         return self.trajectory.weight_versions
 
     def json_parts(self, *, with_logprobs: bool = True) -> Iterator[bytes]:
-        """The JSON answer, in parts."""
+        """Yield the JSON answer in parts."""
         arrays: dict[str, npt.NDArray[Any]] = {"tokens": self.tokens, "loss_mask": self.loss_mask}
         yield from object_parts(arrays, {"weight_versions": self._runs(), **self._facts()})
         if with_logprobs:
@@ -100,7 +100,7 @@ class Retrieved:
 
 
 def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
-    """One answer, or with `many` the list of them, as a safetensors file."""
+    """Return the answer as a safetensors file: that of one text, or with `many` that of a list of texts."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, each in enumerate(found):
         prefix = f"{place}." if many else ""
@@ -112,18 +112,18 @@ def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
 
 
 def read_safetensors(data: bytes) -> Retrieved:
-    """The answer to one text.
+    """Parse the answer for one text.
 
     Raises:
-        Malformed: it has another form.
-        InvalidTrajectory: arrays that no rollout can have.
+        Malformed: the bytes have another format.
+        InvalidTrajectory: the arrays cannot come from a rollout.
     """
-    return _read(data, lambda arrays, facts: _one(arrays, facts, ""))
+    return _read(data, lambda arrays, facts: _read_one(arrays, facts, ""))
 
 
 def read_safetensors_list(data: bytes) -> list[Retrieved]:
-    """The answer to a list of texts. Raises as `read_safetensors`."""
-    return _read(data, lambda arrays, facts: [_one(arrays, each, f"{place}.") for place, each in enumerate(facts)])
+    """Parse the answer for a list of texts. Raises as `read_safetensors`."""
+    return _read(data, lambda arrays, facts: [_read_one(arrays, each, f"{place}.") for place, each in enumerate(facts)])
 
 
 def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found:
@@ -131,10 +131,10 @@ def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found
     try:
         return read(arrays, orjson.loads(metadata["facts"]))
     except (KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise Malformed(f"no answer of /retrieve_from_text: {error!r}") from None
+        raise Malformed(f"not an answer of /retrieve_from_text: {error!r}") from None
 
 
-def _one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:
+def _read_one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:
     tokens, logprobs, loss_mask = (arrays[f"{prefix}{name}"] for name in ("tokens", "logprobs", "loss_mask"))
     runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
     return Retrieved(

@@ -1,10 +1,10 @@
-"""Rows aligned with tokens: what an engine tells of each token besides its logprob, as ids in rows of equal length.
+"""Per-token rows: ids that an engine returns for each token besides its logprob, in rows of equal length.
 
-Row i is about token i. A generation of n tokens has n - 1 rows: its last token was sampled and never went through the
-model. Rows of several generations form a tree, as their tokens do: what continues another one holds its own rows alone.
+Row i belongs to token i. A generation of n tokens has n - 1 rows: its last token was sampled and never went through the
+model. Rows of several generations form a tree like their tokens: a continuation stores only its own rows.
 
-Two kinds of them are known: routed experts, to which experts each token went, in each layer; and the positions that
-the indexer of sparse attention chose for each token, in each layer.
+There are two kinds: routed experts, the experts of each token per layer; and indexer top-k, the positions that the
+indexer of sparse attention chose for each token per layer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from miles_router.trajectory.pieces import InvalidTrajectory, frozen
 
-#: Ids of one of a kind's types, [rows, layers * top_k].
+#: Ids of one of the types of their kind, [rows, layers * top_k].
 RowArray = npt.NDArray[np.integer[Any]]
 IdType = np.dtype[np.integer[Any]]
-COMPARED = 256  # rows at a time
+COMPARED = 256  # rows per comparison
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class RowKind:
     """A kind of rows.
 
     Attributes:
-        name: of the field in samples and files that has them.
-        title: what they are called in messages.
-        ids: what their ids are, in the names of broken invariants.
-        types: of the ids as they are held, smallest first.
-        least: the smallest id; -1 stands where there is nothing to choose.
-        causal: whether ids are positions in the sequence, none of them behind the row's own.
+        name: its field in samples and files.
+        title: its name in messages.
+        ids: the noun for its ids in the names of broken invariants.
+        types: the types in which ids are stored, smallest first.
+        least: the smallest valid id; -1 pads rows with fewer choices.
+        causal: whether ids are positions in the sequence, none behind the row's own.
     """
 
     name: str
@@ -46,35 +46,33 @@ class RowKind:
     causal: bool = False
 
     def invalid(self, invariant: str, message: str) -> InvalidTrajectory:
-        """The error that names a broken invariant of these rows."""
+        """Return the error for a broken invariant of these rows."""
         return InvalidTrajectory(f"{self.ids}_{invariant}", message)
 
 
 ROUTED_EXPERTS = RowKind("routed_experts", "routed experts", "experts", (np.dtype("u1"), np.dtype("<u2")))
-#: A row near the beginning has fewer positions than it has room for, and is filled up with -1.
+#: A row near the beginning has fewer positions than its width, and is padded with -1.
 INDEXER_TOPK = RowKind(
     "indexer_topk", "chosen positions", "positions", (np.dtype("<i2"), np.dtype("<i4")), least=-1, causal=True
 )
-#: All kinds. A new one comes last: stored rows name theirs by its place.
+#: All kinds. Append new ones: stored rows refer to their kind by its index.
 KINDS = (ROUTED_EXPERTS, INDEXER_TOPK)
 
 
 class Blocks:
-    """Rows of `width` ids whose memory lies in blocks, one behind the other, and is read as arrays.
-
-    A long rollout in one piece would be memory that fits no other; blocks of one size are used again for the next.
-    """
+    """Rows of `width` ids whose memory consists of blocks, and which are read as arrays. One contiguous array per long
+    rollout would fragment memory; blocks of one size are reused for the next rollout."""
 
     __slots__ = ("_ends", "blocks", "width")
 
     def __init__(self, blocks: Iterable[RowArray], width: int = 1) -> None:
-        self.blocks = tuple(frozen(block) for block in blocks)  # flat, of one type
+        self.blocks = tuple(frozen(block) for block in blocks)  # flat, all of one type
         self.width = width
         self._ends = tuple(accumulate(len(block) for block in self.blocks))
 
     @property
     def size(self) -> int:
-        """All ids."""
+        """The number of ids."""
         return self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
@@ -82,25 +80,23 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the ids."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def dtype(self) -> IdType:
-        """The ids' type."""
         return self.blocks[0].dtype if self.blocks else np.dtype(np.uint8)
 
     @property
     def flat(self) -> RowArray:
         """All ids, [size]."""
-        return self.in_rows_of(1)[:].reshape(-1)
+        return self.with_width(1)[:].reshape(-1)
 
-    def in_rows_of(self, width: int) -> Blocks:
-        """The same memory with another width."""
+    def with_width(self, width: int) -> Blocks:
+        """Return the same memory with another width."""
         return Blocks(self.blocks, width)
 
     def __getitem__(self, rows: slice) -> RowArray:
-        """Rows `[start, stop)`, [stop - start, width]: without a copy where they lie in one block."""
+        """Return rows `[start, stop)`, [stop - start, width], without a copy if they lie in one block."""
         start, stop, _ = rows.indices(len(self))
         begin, end = start * self.width, max(start, stop) * self.width
         parts = []
@@ -114,11 +110,8 @@ class Blocks:
 
 
 class AlignedRows:
-    """The rows of one generation: `own`, from row `start` on, behind the first `start` rows of `parent`.
-
-    Immutable, but for `evict`. Without a parent `start` is 0, or the first row that anybody asked for: those before it
-    are missing, and every read of them says so.
-    """
+    """The rows of one generation: its own rows from `start` on, behind the first `start` rows of `parent`. Immutable
+    except for `evict`. Without a parent, rows before `start` are missing, and reading them raises an error."""
 
     __slots__ = ("__weakref__", "_own", "_stop", "kind", "parent", "start")
 
@@ -136,7 +129,7 @@ class AlignedRows:
         self.parent = parent
 
     def __len__(self) -> int:
-        """Rows up to its end, those of the parent included."""
+        """Return the number of rows up to its end, including those of the parent."""
         return self._stop
 
     def __repr__(self) -> str:
@@ -144,33 +137,33 @@ class AlignedRows:
 
     @property
     def held(self) -> bool:
-        """Whether its own rows are there; evicted ones are not."""
+        """Whether its own rows are in memory, not evicted."""
         return self._own is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own rows."""
+        """The size of its own rows in bytes."""
         return 0 if self._own is None else self._own.nbytes
 
     @property
     def width(self) -> int | None:
-        """Ids in a row; None where no row is left to tell."""
+        """The number of ids per row; None if all rows are empty or evicted."""
         return next((_width(node._own) for node in self.line if node._own is not None and len(node._own)), None)
 
     @property
     def line(self) -> Iterator[AlignedRows]:
-        """This one, its parent, and so on."""
+        """This node, then its parent, and so on up to the root."""
         node: AlignedRows | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def evict(self) -> None:
-        """Let go of its own rows; a read of them fails from now on."""
+        """Drop its own rows from memory; reading them fails from now on."""
         self._own = None
 
     def complete(self, stop: int | None = None) -> bool:
-        """Whether rows `[0, stop)`, by default all, can be read."""
+        """Return whether rows `[0, stop)`, by default all, can be read."""
         upto = self._stop if stop is None else stop
         if upto > self._stop:
             return False
@@ -182,14 +175,15 @@ class AlignedRows:
         return upto == 0
 
     def array(self, start: int = 0, stop: int | None = None) -> RowArray:
-        """Rows `[start, stop)`, by default to the end, [stop - start, layers * top_k], in the widest type of theirs.
+        """Return rows `[start, stop)`, by default to the end: [stop - start, layers * top_k], in their widest type.
 
         Raises:
-            InvalidTrajectory: `without_gap` of the kind: some were never had; `held`: some have been evicted.
+            InvalidTrajectory: `without_gap` of the kind: rows outside the sequence, or never requested; `held`: evicted
+                rows.
         """
         upto = self._stop if stop is None else stop
         if not 0 <= start <= upto <= self._stop:
-            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} of {self._stop}")
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} do not exist; there are {self._stop}")
         parts: list[RowArray] = []
         for node in self.line:
             if upto <= start:
@@ -199,19 +193,19 @@ class AlignedRows:
                 parts.append(node._part(begin, upto))
                 upto = begin
         if start < upto:
-            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never asked for")
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never requested")
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts[::-1]) if parts else self._nothing()
+        return np.concatenate(parts[::-1]) if parts else self._empty()
 
     def _part(self, start: int, stop: int) -> RowArray:
-        own = self._own  # read once: a thread may read while the event loop evicts
+        own = self._own  # read once: another thread may evict
         if own is None:
             raise self.kind.invalid("held", f"rows {start} to {stop - 1} have been evicted")
         return own[start - self.start : stop - self.start]
 
-    def alike(self, own: RowArray | Blocks) -> int:
-        """How many rows of `own` are this one's own, from their first on."""
+    def count_equal(self, own: RowArray | Blocks) -> int:
+        """Return the number of leading rows of `own` that equal this node's own rows."""
         for at in range(0, min(len(self) - self.start, len(own)), COMPARED):
             mine = self._part(self.start + at, min(self.start + at + COMPARED, len(self)))
             common = common_rows(mine, own[at : at + COMPARED])
@@ -219,7 +213,7 @@ class AlignedRows:
                 return at + common
         return min(len(self) - self.start, len(own))
 
-    def _nothing(self) -> RowArray:
+    def _empty(self) -> RowArray:
         own = 0 if self._own is None else _width(self._own)
         return np.zeros((0, self.width or own), dtype=self.kind.types[0])
 
@@ -229,7 +223,7 @@ def _width(own: RowArray | Blocks) -> int:
 
 
 class RowShape(NamedTuple):
-    """A model's rows: of each of `layers`, `top_k` ids below `choices`, where that is known."""
+    """The shape of a model's rows: `top_k` ids for each of `layers`. Ids are below `choices`, if that is known."""
 
     layers: int
     top_k: int
@@ -237,16 +231,15 @@ class RowShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Ids in a row."""
         return self.layers * self.top_k
 
-    def shaped(self, rows: RowArray) -> RowArray:
-        """Rows as [rows, layers, top_k], without a copy."""
+    def reshape(self, rows: RowArray) -> RowArray:
+        """Return the rows as [rows, layers, top_k], without a copy."""
         return rows.reshape(len(rows), self.layers, self.top_k)
 
 
 def common_rows(first: RowArray, second: RowArray) -> int:
-    """How many leading rows are equal."""
+    """Return the number of equal leading rows."""
     length = min(len(first), len(second))
     if not length or not np.array_equal(first[0], second[0]):
         return 0

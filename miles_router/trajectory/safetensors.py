@@ -1,8 +1,8 @@
-"""safetensors files, written and read.
+"""A writer and a reader of safetensors files.
 
-The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header of
-`{name: {dtype, shape, data_offsets}}` with string-valued `__metadata__`, then the tensors' bytes. It takes a few lines
-here, so that the core needs no further package; the tests hold it against the official one.
+The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header of `{name: {dtype,
+shape, data_offsets}}` with string-valued `__metadata__`, then the tensors' bytes. It is implemented here to avoid a
+dependency of the core; tests compare it with the official package.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-#: The official library's order of tensors: by type as above, widest first, so that all stay aligned; then by name.
+#: The official library's order of tensors: by type as above, widest first to keep all aligned; then by name.
 ORDER = {name: place for place, name in enumerate(DTYPES)}
 MAX_HEADER_BYTES = 100_000_000
 LENGTH = struct.Struct("<Q")
 ALIGNMENT = 8
-#: Bytes of an array that are converted at a time.
+#: Bytes of an array that are converted per step.
 CHUNK = 1 << 20
 
 
 class TensorFile:
-    """A file of named arrays of any shape that is still to be written.
+    """A safetensors file of named arrays that is ready to be written.
 
     Args:
-        arrays: what it holds.
-        metadata: texts for its header.
-        types: by the name of an array, the type it is written as where that is not its own. It is converted while it
-            is written, a piece at a time; the type must hold all of its values.
+        arrays: the tensors, of any shape.
+        metadata: strings for the header.
+        types: by array name, another type to write; it must hold all values. The array is converted in pieces while it
+            is written.
 
     Raises:
-        ValueError: an array would be of a type that is not in `DTYPES`.
+        ValueError: an array would have a type that is not in `DTYPES`.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class TensorFile:
         for name, array in arrays.items():
             dtype = np.dtype((types or {}).get(name, array.dtype)).newbyteorder("<")
             if dtype not in NAMES:
-                raise ValueError(f"{name} is of type {dtype}, which is none of {', '.join(map(str, NAMES))}")
+                raise ValueError(
+                    f"{name} is of type {dtype}; the types that can be written are {', '.join(map(str, NAMES))}"
+                )
             columns.append((ORDER[NAMES[dtype]], name, array, dtype))
         columns.sort(key=lambda column: column[:2])
         offset = 0
@@ -73,11 +75,11 @@ class TensorFile:
         head += b" " * (-len(head) % ALIGNMENT)
         self._head = LENGTH.pack(len(head)) + head
         self._columns = [(array, dtype) for _, _, array, dtype in columns]
-        #: Bytes of the whole file.
+        #: The size of the file in bytes.
         self.nbytes = len(self._head) + offset
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """The file's bytes in order. An array of the type that is written, in one piece, is not copied."""
+        """Yield the file's bytes in order. Contiguous arrays that need no conversion are not copied."""
         yield self._head
         for array, dtype in self._columns:
             flat = np.ascontiguousarray(array).reshape(-1)
@@ -87,15 +89,15 @@ class TensorFile:
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Named arrays of any shape as one file; their bytes are copied once. Raises as `TensorFile`."""
+    """Return named arrays as one file; their bytes are copied once. Raises as `TensorFile`."""
     return b"".join(TensorFile(arrays, metadata).chunks())
 
 
 def unpack(data: bytes | mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """The arrays (read-only views of `data`) and the metadata of a file.
+    """Return the arrays (read-only views of `data`) and the metadata of a file.
 
     Raises:
-        Malformed: it is cut, is no such file, or has a type that `pack` does not write.
+        Malformed: the file is incomplete, is not a safetensors file, or has a type that `pack` does not write.
     """
     try:
         (length,) = LENGTH.unpack_from(data)
@@ -108,7 +110,7 @@ def unpack(data: bytes | mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, s
     except Malformed:
         raise
     except (struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Malformed(f"no safetensors file: {error!r}") from None
+        raise Malformed(f"not a safetensors file: {error!r}") from None
 
 
 def _array(body: memoryview, entry: Mapping[str, Any]) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""A rollout's exact tokens with everything aligned to them; append-only, sharing what branches have in common."""
+"""`Trajectory`, a rollout's exact tokens with everything aligned to them. Branches share their common pieces."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from miles_router.trajectory.pieces import (
 
 
 class Trajectory:
-    """Pieces in a row. Immutable: slices and `append` give new ones that share the pieces' memory.
+    """A sequence of pieces. Immutable: slices and `append` return new trajectories that share the pieces' memory.
 
-    For n positions: `tokens` int32 [n], `logprobs` float32 [n] (0.0 where not sampled), `loss_mask` uint8 [n]
-    (1 = sampled by the engine and trained here), `weight_versions` runs over the sampled positions.
+    For n positions: `tokens` int32 [n], `logprobs` float32 [n] (0.0 where not sampled), `loss_mask` uint8 [n] (1 =
+    sampled by the engine and trained here), `weight_versions` runs over the sampled positions.
     """
 
     __slots__ = ("_ends", "pieces")
@@ -43,7 +43,7 @@ class Trajectory:
         return f"<Trajectory of {len(self)} tokens, {int(self.loss_mask.sum())} in the loss>"
 
     def __eq__(self, other: object) -> bool:
-        """Equal positions, however they are cut into pieces."""
+        """Return whether all positions are equal, however they are split into pieces."""
         if not isinstance(other, Trajectory):
             return NotImplemented
         return len(self) == len(other) and common_prefix(self, other) == len(self)
@@ -51,14 +51,14 @@ class Trajectory:
     __hash__ = None  # type: ignore[assignment]  # compared by content, too large to hash
 
     def append(self, *pieces: Piece) -> Trajectory:
-        """This trajectory with more positions behind it."""
+        """Return this trajectory with more positions at its end."""
         return Trajectory((*self.pieces, *pieces))
 
     def __getitem__(self, positions: slice) -> Trajectory:
-        """Positions `[start, stop)`.
+        """Return positions `[start, stop)`.
 
         Raises:
-            ValueError: a step other than 1 would leave holes.
+            ValueError: the step is not 1.
         """
         start, stop, step = positions.indices(len(self))
         if step != 1:
@@ -85,12 +85,12 @@ class Trajectory:
         """Float32 [n]; 0.0 where not sampled.
 
         Raises:
-            InvalidTrajectory: `aligned`: a piece has not one for each of its tokens.
+            InvalidTrajectory: `aligned`: a piece does not have one logprob per token.
         """
         flat = np.zeros(len(self), dtype=np.float32)
         for piece, begin in self._located():
             if piece.logprobs is not None:
-                if len(piece.logprobs) != len(piece):  # numpy would spread a single one over all of them
+                if len(piece.logprobs) != len(piece):  # numpy would broadcast a single one
                     raise misaligned(len(piece), len(piece.logprobs))
                 flat[begin : begin + len(piece)] = piece.logprobs
         return flat
@@ -106,7 +106,7 @@ class Trajectory:
 
     @property
     def weight_versions(self) -> list[VersionRun]:
-        """Runs over sampled positions, in order; neighbours of one version are one run."""
+        """Runs over sampled positions, in order; adjacent runs of the same version are merged."""
         runs: list[VersionRun] = []
         for piece, begin in self._located():
             if piece.logprobs is None or piece.version is None:
@@ -119,18 +119,18 @@ class Trajectory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; memory shared with other trajectories is counted here too."""
+        """The size of the arrays in bytes, including memory shared with other trajectories."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
 def common_prefix(first: Trajectory, second: Trajectory) -> int:
-    """How many leading positions agree in token, origin, version and (bit for bit) logprob."""
+    """Return the number of leading positions that agree in token, origin, version and (bit for bit) logprob."""
     shared = 0
     mine, theirs = _Reader(first), _Reader(second)
     while (length := min(mine.left, theirs.left)) and mine.piece.same_origin(theirs.piece):
         one, other = mine.take(length), theirs.take(length)
         if one.tokens is not other.tokens or one.logprobs is not other.logprobs:
-            agree = _agreeing(one, other)
+            agree = _common_length(one, other)
             shared += agree
             if agree < length:
                 return shared
@@ -140,7 +140,7 @@ def common_prefix(first: Trajectory, second: Trajectory) -> int:
 
 
 class _Reader:
-    """Reads a trajectory in runs of any length."""
+    """A cursor that reads a trajectory in runs of any length."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._pieces = trajectory.pieces
@@ -163,7 +163,7 @@ class _Reader:
         return piece
 
 
-def _agreeing(one: Piece, other: Piece) -> int:
+def _common_length(one: Piece, other: Piece) -> int:
     differ = one.tokens != other.tokens
     if one.logprobs is not None and other.logprobs is not None:
         differ = differ | (one.logprobs.view(np.int32) != other.logprobs.view(np.int32))
@@ -178,7 +178,8 @@ def _joined(parts: Sequence[Tokens], dtype: type[np.int32]) -> Tokens:
 
 
 class Arrays(NamedTuple):
-    """A trajectory flat: `tokens` int32 [n], `logprobs` float32 [n], `loss_mask` uint8 [n], and its version runs."""
+    """The flat arrays of a trajectory: `tokens` int32 [n], `logprobs` float32 [n], `loss_mask` uint8 [n], and version
+    runs."""
 
     tokens: Tokens
     logprobs: Logprobs
@@ -192,7 +193,7 @@ def checked_arrays(
     loss_mask: Sequence[int] | Mask,
     weight_versions: Iterable[tuple[str, int, int]] = (),
 ) -> Arrays:
-    """Flat arrays that a rollout can have, as read-only arrays of their own.
+    """Validate flat arrays and return them as new read-only arrays.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant, in this order: `tokens_are_ids`, `aligned`,
@@ -207,10 +208,10 @@ def checked_arrays(
     except ValueError as error:
         raise InvalidTrajectory("mask_is_binary", str(error)) from None
     if len(mask) and (mask.ndim != 1 or not np.isin(mask, (0, 1)).all()):
-        raise InvalidTrajectory("mask_is_binary", "the loss mask must hold 0 and 1 alone")
+        raise InvalidTrajectory("mask_is_binary", "the loss mask must contain only 0 and 1")
     values = logprob_array(logprobs, len(ids))
     runs = _checked_runs(weight_versions, len(ids))
-    if runs and bool(((mask == 1) & (_owners(runs, len(ids)) < 0)).any()):
+    if runs and bool(((mask == 1) & (_run_indices(runs, len(ids)) < 0)).any()):
         raise InvalidTrajectory("versions_cover_the_loss", "a position in the loss has no weight version")
     return Arrays(ids, values, frozen(mask.astype(np.uint8)), tuple(runs))
 
@@ -221,7 +222,7 @@ def from_arrays(
     loss_mask: Sequence[int] | Mask,
     weight_versions: Iterable[tuple[str, int, int]] = (),
 ) -> Trajectory:
-    """A trajectory from flat arrays. Raises as `checked_arrays`."""
+    """Return a trajectory of flat arrays. Raises as `checked_arrays`."""
     return Trajectory(_pieces(checked_arrays(tokens, logprobs, loss_mask, weight_versions)))
 
 
@@ -235,8 +236,8 @@ def _checked_runs(weight_versions: Iterable[tuple[str, int, int]], length: int) 
     return runs
 
 
-def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
-    """For each position the index of its run, or -1."""
+def _run_indices(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
+    """Return for each position the index of its run, or -1."""
     owner = np.full(length, -1, dtype=np.int64)
     for index, run in enumerate(runs):
         owner[run.start : run.end] = index
@@ -245,7 +246,7 @@ def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
 
 def _pieces(arrays: Arrays) -> Iterator[Piece]:
     ids, values, mask, runs = arrays
-    owner = _owners(runs, len(ids))
+    owner = _run_indices(runs, len(ids))
     sampled = (mask == 1) | (values != 0) | (owner >= 0)
     key = np.stack([sampled.astype(np.int64), mask.astype(np.int64), owner]) if len(ids) else np.zeros((3, 0))
     bounds = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(axis=0)) + 1).tolist(), len(ids)]

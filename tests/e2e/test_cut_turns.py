@@ -103,10 +103,10 @@ def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 BOUND: dict[str, dict[str, Any]] = {
-    "response_format binds": {
+    "response_format constrains": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": "a text " * 9}}}
     },
-    "tool_choice binds": {"tools": [ADD], "tool_choice": "required"},
+    "tool_choice constrains": {"tools": [ADD], "tool_choice": "required"},
     "frequency_penalty depends": {"frequency_penalty": 0.5},
     "regex depends": {"regex": "a{40}"},
 }
@@ -350,7 +350,7 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
                 chunks = await turn
         finish = chunks[-1]["choices"][0]["finish_reason"]
         if parsers == "engine":
-            assert (finish, given_up(caplog)) == ("abort", ["/parse_function_call answered 500"])
+            assert (finish, given_up(caplog)) == ("abort", ["the worker answered /parse_function_call with status 500"])
             (sample,) = await trial.samples(session)
             assert sample["status"] == "aborted"
         else:

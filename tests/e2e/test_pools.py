@@ -390,7 +390,7 @@ def never_applied(answer: str | RawReply) -> None:
     """No worker took it, for its route applies no adapter."""
     assert isinstance(answer, RawReply)
     assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
-    assert "/v1/responses answers with base weights" in answer.json()["error"]["message"]
+    assert "/v1/responses ignores LoRA adapters" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])

@@ -83,7 +83,7 @@ async def test_a_text_with_an_invalid_logprob_is_not_recorded_and_says_where(
     )
     assert (await texts.post("/generate", {"text": "Hi"})).status == 200, "it is the client's all the same"
     (said,) = [each.__dict__["fields"] for each in caplog.records if each.message == "answer_not_recorded"]
-    assert "position 1, token 8: 0.25 is no logprob" in said["detail"]
+    assert "position 1, token 8: 0.25 is not a logprob" in said["detail"]
     assert texts.statistics()["invalid_answers"] == {worker.url: 1}
 
 

@@ -67,15 +67,15 @@ class EventStreams(Target):
         for piece in pieces:
             for part in reader.feed(piece):
                 came += part
-                if not reader.within:
+                if not reader.in_released_event:
                     ends.add(len(came))
-            if dice.random() < 0.3 and not reader.within:
-                came += reader.let_go()
+            if dice.random() < 0.3 and not reader.in_released_event:
+                came += reader.release()
             assert reader.pending <= longest, f"{reader.pending} bytes are held, and the longest event has {longest}"
         assert came + reader.rest == data, f"of {data!r} came {came!r} and {reader.rest!r}"
         wrong = ends - _ends(expected)
         assert not wrong, f"events end at {sorted(wrong)}, where none does"
-        assert reader.within == (len(came) > sum(map(len, expected))), "whether one is within an event"
+        assert reader.in_released_event == (len(came) > sum(map(len, expected))), "whether one is within an event"
 
 
 def reference(data: bytes) -> tuple[list[bytes], bytes]:

@@ -130,7 +130,7 @@ def _check_good(dice: random.Random) -> Hashable:
 def _grow(events: Sequence[Any], *, skim: bool) -> dict[str, Any] | None:
     growing = GrowingAnswer()
     for event in deepcopy(events):
-        (growing.skim if skim else growing.add)(event)
+        (growing.add_lazily if skim else growing.add)(event)
     return growing.answer
 
 
@@ -202,7 +202,7 @@ def _check_stream(events: Sequence[Any]) -> Hashable:
 def _same_when_skimmed(events: Sequence[Any], growing: GrowingAnswer) -> None:
     skimming = GrowingAnswer()
     for event in deepcopy(events):
-        skimming.skim(event)
+        skimming.add_lazily(event)
     assert skimming.answer is not None
     assert growing.answer is not None
     meta, whole = skimming.answer["meta_info"], growing.answer["meta_info"]

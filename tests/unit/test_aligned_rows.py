@@ -102,7 +102,7 @@ def test_rows_that_were_never_asked_for_are_missed_by_every_read_of_them() -> No
     assert not late.complete()
     assert late.complete(0)
     assert late.array(5).tolist() == numbered(5, 8).tolist()
-    with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never asked for") as error:
+    with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never requested") as error:
         late.array(2)
     assert error.value.invariant == "experts_without_gap"
     behind = aligned(numbered(8, 9), start=8, parent=late)
@@ -242,16 +242,16 @@ def test_a_shape_divides_rows_into_layers_without_a_copy() -> None:
     shape = RowShape(layers=4, top_k=2)
     flat: RowArray = np.arange(24, dtype=np.uint8).reshape(3, 8)
     assert (shape.width, shape.choices) == (8, None)
-    shaped = shape.shaped(flat)
+    shaped = shape.reshape(flat)
     assert shaped.shape == (3, 4, 2)
     assert shaped[1, 2].tolist() == [12, 13]
     assert np.shares_memory(shaped, flat)
-    assert shape.shaped(flat[:0]).shape == (0, 4, 2)
+    assert shape.reshape(flat[:0]).shape == (0, 4, 2)
 
 
 def test_rows_of_another_width_are_not_of_this_shape() -> None:
     with pytest.raises(ValueError, match="reshape"):
-        RowShape(layers=4, top_k=2).shaped(np.zeros((2, 6), dtype=np.uint8))
+        RowShape(layers=4, top_k=2).reshape(np.zeros((2, 6), dtype=np.uint8))
 
 
 def rows_of(*firsts: int, dtype: Any = np.uint8) -> RowArray:

@@ -19,7 +19,7 @@ class Asked(EngineQuestions):
         super().__init__(cast(Router, None), Exchange("it"), [])
         self.asked: list[Any] = []
 
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(body["tokens"])
         return {"text": ["".join(SPELLED.get(token, "") for token in each) for each in body["tokens"]]}
 

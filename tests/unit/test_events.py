@@ -43,24 +43,24 @@ def test_an_event_that_was_let_go_goes_on_in_pieces_and_the_next_is_whole_again(
     reader = EventReader()
     assert list(reader.feed(first[:begun])) == []
     assert reader.pending == begun
-    assert reader.let_go() == first[:begun]
-    assert (reader.within, reader.rest, reader.pending) == (True, b"", 0)
+    assert reader.release() == first[:begun]
+    assert (reader.in_released_event, reader.rest, reader.pending) == (True, b"", 0)
     data = first[begun:] + second + LAST_EVENT
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     given_on = [piece for a, b in itertools.pairwise(places) for piece in reader.feed(data[a:b])]
     assert b"".join(given_on) == data
     assert given_on[-2:] == [second, LAST_EVENT]
-    assert not reader.within
+    assert not reader.in_released_event
 
 
 def test_an_event_that_was_let_go_and_never_ends_is_still_under_way() -> None:
     reader = EventReader()
     assert list(reader.feed(b"data: {")) == []
-    assert reader.let_go() == b"data: {"
+    assert reader.release() == b"data: {"
     assert list(reader.feed(b"}\n")) == [b"}\n"]
-    assert reader.within
+    assert reader.in_released_event
     assert list(reader.feed(b"\n")) == [b"\n"]
-    assert not reader.within
+    assert not reader.in_released_event
 
 
 def test_what_has_no_json_in_its_data_parses_to_nothing() -> None:

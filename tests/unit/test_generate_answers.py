@@ -132,7 +132,7 @@ def test_either_kind_of_stream_grows_into_the_same_answer(
         assert not growing.ended
         assert not skimming.ended
         grown = growing.add(copy.deepcopy(event))
-        skimming.skim(copy.deepcopy(event))
+        skimming.add_lazily(copy.deepcopy(event))
         assert grown is growing.answer
         assert grown["output_ids"] == ids[:cut]
         assert [entry[1] for entry in grown["meta_info"]["output_token_logprobs"]] == ids[:cut]

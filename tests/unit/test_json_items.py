@@ -90,7 +90,7 @@ def test_an_escape_takes_no_memory_beside_what_is_read() -> None:
 
 
 def test_what_stands_around_the_objects_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_items, "MOST_AROUND", 100)
+    monkeypatch.setattr(json_items, "MAX_BYTES_AROUND", 100)
     assert read(b'{"samples": [{"a": "%b"}]}' % (b"x" * 1000)) == [{"a": "x" * 1000}]
     for data in (b'{"samples": [{}], "b": "%b"}', b'{"b": "%b", "samples": [{}]}', b'{"%b": 1}'):
         with pytest.raises(Malformed, match="more than 100 bytes"):

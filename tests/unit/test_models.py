@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.models import adapter_of, model_of, with_model
-from miles_router.engines.sglang.adapters import told_adapters, with_adapter
+from miles_router.engines.sglang.adapters import listed_adapters, with_adapter
 
 
 def never(body: bytes) -> Any:
@@ -97,11 +97,11 @@ def test_an_adapter_is_where_its_route_reads_it() -> None:
     assert orjson.loads(with_model(b'{"model": "x", "n": 1}', "a:x")) == {"model": "a:x", "n": 1}
     assert with_adapter("/v1/messages", b"{}", "x", never) == b"{}"
     assert with_adapter("/generate", b'{"text": "t"}', "x", never) == b'{"text": "t","lora_path":"x"}'
-    with pytest.raises(CannotServe, match="/v1/responses answers with base weights"):
+    with pytest.raises(CannotServe, match="/v1/responses ignores LoRA adapters"):
         with_adapter("/v1/responses", b"{}", "x", never)
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"7", b'{"data": 1}', b'{"data": [1]}', b'{"data": [{"parent": "m"}]}'])
 def test_what_cannot_be_read_tells_of_no_adapters(said: bytes) -> None:
-    assert told_adapters(said) == frozenset()
-    assert told_adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}
+    assert listed_adapters(said) == frozenset()
+    assert listed_adapters(b'{"data": [{"id": "m", "parent": null}, {"id": "x", "parent": "m"}]}') == {"x"}

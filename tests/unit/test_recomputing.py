@@ -13,7 +13,7 @@ from miles_router.engines.known import read_facts
 from miles_router.engines.recomputing import (
     RecomputationCut,
     adapter_in,
-    assumed,
+    possible_defaults,
     read,
     read_next,
     request,
@@ -188,5 +188,5 @@ def test_the_adapter_of_a_request(fields: dict[str, Any], adapter: str | None) -
 )
 def test_what_an_engine_assumes_is_what_it_says(said: dict[str, Any], chat: bool, value: float | None) -> None:
     facts = read_facts({"/server_info": orjson.dumps({"version": "0.5.23", **said})})
-    assert temperature({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) == value
-    assert reshaped_by({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) is None
+    assert temperature({}, *possible_defaults(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) == value
+    assert reshaped_by({}, *possible_defaults(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) is None

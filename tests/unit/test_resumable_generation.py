@@ -196,7 +196,7 @@ def test_attempt_that_lacks_fields_is_refused_and_earlier_ones_stay(said: dict[s
     made.add(said)
     with pytest.raises(UnreadableAnswer):
         made.next_attempt()
-    left = made.left()
+    left = made.consistent_answer()
     assert left is not None
     assert left["output_ids"] == [7]
     assert "resumed" not in left["meta_info"]
@@ -207,7 +207,11 @@ def test_an_answer_without_the_logprobs_that_were_asked_for_is_not_carried_on() 
     made.add({"text": "a", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": ABORT}})
     with pytest.raises(UnreadableAnswer, match="incomplete"):
         made.next_attempt()
-    assert made.left() == {"text": "a", "output_ids": [7], "meta_info": {"id": "r", "finish_reason": ABORT}}
+    assert made.consistent_answer() == {
+        "text": "a",
+        "output_ids": [7],
+        "meta_info": {"id": "r", "finish_reason": ABORT},
+    }
 
 
 def test_less_than_a_client_was_shown_is_not_left() -> None:
@@ -215,7 +219,7 @@ def test_less_than_a_client_was_shown_is_not_left() -> None:
     made.add(answer("a", [7], 1, finish_reason=ABORT))
     made.next_attempt()
     made.shown_ids = 2
-    assert made.left() is None
+    assert made.consistent_answer() is None
 
 
 def test_an_answer_joined_of_legs_is_one_that_can_be_read() -> None:
@@ -231,12 +235,12 @@ def test_an_answer_joined_of_legs_is_one_that_can_be_read() -> None:
 
 def test_how_a_client_is_told_is_what_events_have_shown_or_else_what_the_engine_says() -> None:
     made = generation()
-    assert not made.tells_only_what_is_new
+    assert not made.streams_deltas
     made.facts = Facts(incremental_streaming=True)
-    assert made.tells_only_what_is_new
+    assert made.streams_deltas
     made.add(answer("a", [5], 1))
     made.add(answer("ab", [5, 6], 2))
-    assert not made.tells_only_what_is_new
+    assert not made.streams_deltas
 
 
 def test_what_cannot_be_resumed_is_no_answer_to_a_client() -> None:

@@ -41,7 +41,7 @@ def extractor_of_experts() -> Extractor[Decoder]:
 def feed(extractor: Extractor[Decoder], pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What remains, marks and all, and the ids of each string."""
     remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
-    return remains, [decoder.finish().flat.tolist() for decoder in extractor.takers]
+    return remains, [decoder.finish().flat.tolist() for decoder in extractor.consumers]
 
 
 def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
@@ -325,7 +325,7 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
         shown += [extractor.without_marks(event) for event in events.feed(extractor.feed(piece))]
     shown += [events.rest, extractor.end()]
     assert b"".join(shown) == b"".join(b"data: " + compact(bare(tree)) + b"\n\n" for tree in trees) + end
-    assert [decoder.finish().flat.tolist() for decoder in extractor.takers] == [
+    assert [decoder.finish().flat.tolist() for decoder in extractor.consumers] == [
         one for tree in trees for one in put_in(tree)
     ]
 
@@ -334,7 +334,7 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
 def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
     extractor = extractor_of_experts()
     passed = [extractor.feed(piece) for piece in cut(data, places)]
-    assume(not extractor.takers)
+    assume(not extractor.consumers)
     assert b"".join([*passed, extractor.end()]) == data
 
 

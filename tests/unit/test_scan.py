@@ -273,7 +273,7 @@ def test_cutting_a_stream_into_events_takes_time_that_grows_as_it_does(odd: str,
         for at in range(0, len(data), piece):
             for raw in reader.feed(data[at : at + piece]):
                 Event.read(raw)
-            if lets_go and not reader.within:
-                reader.let_go()
+            if lets_go and not reader.in_released_event:
+                reader.release()
 
     assert _growth(cut, lambda size: STREAMS[odd] * (size // len(STREAMS[odd])), 1 << 15) < 24

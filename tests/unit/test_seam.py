@@ -155,6 +155,6 @@ async def test_what_was_held_back_is_shown_once_nobody_holds_it_back_any_more() 
     (generation,) = generations_of(GenerateRequest.read({"input_ids": PROMPT}))
     generation.add({**said(PROMPT, ids, None), "text": "a"})
     generation.next_attempt()
-    await Seam(generation, Bytes()).reveal()
+    await Seam(generation, Bytes()).restore_held_back()
     assert generation.answer is not None
     assert generation.answer["text"] == "aé"

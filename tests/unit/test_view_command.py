@@ -67,8 +67,8 @@ def test_with_a_tokenizer_nothing_is_missing(run: Run, tmp_path: Path) -> None:
     ("data", "why"),
     [
         (b"x" * 100, "it is neither JSON nor safetensors, or is cut"),
-        (b'{"samples": 5}', "sample 0: the field 'samples' is no list of objects"),
-        (write_json([sample(), sample()], {})[:-5], "sample 2: no JSON, or cut"),
+        (b'{"samples": 5}', "sample 0: the field 'samples' is not a list of objects"),
+        (write_json([sample(), sample()], {})[:-5], "sample 2: invalid or incomplete JSON"),
         (write_safetensors([sample()], {})[:-1], "a tensor's offsets in a safetensors file do not fit"),
         (write_json([sample()], {}).replace(b'"loss_mask":[0', b'"loss_mask":[7'), "sample 0: mask_is_binary"),
         (write_json([sample()], {}).replace(b'"metadata":{}', DEEP), "sample 0: its metadata cannot be written"),

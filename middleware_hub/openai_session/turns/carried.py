@@ -199,7 +199,7 @@ class CarriedTurn(ContinuedRequest):
         self._rows[generation.index].renew()
         await super().sample(attempt, generation, seam, body)
 
-    def came(self, generation: ResumableGeneration) -> None:
+    def on_answer(self, generation: ResumableGeneration) -> None:
         """Take the rows of an attempt: the next asks for those behind them."""
         before = generation.answer["output_ids"] if generation.answer is not None else ()
         self._rows[generation.index].take(len(self._prompts[generation.index]) + len(before) + generation.tokens)

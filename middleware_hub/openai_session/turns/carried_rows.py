@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.rows import ROW_FIELDS, decoded
+from miles_router.engines.rows import ROW_FIELDS, decode_rows
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange
 from miles_router.middlewares.generation import CannotResume, EngineQuestions
@@ -101,7 +101,7 @@ def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
     Raises:
         UnreadableAnswer: they are none.
     """
-    raw = decoded(encoded)
+    raw = decode_rows(encoded)
     data = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
     if (
         len(raw) % 4

@@ -211,7 +211,7 @@ class CarriedStream(CarriedTurn):
                 generation.add(part)
             raise
         meta = generation.add(following.part())
-        self.came(generation)
+        self.on_answer(generation)
         known = await self._said_by_engine(flight.worker_url, following.growing.growing.values())
         self._by_engine = self._by_engine and known
         with Watch(self.receive, 0):

@@ -28,7 +28,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.plan import TurnGrant
 from miles_router.engines.generate import RID
-from miles_router.engines.names import is_made
+from miles_router.engines.names import is_generated
 from miles_router.engines.refusals import Overflow
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
@@ -224,7 +224,7 @@ class EpisodeKeeper:
         agent's own name stays. Of several choices each gets another name, which the router does not learn (SGLang,
         `TokenizerManager._handle_batch_request`)."""
         episode, own = request.session.episode, fields.get(RID)
-        if isinstance(own, str) and is_made(own):  # it passes for one of ours, and other agents may send it too
+        if isinstance(own, str) and is_generated(own):  # it passes for one of ours, and other agents may send it too
             fields, own = {**fields, RID: secrets.token_hex(16)}, None
         ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
         ends = ends or episode.contract.budget.limits_usage

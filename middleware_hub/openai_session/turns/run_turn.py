@@ -340,7 +340,7 @@ class TurnRunner:
         """Have a request answered as it came, but for the adapter of the run."""
         if adapter := self._settings.lora_path:
             Exchange.of(scope).adapter = adapter
-            body = models.only_with_adapter(body, adapter)
+            body = models.force_adapter(body, adapter)
             scope = with_body(scope, body)
         await self._app(scope, replay(body, receive), send)
 

@@ -71,7 +71,10 @@ def _readable(call: Any) -> Any:
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str) or "\\u" not in arguments:
         return call
-    return {**call, "function": {**function, "arguments": client_json.mended(arguments.encode()).decode()}}
+    return {
+        **call,
+        "function": {**function, "arguments": client_json.replace_invalid_unicode(arguments.encode()).decode()},
+    }
 
 
 class ChatEndpoint:

@@ -18,8 +18,8 @@ from miles_router.engines.answers import (
     VERSION,
     VERSIONS,
     UnreadableAnswer,
+    count_mismatch,
     in_words,
-    too_few_or_many,
     version_runs,
 )
 from miles_router.engines.facts import Facts
@@ -134,7 +134,7 @@ class _GrowingCompletion(GrowingChoice):
         if self.finish is None:
             raise UnreadableAnswer("incomplete", "a choice has no finish reason")
         if len(self._ids) != len(self.logprobs):
-            raise too_few_or_many(self._ids, len(self.logprobs))
+            raise count_mismatch(self._ids, len(self.logprobs))
         return Choice(
             index=index,
             message={"role": "assistant", "content": "".join(self._text)},

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
-from miles_router.engines.rows import RowFields, decoded
+from miles_router.engines.rows import RowFields, decode_rows
 
 QUANTUM, CHARS = 3, 4  # bytes, and what base64 spells them with
 QUOTE, PAD = b'"', b"="
@@ -82,7 +82,7 @@ class JoinedString(NamedTuple):
         yield from prompts.part(0, at)
         if rest:
             behind += CHARS
-            theirs, ours = (decoded(b"".join(each.part(at, behind)).decode("latin-1")) for each in (prompts, own))
+            theirs, ours = (decode_rows(b"".join(each.part(at, behind)).decode("latin-1")) for each in (prompts, own))
             yield base64.b64encode(theirs[:rest] + ours[rest:])
         yield from own.part(behind, own.length)
 
@@ -109,7 +109,7 @@ class RowStrings:
 
     def of(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
         """What was taken out of an answer's `meta_info`."""
-        return self._extractors[fields].marked(fields.of(meta))
+        return self._extractors[fields].consumer_of(fields.of(meta))
 
     def put(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
         """Have rows in an answer's `meta_info`."""
@@ -143,7 +143,7 @@ class RowStrings:
             if joined:
                 yield from self._joined[int(mark[2])].pieces()
             else:
-                own = extractor.takers[int(mark[2])]
+                own = extractor.consumers[int(mark[2])]
                 yield from own.part(0, own.length)
             at = mark.end() - 1
         yield written[at:]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from miles_router.engines.client_json import whole_text
+from miles_router.engines.client_json import replace_half_surrogates
 
 #: The parameters' schema of each tool, by its name.
 Tools = Mapping[str, Any]
@@ -71,7 +71,7 @@ def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, be
 
 def written(value: object) -> str:
     """JSON as the engine's parsers write it; but half of a surrogate pair, which they cannot write, as U+FFFD."""
-    return whole_text(json.dumps(value, ensure_ascii=False))
+    return replace_half_surrogates(json.dumps(value, ensure_ascii=False))
 
 
 def begun(values: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""SGLang. Pure."""
+"""SGLang, the engine whose requests and answers pass unchanged. No I/O."""

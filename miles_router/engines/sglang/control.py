@@ -1,4 +1,4 @@
-"""SGLang's control requests, read and written. Pure.
+"""SGLang's control requests: parsers into actions, and the requests for actions. No I/O.
 
 Source: SGLang 0.5.23, `entrypoints/http_server.py`, `managers/io_struct.py`.
 """
@@ -36,8 +36,8 @@ SLEEP, WAKE = "/release_memory_occupation", "/resume_memory_occupation"
 UPDATE_VERSION, UPDATE_FROM_DISK = "/update_weight_version", "/update_weights_from_disk"
 BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
-#: With the first begin paths of updates, and paths with the second load or unload an adapter. Some come in many
-#: requests, with tensors of the trainer's choice, so that users name their own.
+#: Paths of weight updates begin with the first; paths that load or unload an adapter contain the second. Some updates
+#: come as many requests with tensors, so users define their own paths.
 UPDATES, ADAPTERS = "/update_weights_", "lora_adapter"
 
 MODE, NAME, ALL, PARTS = "mode", "rid", "abort_all", "tags"
@@ -46,10 +46,10 @@ ABORTS, FLUSHES = "abort_all_requests", "flush_cache"
 
 
 def order(action: Action) -> Order:
-    """Return the request for an action. SGLang refuses most of these without a body.
+    """Return the request for an action. SGLang refuses most of them without a body.
 
     Raises:
-        CannotServe: it has none.
+        CannotServe: SGLang has no such request.
     """
     path, fields = _spelled(action)
     return Order("POST", path.encode(), orjson.dumps(fields))
@@ -89,7 +89,7 @@ def _read_pause(arguments: Arguments) -> Action:
 
 
 def _read_abort(arguments: Arguments) -> Abort | AbortAll | EndGroup:
-    """SGLang ignores an abort that names nothing."""
+    """Parse an abort. SGLang silently ignores one without arguments, so that is refused here."""
     group = group_in(arguments)
     if group is not None:
         return group
@@ -115,13 +115,13 @@ def _parts(arguments: Arguments) -> frozenset[str]:
 
 
 def _read_version(arguments: Arguments) -> Action:
-    """SGLang takes only texts, and ends all generations where it is not told otherwise."""
+    """Parse a new weight version. SGLang accepts only strings, and aborts all generations by default."""
     version = _text(arguments, NEW_VERSION)
     return NameVersion(version, aborts=arguments.fields.get(ABORTS, True) is not False)
 
 
 def _read_update(arguments: Arguments, *, flushes: bool = True) -> Action:
-    """SGLang flushes its caches after an update, if it is not told otherwise."""
+    """Parse a weight update. SGLang flushes its caches afterwards by default."""
     version = arguments.fields.get(NEW_VERSION, arguments.fields.get(VERSION))
     flushed = flushes and arguments.fields.get(FLUSHES, True) is True
     return Update(None if version is None else str(version), flushes=flushed)
@@ -145,7 +145,7 @@ def _read_adapter(arguments: Arguments, *, loads: bool | None = None) -> Action:
 
 
 def own_request(path: str) -> ControlRequest | None:
-    """Return how a control request of the user's own is read, where its path says so."""
+    """Return the reader for a user-defined control path; None if the path is not recognized."""
     if path.startswith(UPDATES):
         return ControlRequest(path, _read_update, timeout=SLOW)
     return ControlRequest(path, _read_adapter) if ADAPTERS in path else None

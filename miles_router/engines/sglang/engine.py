@@ -1,4 +1,4 @@
-"""SGLang. Pure."""
+"""The `Engine` implementation for SGLang. No I/O."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
 from miles_router.engines.sglang import pairs, paths, questions, ranks, refusals
-from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, told_adapters, with_adapter
+from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, listed_adapters, with_adapter
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
 from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
 
 
 class SGLang(Engine):
-    """An engine whose requests and answers pass byte for byte."""
+    """The SGLang engine. Requests and answers pass byte for byte."""
 
     kind = "sglang"
     alive = paths.MODEL_INFO
@@ -55,7 +55,7 @@ class SGLang(Engine):
 
     @classmethod
     def recognized(cls, documents: Documents) -> SGLang | None:
-        """Return it where an engine says what it was started with, or which weights it has."""
+        """Return the engine if the documents contain its start arguments or a weight version."""
         model, server = model_and_server(documents)
         if {server.get(HALF), model.get(HALF)} & HALVES:
             return PAIR_HALF
@@ -80,7 +80,7 @@ class SGLang(Engine):
         return with_adapter(path, body, adapter, parse)
 
     def adapters(self, listed: bytes) -> frozenset[str]:
-        return told_adapters(listed)
+        return listed_adapters(listed)
 
     def tokenize_body(self, text: str) -> bytes:
         return orjson.dumps({"prompt": text, "add_special_tokens": False})
@@ -119,8 +119,8 @@ class SGLang(Engine):
 
 
 class PairHalf(SGLang):
-    """One half of a prefill/decode pair. One that retracts forgets which weights sampled what, and whose rows are
-    whose: it keeps generations in place."""
+    """One half of a prefill/decode pair of SGLang. A half that retracts forgets the weight versions and the rows of its
+    tokens, so it is paused in place instead."""
 
     pauses: ClassVar[Mapping[str, str]] = {"retract": "in_place"}
 

@@ -1,4 +1,4 @@
-"""What SGLang says about itself. Pure.
+"""A parser of the documents in which SGLang describes itself. No I/O.
 
 Source: SGLang 0.5.23, `entrypoints/http_server.py`: `/model_info`, `/server_info` (every server argument, flat) and
 `/openapi.json`; the older `/get_model_info` and `/get_server_info` have the same shapes.
@@ -18,11 +18,11 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.sglang.adapters import NAME as ADAPTER_NAME
 from miles_router.engines.sglang.paths import MODEL_INFO, SCHEMA, SERVER_INFO
 
-#: Of `/server_info`: what changes while one process lives.
+#: Fields of `/server_info` that change during the life of a process.
 VOLATILE = frozenset({"internal_states", "weight_version"})
-#: Of `/server_info`: how long this very process took to start, in parts of a second.
+#: The field of `/server_info` with the startup time of the process, in fractions of a second.
 STARTUP = "startup_time"
-#: What an engine says of itself that is one half of a pair, as one of these.
+#: The field that names the half of a pair.
 HALF = "disaggregation_mode"
 TEMPLATE_SETTINGS = (
     "chat_template",
@@ -33,10 +33,10 @@ TEMPLATE_SETTINGS = (
 
 
 def read_facts(documents: Documents) -> Facts:
-    """Read what an engine says; what cannot be read says nothing."""
+    """Parse the documents. Unreadable parts leave their facts at None."""
     model, server = model_and_server(documents)
     schema = documents.get(SCHEMA[0])
-    # `/model_info` follows what control requests change after the start; `/server_info` keeps what was launched.
+    # `/model_info` follows control requests; `/server_info` keeps the start arguments.
     both = {**server, **model}
     endpoints, schemas = (None, None) if schema is None else _read_schema(schema)
     return Facts(
@@ -57,7 +57,7 @@ def read_facts(documents: Documents) -> Facts:
         lora=_flag(server, "enable_lora"),
         adapters=_adapters(server),
         auto_truncate=_flag(server, "allow_auto_truncate"),
-        context_length=_window(server),
+        context_length=_context_length(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,
         schemas=schemas,
@@ -66,38 +66,40 @@ def read_facts(documents: Documents) -> Facts:
 
 
 def model_and_server(documents: Documents) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return what `/model_info` and `/server_info` say; {} for one that says nothing."""
-    return _object(documents.get(MODEL_INFO[0])), _object(documents.get(SERVER_INFO[0]))
+    """Return the JSON of `/model_info` and `/server_info`; {} for one that is missing or unreadable."""
+    return _parse_object(documents.get(MODEL_INFO[0])), _parse_object(documents.get(SERVER_INFO[0]))
 
 
 def weight_version(info: Mapping[str, Any]) -> str | None:
-    """The weight version in an answer to `/model_info` or `/server_info`, as a text whatever its type."""
+    """Return the weight version in the JSON of `/model_info` or `/server_info` as a string, whatever its type."""
     version = info.get("weight_version")
     return None if version is None else str(version)
 
 
 def sampling_version(server_info: bytes) -> str | None:
-    """The weight version in the `internal_states` of an answer to `/server_info`, one for each scheduler, which stamp
-    the tokens; `/model_info` has that of the process in front of them, which learns of successful updates alone. None
-    where they differ, or say nothing."""
-    states = _object(server_info).get("internal_states")
+    """Return the weight version of the schedulers, which stamp the sampled tokens; None if they differ or report none.
+
+    It comes from the `internal_states` in an answer of `/server_info`, one per scheduler. `/model_info` has the version
+    of the HTTP process instead, which only learns of successful updates.
+    """
+    states = _parse_object(server_info).get("internal_states")
     each_says = states if isinstance(states, list) else ()
     versions = {weight_version(each) if isinstance(each, dict) else None for each in each_says}
     return versions.pop() if len(versions) == 1 else None
 
 
-@functools.lru_cache(maxsize=16)  # each kind of engine looks at it, at every check and at the end of many a turn
-def _object(body: bytes | None) -> Mapping[str, Any]:
+@functools.lru_cache(maxsize=16)  # parsed by each kind of engine at every check, and at the end of many turns
+def _parse_object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")
-        orjson.dumps(parsed)  # it reads more levels than it writes, and parts of this are written
+        orjson.dumps(parsed)  # orjson parses deeper JSON than it writes, and parts of this are written
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
 
 
 def _text(info: Mapping[str, Any], name: str) -> str | None:
-    """A text; "" for one that is said to be none."""
+    """Return a string; "" if the value is null, None if it is missing or has another type."""
     value = info.get(name, False)
     return "" if value is None else value if isinstance(value, str) else None
 
@@ -108,7 +110,7 @@ def _count(info: Mapping[str, Any], name: str) -> int | None:
 
 
 def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
-    """An engine names them by the arguments of its start, or one by one with all that it knows of each."""
+    """Return the adapter names. `lora_paths` has the start arguments, or a mapping or list of objects per adapter."""
     told = server.get("lora_paths")
     if not isinstance(told, (list, dict)):
         return None
@@ -116,44 +118,45 @@ def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
     return frozenset(name.partition("=")[0] for name in names if isinstance(name, str))
 
 
-def _window(server: Mapping[str, Any]) -> int | None:
-    """SGLang says it only where it was set at the start; else it says how long a prompt may be, which is less."""
+def _context_length(server: Mapping[str, Any]) -> int | None:
+    """Return the context length. SGLang reports it only if it was set; else it is the maximum prompt length plus 6."""
     said, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
     return said or (None if longest is None else longest + 6)
 
 
 def _ranks(server: Mapping[str, Any]) -> int | None:
-    """SGLang 0.5.23 has one kind or the other (`runtime_context.num_dp_ranks_of`); before, both had the first name."""
+    """Return the number of data-parallel ranks. SGLang 0.5.23 reports replicas or attention groups
+    (`runtime_context.num_dp_ranks_of`); before, `dp_size` was both."""
     replicas, groups = _count(server, "dp_size"), _count(server, "attn_dp_size")
     return None if replicas is None else replicas * (groups or 1)
 
 
 def _flag(info: Mapping[str, Any], *names: str) -> bool | None:
-    """The first of these names that is there: newer engines say the same under another one."""
+    """Return the first of these fields that is present: newer engines renamed some."""
     value = next((info[name] for name in names if name in info), None)
     return value if isinstance(value, bool) else None
 
 
 def _mapping(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """An object; {} for one that is said to be none. Older SGLang gives it as it was written, JSON in a text."""
+    """Return an object; {} if the value is null. Older SGLang has JSON in a string here."""
     value = info.get(name, False)
     if isinstance(value, str):
-        return _object(value.encode()) or None
+        return _parse_object(value.encode()) or None
     return {} if value is None else value if isinstance(value, dict) else None
 
 
 def _process(server: Mapping[str, Any]) -> bytes | None:
-    """A digest of what a process says, if that includes how long it took to start: two have hardly the same to the
-    last digit."""
+    """Return a digest of the start arguments and the startup time; None without a startup time. The startup time has
+    many digits, so two processes hardly share it."""
     if not server.get(STARTUP):
         return None
     lasting = {name: value for name, value in server.items() if name not in VOLATILE}
     return hashlib.sha256(orjson.dumps(lasting, option=orjson.OPT_SORT_KEYS)).digest()
 
 
-@functools.lru_cache(maxsize=8)  # the workers of a fleet mostly have the same, and it may have a megabyte
+@functools.lru_cache(maxsize=8)  # most workers of a fleet have the same schema, which may have a megabyte
 def _read_schema(body: bytes) -> tuple[frozenset[str] | None, Mapping[str, frozenset[str]] | None]:
-    schema = _object(body)
+    schema = _parse_object(body)
     paths, components = schema.get("paths"), schema.get("components")
     schemas = components.get("schemas") if isinstance(components, dict) else None
     return (

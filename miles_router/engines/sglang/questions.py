@@ -1,5 +1,5 @@
-"""What SGLang is asked beside generations (0.5.23, `serving_tokenize.py`, `http_server.py`), and the sampling that it
-does not carry on. Pure."""
+"""Auxiliary requests to SGLang (0.5.23, `serving_tokenize.py`, `http_server.py`), and settings that prevent resuming.
+No I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from miles_router.engines.questions import EngineQuestion
 
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
-#: Sampling parameters, and fields beside them, that depend on the output so far: what was sampled is output no longer
-#: once it is given as prompt. And answers that are not joined.
+#: Sampling parameters and request fields that depend on the earlier output. In a resumed request that output is part of
+#: the prompt, so they would act differently. The last ones make answers that cannot be joined.
 STATEFUL = frozenset(
     (
         *("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark"),
@@ -23,29 +23,30 @@ STATEFUL = frozenset(
 
 
 def prompt_tokens(text: str) -> EngineQuestion[list[int]]:
-    """Ask for the tokens of a prompt, special ones added, as `/generate` has them."""
+    """Return the request for the ids of a `/generate` prompt, with special tokens added."""
     return EngineQuestion(TOKENIZE, {"prompt": text}, _ids)
 
 
 def chat_tokens(chat: Mapping[str, Any]) -> EngineQuestion[list[int]]:
-    """Ask for the prompt that the template makes of a chat request."""
+    """Return the request for the prompt ids that the chat template renders."""
     fields = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
     return EngineQuestion(TOKENIZE, fields, _ids)
 
 
 def texts(ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> EngineQuestion[list[str]]:
-    """Ask for the text of each of these ids."""
+    """Return the request for the text of each list of ids."""
     body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
     return EngineQuestion(DETOKENIZE, body, partial(_texts, len(ids)))
 
 
 def reasoning(text: str, parser: str) -> EngineQuestion[tuple[str, str]]:
-    """Ask for the reasoning in a whole answer, and the rest of it."""
+    """Return the request that splits a complete answer into reasoning and the rest."""
     return EngineQuestion("/separate_reasoning", {"text": text, "reasoning_parser": parser}, _reasoning)
 
 
 def calls(text: str, tools: Sequence[Any], parser: str) -> EngineQuestion[tuple[str, list[Any]]]:
-    """Ask for a whole answer without its tool calls, and those: `name`, `parameters` and `tool_index` of each."""
+    """Return the request that extracts tool calls from a complete answer: `name`, `parameters` and `tool_index` of
+    each."""
     body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
     return EngineQuestion("/parse_function_call", body, _calls)
 

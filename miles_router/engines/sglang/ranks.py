@@ -1,8 +1,8 @@
-"""Data-parallel ranks of SGLang: which one a client wants, how a request is pinned to it, and which one answered. Pure.
+"""Data-parallel ranks of SGLang: the client's wish, the pin of a request, and the rank that answered. No I/O.
 
 Source: SGLang 0.5.23, `managers/data_parallel_controller.py`: each rank batches and caches on its own, and requests
-that are not pinned to one take turns. `/generate` reads the rank from its body
-(`io_struct.GenerateReqInput`), the APIs of others from a header first (`openai/serving_base.py`).
+without a pin go round-robin. `/generate` reads the rank from its body (`io_struct.GenerateReqInput`), the APIs of
+OpenAI and Anthropic from a header first (`openai/serving_base.py`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from miles_router.engines.sglang.paths import INVOCATIONS
 from miles_router.engines.writing import extended
 
 HEADER = b"x-data-parallel-rank"
-#: By this one an administrator chooses, where the engine's environment allows it.
+#: The header by which an administrator chooses, if the engine's environment allows it.
 OVERRIDE = b"x-override-routed-dp-rank"
-#: The newest name first; both are read.
+#: Newest name first; SGLang reads both.
 FIELDS = ("routed_dp_rank", "data_parallel_rank")
 _QUOTED = tuple(b'"%b"' % name.encode() for name in FIELDS)
-#: The paths where the header counts.
+#: Paths where SGLang reads the header.
 BY_HEADER = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, INVOCATIONS})
 MAX_RANKS = 1024
-#: The paths whose answers may say which rank gave them; no stream of the latter two does.
-TELLING = frozenset({paths.GENERATE, paths.CHAT, INVOCATIONS})
-#: Bytes at the end of what has come so far that are looked at: in an answer, and in an event, few fields follow.
+#: Paths whose answers may contain the rank; streams of the latter two do not.
+RANK_IN_ANSWER = frozenset({paths.GENERATE, paths.CHAT, INVOCATIONS})
+#: The number of last bytes that are scanned: only few fields follow the rank in an answer or event.
 _END = 2048
 _ANSWERED = Field("dp_rank")
 
 
 def ranks(facts: Facts) -> int:
-    """Return how many ranks requests can be pinned to; 1 where the engine has one, or does not say that it can be told.
+    """Return the number of ranks that requests can be pinned to; 1 if there is one, or if pinning is not supported.
 
-    The halves of a pair agree on a prefill half's rank by the room in which they meet, and a pin breaks that
+    The halves of a pair derive the rank of the prefill half from the room, and a pin breaks that
     (`disaggregation/common/conn.py`, `decode.py`).
     """
     if facts.is_half:
@@ -43,10 +43,10 @@ def ranks(facts: Facts) -> int:
 
 
 def wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:
-    """Return what a request that generates says of ranks. A body that names no rank is not parsed.
+    """Return the rank that a generation request asks for. A body that names no rank is not parsed.
 
     Raises:
-        What `parse` raises.
+        Exception: any error of `parse`.
     """
     header = None
     for name, value in headers:
@@ -56,7 +56,7 @@ def wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:
             header = value
     if path in BY_HEADER and header is not None:
         return RankWish(_rank(header), True)
-    field = _field(body, parse)
+    field = _rank_field(body, parse)
     if field is not None:
         return RankWish(field if type(field) is int else None, True)
     return NO_WISH if header is None else RankWish(_rank(header), False)
@@ -66,7 +66,7 @@ def _rank(header: bytes) -> int | None:
     return int(header) if header.isdigit() and len(header) < len(str(MAX_RANKS)) else None
 
 
-def _field(body: bytes, parse: Parse) -> object:
+def _rank_field(body: bytes, parse: Parse) -> object:
     if not any(name in body for name in _QUOTED):
         return None
     parsed = parse(body)
@@ -78,8 +78,8 @@ def _field(body: bytes, parse: Parse) -> object:
 
 
 def pinned(path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool) -> tuple[Headers, bytes] | None:
-    """Return a request as it is sent to one rank; None for a path whose rank the engine chooses, and for a body that is
-    `encoded` where it would have to be written into. Nothing is parsed."""
+    """Return the headers and body that pin a request to one rank. Nothing is parsed. None for a path whose rank the
+    engine chooses, and for an `encoded` (compressed) body that would need a field."""
     if path == paths.GENERATE:
         return None if encoded else (headers, extended(body, {FIELDS[0]: rank}))
     if path not in BY_HEADER:
@@ -88,7 +88,7 @@ def pinned(path: str, headers: Headers, body: bytes, rank: int, *, encoded: bool
 
 
 class RankScanner:
-    """Reads an answer as it arrives, as little of it as shows the rank that gave it."""
+    """A reader that finds the answering rank in an answer while it arrives."""
 
     __slots__ = ("_end",)
 
@@ -96,7 +96,6 @@ class RankScanner:
         self._end = b""
 
     def feed(self, data: bytes) -> int | None:
-        """The rank that answers, where the next piece shows it."""
         self._end = (self._end + data[-_END:])[-_END:]
         for at in _ANSWERED.places(self._end):
             try:
@@ -109,5 +108,5 @@ class RankScanner:
 
 
 def rank_reader(path: str, *, streamed: bool) -> RankScanner | None:
-    """Return what reads from an answer which rank gave it; None where answers to this path do not tell."""
-    return RankScanner() if path == paths.GENERATE or (path in TELLING and not streamed) else None
+    """Return a reader for the answering rank; None if answers to this path do not contain it."""
+    return RankScanner() if path == paths.GENERATE or (path in RANK_IN_ANSWER and not streamed) else None

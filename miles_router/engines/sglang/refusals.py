@@ -1,4 +1,4 @@
-"""How SGLang says that a request does not fit (0.5.23, `tokenizer_manager.py`). Pure."""
+"""A parser of SGLang's messages about the context window (0.5.23, `tokenizer_manager.py`). No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOO_MANY = re.compile(
 
 
 def overflow(message: str) -> Overflow | None:
-    """Return what an error says of the context window; None where it is about something else."""
+    """Parse an error message about the context window; None if it is about something else."""
     if (found := _TOO_LONG.search(message)) is not None:
         return Overflow(int(found[1]), int(found[2]))
     if (found := _TOO_MANY.search(message)) is not None:

@@ -15,7 +15,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.openai.by_ids import chat_by_ids, gives_ids
 from miles_router.engines.questions import EngineQuestion
-from miles_router.engines.sglang.adapters import told_adapters
+from miles_router.engines.sglang.adapters import listed_adapters
 from miles_router.engines.vllm import control, facts, openai, paths, refusals
 from miles_router.engines.vllm.facts import Flags
 from miles_router.engines.vllm.generate import CONSTRAINTS, SALT, PromptSampling, salt_of, translate
@@ -86,7 +86,7 @@ class VLLM(Engine):
         return b'"is_paused":true' in said
 
     def adapters(self, listed: bytes) -> frozenset[str]:
-        return told_adapters(listed)
+        return listed_adapters(listed)
 
     def ask_prompt_tokens(self, text: str) -> EngineQuestion[list[int]] | None:
         return EngineQuestion(paths.TOKENIZE, {"prompt": text}, _tokens)

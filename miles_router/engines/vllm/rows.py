@@ -9,7 +9,7 @@ import io
 import numpy as np
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.rows import decoded
+from miles_router.engines.rows import decode_rows
 
 DIMENSIONS = 3  # token, layer, expert of those that were chosen
 
@@ -23,7 +23,7 @@ def rows_of(told: object, rows: int, kept: int) -> str:
     if not isinstance(told, str):
         raise UnreadableAnswer("incomplete", "routed_experts")
     try:
-        experts = np.load(io.BytesIO(decoded(told)), allow_pickle=False)
+        experts = np.load(io.BytesIO(decode_rows(told)), allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise UnreadableAnswer("incomplete", f"routed_experts are no array: {error}") from error
     if experts.ndim != DIMENSIONS or len(experts) != rows or experts.dtype.kind not in "iu":

@@ -193,7 +193,7 @@ class MovedAnswer(ResumableAnswer):
         """Address the next request, and questions about the engine, to the target: the source has a queue."""
         exchange.flight.worker_url = exchange.flight.preferred = self._relocation.target
 
-    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+    async def should_retry(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """Wait, and prefer the source worker for the next attempt; return False if the client has aborted.
 
         Raises:
