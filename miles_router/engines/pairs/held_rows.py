@@ -1,7 +1,7 @@
-"""Rows that stay what they came as, apart from the JSON around them: an answer may have 60 MB of them. Pure.
+"""Rows kept as base64 apart from the JSON around them, since an answer may contain 60 MB of rows. Pure.
 
-They are taken out of an answer while it comes, which leaves a short one with marks in their place. When that has been
-changed, they are put in again, the first of them from the other half.
+Rows are taken out of an answer while it arrives, and a short mark stays in their place. After the JSON was changed,
+rows replace the marks; the first rows come from the prefill half.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowFields, decoded
 
-QUANTUM, CHARS = 3, 4  # bytes, and what base64 spells them with
+QUANTUM, CHARS = 3, 4  # base64 writes 3 bytes as 4 characters
 QUOTE, PAD = b'"', b"="
-#: In place of rows in the one answer, and of those that were taken out of a half's.
+#: The prefix of marks for joined rows. Marks for the rows of one half are plain numbers.
 JOINED = "joined:"
 _MARK = re.compile(rb'"(joined:)?(\d+)"')
 
 
 class HeldString:
-    """The characters of one string, in the pieces in which they came."""
+    """The characters of one JSON string, in the pieces in which they arrived."""
 
     def __init__(self) -> None:
         self.length = 0
         self._pieces: list[bytes] = []
 
     def feed(self, data: memoryview) -> int:
-        """More characters, up to a quotation mark; how many they are."""
+        """Append the characters up to the next quotation mark. Return their number."""
         piece = bytes(data)
         end = piece.find(QUOTE)
         self._pieces.append(piece if end < 0 else piece[:end])
@@ -38,14 +38,14 @@ class HeldString:
         return len(self._pieces[-1])
 
     def end(self) -> None:
-        """It has ended."""
+        """Do nothing: only the `Taker` protocol needs this method."""
 
     @property
     def decoded_length(self) -> int:
-        """The bytes that base64 spells.
+        """The number of bytes that the base64 decodes to.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the length is not that of base64.
         """
         if self.length % CHARS:
             raise UnreadableAnswer("incomplete", "rows are no base64")
@@ -53,7 +53,7 @@ class HeldString:
         return self.length // CHARS * QUANTUM - last.count(PAD)
 
     def part(self, start: int, stop: int) -> Iterator[bytes]:
-        """Some of its characters, in pieces."""
+        """Yield the characters from `start` to `stop`, in pieces."""
         at = 0
         for piece in self._pieces:
             if at < stop and at + len(piece) > start:
@@ -62,16 +62,19 @@ class HeldString:
 
 
 class JoinedString(NamedTuple):
-    """The decode half's rows, the first of which are the prefill half's; where the decode half has none, all are."""
+    """The rows of both halves as one string: `prompts` from the prefill half, then the rest of `own`.
+
+    `own`, from the decode half, is None if the decode half has no rows.
+    """
 
     prompts: HeldString
     own: HeldString | None
 
     def pieces(self) -> Iterator[bytes]:
-        """Its characters. Only what both have a part of is decoded.
+        """Yield the characters. Only the quantum of 3 bytes that contains the boundary is decoded.
 
         Raises:
-            UnreadableAnswer: one of them is no base64.
+            UnreadableAnswer: one of the strings is not base64.
         """
         prompts, own = self
         if own is None:
@@ -88,46 +91,50 @@ class JoinedString(NamedTuple):
 
 
 class RowStrings:
-    """The rows of some kinds, taken out of one half's answer, and joined ones put into the one answer."""
+    """The rows of the given kinds that were taken out of one half's answer, and the joined rows of the final answer."""
 
     def __init__(self, kinds: Sequence[RowFields]) -> None:
         self._extractors = {fields: Extractor(fields.rows, HeldString) for fields in kinds}
         self._joined: list[JoinedString] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes that came; gives what remains of them, as far as that is clear. Raises as `Extractor.feed`."""
+        """Return `data` without its rows; bytes that may begin a row field are returned later.
+
+        Raises:
+            UpstreamInvalidResponse: kilobytes of space follow a field's name.
+        """
         for extractor in self._extractors.values():
             data = extractor.feed(data)
         return data
 
     def end(self) -> bytes:
-        """What is withheld, once nothing more comes."""
+        """Return the bytes that are still withheld, at the end of the answer."""
         rest = b""
         for extractor in self._extractors.values():
             rest = (extractor.feed(rest) if rest else b"") + extractor.end()
         return rest
 
     def of(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
-        """What was taken out of an answer's `meta_info`."""
+        """Return the rows that were taken out of this `meta_info`; None if it had none."""
         return self._extractors[fields].marked(fields.of(meta))
 
     def put(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
-        """Have rows in an answer's `meta_info`."""
+        """Write a mark for joined rows into `meta`."""
         meta[fields.rows.name] = f"{JOINED}{len(self._joined)}"
         self._joined.append(joined)
 
     def whole(self, written: bytes) -> list[bytes]:
-        """An answer with rows in place of their marks, in pieces.
+        """Return an answer with joined rows in place of their marks, in pieces.
 
         Raises:
-            UnreadableAnswer: rows are no base64, or stood where no answer has any.
+            UnreadableAnswer: rows are not base64, or stood outside of every `meta_info`.
         """
         pieces = list(self._pieces(written, joined=True))
         self._joined = []
         return pieces
 
     def as_it_came(self, remains: bytes) -> list[bytes]:
-        """An answer with its own rows, in pieces."""
+        """Return an answer with its own rows put back, in pieces."""
         return list(self._pieces(remains, joined=False))
 
     def _pieces(self, written: bytes, *, joined: bool) -> Iterator[bytes]:

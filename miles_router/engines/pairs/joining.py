@@ -1,4 +1,4 @@
-"""The one answer that the two of a pair make. Pure."""
+"""Joins the answers of both halves of a pair to the answer for the client. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from miles_router.engines.scan import Field, Incomplete
 
 SPANS, RETRACTIONS = Field(VERSIONS), Field("num_retractions")
 RETRACTED = "the decode half has retracted the generation, and lost"
-#: Logprobs that the prefill half alone has.
+#: Logprobs that only the prefill half has.
 INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
-#: Those of given ids, of which the decode half has not the first token's.
+#: The logprobs of requested ids. The decode half lacks them for the first token.
 IDS_LOGPROBS = "output_token_ids_logprobs"
 
 
 class LostAccount(UnreadableAnswer):
-    """The decode half has retracted a generation, and does not know any more what it would have to tell of it."""
+    """The decode half retracted a generation, and lost its rows or the weight versions of its tokens."""
 
 
 def versions_of(answer: bytes) -> set[str]:
-    """The weights that a decode half says sampled the first token of each generation.
+    """Return the weight versions that a decode half reports for the first token of each generation.
 
     Raises:
-        UnreadableAnswer: it does not say it in its own form.
+        UnreadableAnswer: the version spans are malformed.
     """
     try:
         return {str(spans[0]["version"]) for spans in SPANS.values(answer) if spans}  # type: ignore[index]
@@ -39,7 +39,7 @@ def versions_of(answer: bytes) -> set[str]:
 
 
 def first_version(events: bytes) -> str | None:
-    """The weights that the beginning of a stream names; None where it names none."""
+    """Return the first weight version in the beginning of a stream; None if there is none."""
     try:
         version = next(VERSION_NAMED.values(events), None)
     except Incomplete:
@@ -50,16 +50,18 @@ def first_version(events: bytes) -> str | None:
 def one_answer(
     answer: bytes, rows: RowStrings, prefill: PrefillAnswer, request: PairedRequest, *, changed: bool
 ) -> list[bytes]:
-    """A decode half's whole answer with what the prefill half alone knows, in pieces; byte for byte where that is
-    nothing.
+    """Return the decode half's whole answer, completed with data that only the prefill half has, in pieces.
+
+    The bytes stay as they are if there is nothing to add.
 
     Args:
-        answer: without its rows.
-        rows: what was taken out of it.
-        changed: the weights may have changed since the request was sent.
+        answer: the decode half's answer without its rows.
+        rows: the rows that were taken out of `answer`.
+        changed: whether the weights may have changed since the request was sent.
 
     Raises:
-        UnreadableAnswer: the two do not fit together, or the decode half has lost a part of its account.
+        LostAccount: the decode half retracted a generation, and lost its rows or weight versions.
+        UnreadableAnswer: the two answers do not fit together.
     """
     known = prefill.version
     others = versions_of(answer) - {known} if known is not None else ()
@@ -85,13 +87,17 @@ def one_event(
     theirs: Mapping[int, Mapping[str, Any]],
     request: PairedRequest,
 ) -> list[bytes] | None:
-    """An event of a decode half's stream with what the prefill half alone knows, in pieces; None where that is nothing.
+    """Return an event of the decode half, completed with data that only the prefill half has, in pieces.
 
     Args:
         theirs: `prefill.metas()`.
 
+    Returns:
+        None if the event stays as it is.
+
     Raises:
-        UnreadableAnswer: as `one_answer`.
+        LostAccount: the decode half retracted the generation, and lost its rows.
+        UnreadableAnswer: the two answers do not fit together.
     """
     has_rows = any(fields.rows.quoted in event.data for fields in request.rows)
     if not (request.prompt_logprobs or has_rows) and goes_on(event.data):
@@ -109,7 +115,7 @@ def _mend(
     for fields in request.rows:
         own, prompts = rows.of(fields, meta), prefill.rows.of(fields, theirs)
         if own is None and (prompts is None or meta.get("completion_tokens") != 1):
-            continue  # one that ends with what it was handed over collects nothing
+            continue  # no rows are due; only a generation of one token has the prefill half's rows alone
         if meta.get(RETRACTIONS.name):
             raise LostAccount("incomplete", f"{RETRACTED} its rows")
         if prompts is None:
@@ -123,7 +129,7 @@ def _mend(
 
 
 def _stamp_first(meta: dict[str, Any], version: str) -> None:
-    """The first token was sampled by the weights of the prefill half."""
+    """Set the weight version of the first token to `version`, that of the prefill half."""
     spans = meta.get(VERSIONS)
     if not spans or not spans[0]["end"] or spans[0]["version"] == version:
         return
@@ -134,7 +140,7 @@ def _stamp_first(meta: dict[str, Any], version: str) -> None:
 
 
 def _all_metas(parsed: Any) -> list[dict[str, Any]]:
-    """Everything in an answer that names weights."""
+    """Return every object of an answer that contains weight versions."""
     metadata = parsed.get("metadata") if isinstance(parsed, dict) else None
     return [*metas_of(parsed), *([metadata] if isinstance(metadata, dict) else [])]
 

@@ -1,6 +1,7 @@
-"""vLLM's control requests, read and written. Pure.
+"""Reads and writes vLLM's control requests. Pure.
 
-Source: vLLM 0.32.0, `entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`: most have a query and no body.
+Source: vLLM 0.32.0, `entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`. Most requests have a query and
+no body.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from miles_router.engines.engine import CannotServe
 from miles_router.engines.vllm.facts import Flags
 
 PAUSE, CONTINUE, FLUSH = "/pause", "/resume", "/reset_prefix_cache"
-#: The first ends those that are named, the second all where none is named. An empty list is never sent to the first.
+#: `ABORT` ends the named requests. `ABORT_ALL` ends every request. The router never sends an empty list to `ABORT`.
 ABORT, ABORT_ALL = "/inference/v1/abort_requests", "/abort_requests"
 SLEEP, WAKE, RELEASE_CACHE = "/sleep", "/wake_up", "/release_kv_cache_memory"
 UPDATE_VERSION, CALL_WORKERS = "/update_weight_version", "/collective_rpc"
@@ -38,13 +39,13 @@ BEGIN_UPDATE, UPDATE, END_UPDATE = "/start_weight_update", "/update_weights", "/
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 MODE, CLEARS, NAMES, LEVEL, PARTS = "mode", "clear_cache", "request_ids", "level", "tags"
-#: What it puts in front of a request's name, by path: `/inference/v1/generate`, chat, completions, responses.
+#: vLLM's prefix for a request id, by path: `/inference/v1/generate`, chat, completions, responses.
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")
-#: What its engine calls a generation of that name, which alone an abort finds: completions and responses count the
-#: generations of one request.
+#: The id of a generation inside the engine, in the same order. An abort finds no other id. Completions and responses
+#: number the generations of one request.
 ENGINE_NAMES = ("generate-tokens-{}", "chatcmpl-{}", "cmpl-{}-0", "{}_0")
-#: By the router's words. Without `clear_cache` running generations keep their keys and values, and so does the cache;
-#: with it they are computed anew. (Its own documentation says that `keep` ignores it, and it does not.)
+#: vLLM's parameters for each pause mode of the router. With `clear_cache` the prefix cache and the KV of running
+#: generations are dropped and recomputed. (vLLM's documentation says that mode `keep` ignores it; in fact it does not.)
 PAUSES: Mapping[str, Mapping[str, str]] = {
     "abort": {MODE: "abort", CLEARS: "false"},
     "retract": {MODE: "keep", CLEARS: "true"},
@@ -54,10 +55,10 @@ _TRUE = frozenset({"true", "1", "yes", "on"})
 
 
 def order(action: Action, flags: Flags) -> Order:
-    """Return the request for an action.
+    """Return vLLM's request for an action.
 
     Raises:
-        CannotServe: it has none.
+        CannotServe: vLLM has no such request, or a flag is missing.
     """
     if not flags.controlled:
         raise CannotServe("it was started without VLLM_SERVER_DEV_MODE=1")
@@ -91,7 +92,7 @@ def order(action: Action, flags: Flags) -> Order:
 
 
 def refused(answer: bytes) -> bool:
-    """Return whether an answer with status 200 says that nothing was done."""
+    """Return True if an answer with status 200 reports failure (`"success": false`)."""
     try:
         said = orjson.loads(answer) if b'"success"' in answer else None
     except orjson.JSONDecodeError:
@@ -144,7 +145,7 @@ def _read_abort(arguments: Arguments) -> Abort | EndGroup:
 
 
 def _read_abort_of_all(arguments: Arguments) -> Abort | AbortAll | EndGroup:
-    """An empty list is refused, though vLLM ends all then: who has sent it meant none."""
+    """Read an abort of all requests. Refuse an empty list of ids, with which vLLM would abort everything."""
     return _read_abort(arguments) if arguments.fields.keys() & {NAMES, GROUP} else AbortAll()
 
 
@@ -174,7 +175,7 @@ def _read_end_of_update(arguments: Arguments) -> Action:
 
 
 def _read_call(arguments: Arguments) -> Action:
-    """A method of the engine's workers, as `reload_weights`: what has weights in its name changes them."""
+    """Read a call of an engine method. A method with "weight" in its name, such as `reload_weights`, is an update."""
     method = arguments.fields.get("method")
     return Update(None) if isinstance(method, str) and "weight" in method else other(CALL_WORKERS).read(arguments)
 

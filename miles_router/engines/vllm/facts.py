@@ -1,8 +1,8 @@
-"""What vLLM says about itself. Pure.
+"""Reads the flags and facts of a vLLM server from its own documents. Pure.
 
-Source: vLLM 0.32.0. `/server_info` (with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) has the
-configuration of the engine, `/v1/models` its names. Flags of its HTTP server are told nowhere: whoever starts
-a worker says those that matter in its `--additional-config`, which vLLM shows and does not read.
+Source: vLLM 0.32.0. `/server_info` (only with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) contains
+the engine's configuration, `/v1/models` the model names. No document contains the flags of the HTTP server. The user
+repeats the relevant ones in `--additional-config`, which vLLM shows and otherwise ignores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles_router.engines.vllm.paths import CLIENT_PATHS, MODEL_LIST, SAMPLE, SE
 
 OWNER = "vllm"
 RAW = "raw_logprobs"
-#: Its names of parsers that SGLang has under others.
+#: vLLM's names of parsers, and SGLang's names of the same parsers.
 REASONING: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
     "deepseek_v3": "deepseek-v3",
@@ -35,14 +35,14 @@ CALLS: Mapping[str, str] = {
     "minimax_m2": "minimax-m2",
     "openai": "gpt-oss",
 }
-#: In `--additional-config`: the name of the tool parser, and whether tokens in logprobs are named by their ids.
+#: Keys in `--additional-config`: the name of the tool parser, and whether logprobs contain ids in place of token texts.
 CALL_PARSER, IDS_AS_TOKENS = "tool_call_parser", "return_tokens_as_token_ids"
-#: In place of that name where there is none: the model's family tells the parser, where that is set.
+#: Stands for an unknown tool parser. A `tito_model` setting, if there is one, still decides how calls are parsed.
 UNTOLD_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
 
 
 class Flags(NamedTuple):
-    """What a server was started with, as far as requests depend on it."""
+    """The flags of a server on which the handling of requests depends."""
 
     samples: bool = True
     """`--enable-scale-out`"""
@@ -62,7 +62,7 @@ class Flags(NamedTuple):
     """`--return-tokens-as-token-ids`"""
 
     def lacks(self) -> Iterator[str]:
-        """Yield which flags are missing, and what is refused for that."""
+        """Yield a text for each missing flag, with what is refused without that flag."""
         if not self.samples:
             yield "--enable-scale-out: without it /generate and sessions are refused"
         if not self.controlled:
@@ -76,9 +76,9 @@ class Flags(NamedTuple):
 
 
 def flags(documents: Documents) -> Flags:
-    """Return what the documents say of flags."""
+    """Read the flags from the documents."""
     config = _config(documents)
-    # Where the models are withheld too, it is a key that is missing, and a client may have it.
+    # If the model list is withheld too, only the API key is missing, and a client may have that key.
     samples = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
     if not config:
         return Flags(samples=samples, controlled=False, raw_logprobs=True)
@@ -94,14 +94,14 @@ def flags(documents: Documents) -> Flags:
 
 
 def is_vllm(documents: Documents) -> bool:
-    """Return whether these are vLLM's; its own cheap check alone is enough."""
+    """Return True if a vLLM server answered. `/weight_info` is enough if `/version` was not asked."""
     if VERSION[0] not in documents:
         return weight_version(documents.get(WEIGHT_INFO[0])) is not None
     return bool(_config(documents)) or any(model.get("owned_by") == OWNER for model in _models(documents))
 
 
 def read_facts(documents: Documents) -> Facts:
-    """Read what the documents say; what cannot be read says nothing."""
+    """Read the facts from the documents. A fact that cannot be read is left unknown."""
     config, models = _config(documents), _models(documents)
     base = next((model for model in models if model.get("parent") is None), {})
     reasoning = _text(_at(config, "structured_outputs_config", "reasoning_parser"))
@@ -117,9 +117,9 @@ def read_facts(documents: Documents) -> Facts:
         dp_size=_count(_at(config, "parallel_config", "data_parallel_size")),
         tool_call_parser=CALLS.get(calls, calls) if config else None,
         reasoning_parser=None if reasoning is None else REASONING.get(reasoning, reasoning),
-        incremental_streaming=False,  # as they are translated
+        incremental_streaming=False,  # in the translated streams
         preferred_sampling_params={},
-        sampling_defaults="openai",  # chat of sessions is /generate, which takes none of the model's defaults
+        sampling_defaults="openai",  # session chat is sent as /generate, which ignores the model's defaults
         lora=config.get("lora_config") is not None if config else None,
         auto_truncate=False,
         context_length=_count(base.get("max_model_len")),
@@ -130,11 +130,11 @@ def read_facts(documents: Documents) -> Facts:
 
 
 def weight_version(said: bytes | None) -> str | None:
-    """Return the version in an answer to `/weight_info`; None where it names none."""
+    """Return the weight version in an answer to `/weight_info`; None if there is none."""
     return _text(_object(said).get("weight_version"))
 
 
-@functools.lru_cache(maxsize=8)  # each of these readers looks at it
+@functools.lru_cache(maxsize=8)  # several readers parse the same document
 def _object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")

@@ -1,6 +1,7 @@
-"""Requests of the APIs of others that go to vLLM: what it would leave out without a word is refused. Pure.
+"""Translation of OpenAI and Anthropic API requests for vLLM, which refuses fields that vLLM silently ignores. Pure.
 
-Source: vLLM 0.32.0, `entrypoints/openai/`. An adapter is a model there, and its own names are other than SGLang's.
+Source: vLLM 0.32.0, `entrypoints/openai/`. vLLM names an adapter in `model`, and has other names for some of SGLang's
+fields.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from miles_router.engines.vllm.facts import Flags
 from miles_router.engines.vllm.generate import SALT, salt_of, shifts
 
 PATHS = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES})
-#: SGLang's fields that it does not know. Without them it would be another answer.
+#: SGLang's fields that vLLM does not know. Ignoring one would change the answer.
 IGNORED = (
     *("input_ids", "return_meta_info", "return_prompt_token_ids", "return_output_ids_in_sglext"),
     *("return_input_ids_in_sglext", "return_routed_experts", "return_indexer_topk", "return_hidden_states"),
@@ -30,22 +31,22 @@ IGNORED = (
     *("sampling_logprobs_mode", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
 )
 CACHE_KEY = "extra_key"
-#: How responses are asked for logprobs, in `include`.
+#: The element of `include` that asks for logprobs in the responses API.
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
-#: SGLang's names that it has under others. The name of a request stands in that of its answer.
+#: SGLang's field names, and vLLM's names for the same fields. The answer's id contains the request's id.
 NAMES: Mapping[str, str] = {RID: "request_id", ADAPTER: MODEL, CACHE_KEY: SALT}
 
 
 def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | None:
-    """Return how a request is asked; None where it goes as it came.
+    """Return the translation of a request; None if the request goes to the engine unchanged.
 
     Raises:
-        CannotServe: something would be left out without a word.
+        CannotServe: vLLM would silently ignore a field, or return logprobs of another distribution.
         What `parse` raises.
     """
     fields = parse(body)
     if not isinstance(fields, Mapping):
-        return None  # the engine says what is wrong with it
+        return None  # the engine reports the error
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
         raise CannotServe(f"it takes no {unknown[0]} at {path}")
     if flags.raw_logprobs and _wants_logprobs(path, fields) and (shifts(fields) or not _names_neutral(fields)):
@@ -59,7 +60,7 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
 
 
 def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether an answer is to have logprobs. In completions 0 asks for those of the sampled tokens alone."""
+    """Return True if the request asks for logprobs. In completions, 0 asks for those of sampled tokens only."""
     if path == paths.RESPONSES:
         included = fields.get("include")
         return isinstance(included, list) and OUTPUT_LOGPROBS in included
@@ -72,10 +73,10 @@ def _names_neutral(fields: Mapping[str, Any]) -> bool:
 
 
 class Renamed:
-    """A request with vLLM's names for fields, whose answers pass but for the request's name.
+    """The translation of a request to vLLM's field names. In answers only the request's id is translated back.
 
     Args:
-        versions: whether a whole answer is to name the weights, as SGLang's completions do where ids are wanted.
+        versions: whether to add the weight version to a whole answer, as SGLang's completions with ids do.
     """
 
     heeds_cache_key = True
@@ -95,7 +96,11 @@ class Renamed:
         self.body = orjson.dumps({**kept, **own, **({NAMES[RID]: name} if self.rids else {})})
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        """Return a whole answer with the client's name."""
+        """Return a whole answer with the client's request id.
+
+        Raises:
+            UnreadableAnswer: the weight version cannot be added, since the answer is not a JSON object.
+        """
         if not self._versions or version is None:
             return self._named(answer)
         try:
@@ -104,7 +109,7 @@ class Renamed:
             raise UnreadableAnswer("incomplete", "completions that are no JSON object") from error
 
     def event(self, event: Event, version: str | None) -> bytes:
-        """Return an event of a stream with the client's name."""
+        """Return an event of a stream with the client's request id."""
         return self._named(event.raw)
 
     def _named(self, said: bytes) -> bytes:

@@ -1,5 +1,7 @@
-"""Routed experts as vLLM tells them: base64 of a `.npy` file, one byte an expert (two where there are more than 256).
-`/generate` has them as base64 of int32. Pure."""
+"""Conversion of vLLM's routed experts to the form of `/generate`, base64 of int32. Pure.
+
+vLLM returns base64 of a `.npy` file with one byte for each expert id, or two if there are more than 256 experts.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ import numpy as np
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.rows import decoded
 
-DIMENSIONS = 3  # token, layer, expert of those that were chosen
+DIMENSIONS = 3  # token, layer, chosen expert
 
 
 def rows_of(told: object, rows: int, kept: int) -> str:
-    """Return the first `kept` rows of an answer that must have so many `rows`.
+    """Return the first `kept` rows as base64 of int32.
+
+    Args:
+        told: the `routed_experts` of the engine's answer.
+        rows: the number of rows that the answer must have.
 
     Raises:
-        UnreadableAnswer: it has others, or none.
+        UnreadableAnswer: the rows are missing or malformed, or their number differs.
     """
     if not isinstance(told, str):
         raise UnreadableAnswer("incomplete", "routed_experts")
