@@ -1,7 +1,7 @@
-"""What model families write: reasoning and tool calls in a text, a file for each family. Pure.
+"""Local parsers for the reasoning and tool calls of each model family. Pure.
 
-A local parser reads a whole text as the engine's does: it makes the same message of it. Where how the engine would
-read a text is not certain, it says so (`Unparsable`).
+A local parser makes the same message of a whole text as the engine's own parser. If the engine's result is not
+certain, the local parser raises `Unparsable`.
 """
 
 from miles_router.engines.parsers.local import FAMILIES, LocalParser, Parsers, reasoning_marks

@@ -1,4 +1,4 @@
-"""A message as its text grows: what is certain of it. Pure."""
+"""Incremental parsing: the part of a message that more text cannot change. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from miles_router.engines.parsers.thinking import ReasoningFormat
 
 
 class GrowingText(NamedTuple):
-    """Reads the text of an answer that goes on.
+    """An incremental parser for the text of an answer.
 
     Attributes:
-        thinking: how its reasoning is written; None where none is taken out of it.
-        within: whether it begins within its reasoning.
-        calls: how its tool calls are; None likewise.
-        call_id: names a call, of a function and in its place.
+        thinking: the format of reasoning; None if reasoning stays in the content.
+        within: whether the text begins inside reasoning, which the prompt opened.
+        calls: the format of tool calls; None if calls stay in the content.
+        call_id: returns the id of a call, from the function's name and the call's index.
     """
 
     thinking: ReasoningFormat | None
@@ -26,10 +26,10 @@ class GrowingText(NamedTuple):
     call_id: Callable[[str, int], str]
 
     def message(self, text: str) -> tuple[dict[str, Any], str]:
-        """What is certain of the message, and the text that its content and its calls stand in.
+        """Return the certain part of the message, and the text behind its reasoning.
 
         Raises:
-            Unparsable: a call cannot be read.
+            UNREAD: one of these, if a call cannot be read.
         """
         reasoning, rest = "", text
         if self.thinking is not None:
@@ -42,7 +42,7 @@ class GrowingText(NamedTuple):
         return message, rest
 
     def _read(self, text: str) -> ReadCalls:
-        """The content in front of the first call, and the calls that are complete."""
+        """Return the content in front of the first call, and the complete calls."""
         if self.calls is None:
             return ReadCalls(text, [])
         at = text.find(self.calls.begin)

@@ -1,10 +1,10 @@
-"""`/generate` as vLLM samples it, behind ids at `/inference/v1/generate`, and its answers in the form of `/generate`.
+"""Translation of `/generate` to vLLM's `/inference/v1/generate`, and of the answers back to the form of `/generate`.
 Pure.
 
-Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. It leaves fields that it does not know out without a
-word, so that only those pass which are known here. It is asked for texts (`output_mode`), in which logprobs have the
-texts of tokens and no ids: these stand beside them, one for each. Those of top logprobs it names by ids alone, where
-it was started so.
+Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. vLLM silently ignores unknown fields, so the router
+refuses every field that is not listed here. `output_mode` asks for text: logprobs then contain the token texts, and
+`token_ids` beside them has one id for each. Top logprobs contain ids only with `--return-tokens-as-token-ids`, and then
+no texts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from miles_router.engines.vllm.rows import rows_of
 from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
-#: Of one list: each prompt takes a connection.
+#: The most prompts in one request: each prompt takes a connection.
 MAX_PROMPTS = 512
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
 TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
@@ -53,7 +53,7 @@ PLACEHOLDER = "token_id:"
 SALT = "cache_salt"
 CACHE_KEYS = ("extra_key", SALT)
 NEW_TOKENS = "max_new_tokens"
-#: Sampling parameters, by their names in `/generate`.
+#: Sampling parameters: the name in `/generate`, and vLLM's name.
 SAMPLING: Mapping[str, str] = {
     **{
         name: name
@@ -66,32 +66,33 @@ SAMPLING: Mapping[str, str] = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-#: Those that bind the answer to a form: from its first token only where reasoning is said to have ended, whichever
-#: reasoning parser the engine has.
+#: Parameters that constrain the form of the answer. They apply from the first token only if the request contains
+#: `reasoning_ended`, whichever reasoning parser the engine has.
 CONSTRAINTS: Mapping[str, str] = {
     "regex": "regex",
     "json_schema": "json",
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
-#: With these and raw logprobs, tokens are sampled from another distribution than is told.
+#: Penalties and their neutral values. With any other value, raw logprobs are not those of the sampling distribution.
 SHIFTS: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-#: Fields beside them that are read here, or of no consequence to what is sampled.
+#: Other accepted fields: the translation reads them, or they do not affect the sampled tokens.
 FIELDS = frozenset(
     (
         *(TEXT, IDS, IDS_ALIAS, PARAMS, RID, MODEL, ADAPTER, "stream", *CACHE_KEYS),
         *(WANTED, START_LEN, WITH_TEXT, TOP, EXPERT_FIELDS.wanted, EXPERT_FIELDS.start, "log_metrics", "return_bytes"),
     )
 )
-#: What a token says whose logprob vLLM does not know.
+#: The logprob that vLLM reports for a token whose logprob it does not know.
 NO_LOGPROB = -9999.0
 
 
 def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
-    """Return a request as it is asked: a list of prompts as one request for each.
+    """Return the translation of a request. A list of prompts becomes one request for each prompt.
 
     Raises:
-        CannotServe: it would be answered otherwise than is meant.
+        CannotServe: vLLM does not support the request.
+        BadRequest: a field has an invalid value.
     """
     if len(request.prompts) > MAX_PROMPTS:
         raise CannotServe(f"it takes one prompt in a request, and a list has {MAX_PROMPTS} at most: send several lists")
@@ -100,11 +101,11 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
 
 
 class PromptSampling:
-    """All samples of one prompt.
+    """The translation of one prompt of a request, with all its samples.
 
     Args:
-        place: of the prompt among those of the request.
-        incremental: each event of a stream has what is new, as vLLM's own; otherwise it has all so far.
+        place: the index of the prompt in the request.
+        incremental: whether a translated event contains only new tokens, as vLLM's own, or everything so far.
     """
 
     heeds_cache_key = True
@@ -123,7 +124,7 @@ class PromptSampling:
         self._name = uuid.uuid4().hex
         given = request.rid(self._first) if request.samples == 1 else request.body.get(RID)
         self._rid = given if isinstance(given, str) else self._name
-        #: Several samples have one name at the engine, and each its own in its answer.
+        #: The `id` in the answer of each sample. The engine has one name for all samples.
         self._ids = [self._rid] if request.samples == 1 else [f"{self._rid}_{n}" for n in range(request.samples)]
         self.rids: Mapping[str, str] = dict.fromkeys(sorted({self._rid, *self._ids} - {self._name}), self._name)
         self.target: bytes | None = TARGET
@@ -133,10 +134,11 @@ class PromptSampling:
         ]
 
     def _check(self, place: int, flags: Flags) -> None:
-        """See that all of it can be asked for.
+        """Check that vLLM, started with these flags, supports the request.
 
         Raises:
-            CannotServe: something cannot.
+            CannotServe: vLLM lacks a field, or the server lacks a flag.
+            BadRequest: `stop` or a count has an invalid value.
         """
         if not flags.samples:
             raise CannotServe("it was started without --enable-scale-out")
@@ -199,7 +201,7 @@ class PromptSampling:
         }
         limit = params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS)
         if limit is not None:
-            asked["max_tokens"] = 1 if self._cut else limit  # it samples one at least
+            asked["max_tokens"] = 1 if self._cut else limit  # vLLM samples at least one token
         if stops := stop_strings(params.get("stop")):
             asked["stop"] = stops
         bound = {own: params[name] for name, own in CONSTRAINTS.items() if params.get(name) is not None}
@@ -208,7 +210,7 @@ class PromptSampling:
         if self._request.samples > 1:
             asked["n"] = self._request.samples
         if self._wants_logprobs:
-            asked["logprobs"] = self._tops + 1 if self._tops else 0  # the one that was sampled counts
+            asked["logprobs"] = self._tops + 1 if self._tops else 0  # vLLM counts the sampled token as one of them
             if self._prompt_from is not None:
                 asked["prompt_logprobs"] = self._tops
         return asked
@@ -255,7 +257,7 @@ class PromptSampling:
     def _answer(
         self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
     ) -> dict[str, Any]:
-        """Return what has come of a sample, or what is new behind so many tokens and characters."""
+        """Return the answer of one sample so far, without its first `begin` tokens and `said_text` characters."""
         choice = self._choices[index]
         ids, prompt = ([] if self._cut else choice.ids), len(self._prompt.ids or ())
         count = len(ids)
@@ -271,7 +273,7 @@ class PromptSampling:
             version_runs(said, count)
         elif version is not None:
             said[VERSION] = version
-        # What is aborted before its first token was not computed: there are no rows.
+        # A generation that is aborted before its first token was not computed and has no rows.
         if choice.finish and choice.ids and self._request.body.get(EXPERT_FIELDS.wanted):
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
@@ -280,11 +282,15 @@ class PromptSampling:
 
     @property
     def _aborted_at_once(self) -> bool:
-        """Whether nothing was sampled, so that the prompt may not have been computed."""
+        """True if no sample has a token: the prompt may not have been computed."""
         return not any(choice.ids for choice in self._choices)
 
     def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the logprobs of the prompt. Of its first token, and of the first that is asked for, there is none."""
+        """Return the logprobs of the prompt from the first requested token on, whose own logprob is None.
+
+        Raises:
+            UnreadableAnswer: the number of logprobs is not that of prompt tokens.
+        """
         begin, ids = self._prompt_from, self._prompt.ids or ()
         if begin is None or self._aborted_at_once:
             return {}
@@ -304,7 +310,11 @@ class PromptSampling:
         return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
 
     def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
-        """Return a logprob as `/generate` has it: of a token that was sampled, or of the one that it names."""
+        """Return a logprob entry of `/generate`. Without `token`, the entry itself must contain the id.
+
+        Raises:
+            UnreadableAnswer: vLLM does not know the logprob.
+        """
         named = told["token"].startswith(PLACEHOLDER)
         if token is None:
             token = int(told["token"].removeprefix(PLACEHOLDER))
@@ -314,11 +324,11 @@ class PromptSampling:
 
 
 class VLLMSample:
-    """One sample as it grows: each event has what is new, and a whole answer is one event.
+    """One sample, put together from events that contain new tokens only. A whole answer counts as one event.
 
     Args:
-        entry: makes an entry for a token of what is told of it; None where no logprobs are wanted.
-        tops: how many of the likeliest are wanted.
+        entry: converts vLLM's logprob entry; None if the client wants no logprobs.
+        tops: how many top logprobs the client wants for each token.
     """
 
     def __init__(self, entry: Callable[..., list[Any]] | None, tops: int) -> None:
@@ -333,10 +343,10 @@ class VLLMSample:
         self._entry, self._tops = entry, tops
 
     def add(self, told: Mapping[str, Any]) -> None:
-        """Take an event.
+        """Append the tokens of an event.
 
         Raises:
-            UnreadableAnswer: it contradicts itself, or comes behind the end.
+            UnreadableAnswer: the event contradicts itself, or follows the finish reason.
             One of `MALFORMED`.
         """
         if self.finish:
@@ -349,7 +359,7 @@ class VLLMSample:
             if len(content) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} tokens, {len(content)} logprobs")
             self.entries += map(self._entry, content, ids)
-            if self._tops:  # the sampled one stands among them, wherever it ranks
+            if self._tops:  # vLLM adds the sampled token to the list, whatever its rank
                 ranked = (sorted(each["top_logprobs"], key=lambda one: -one["logprob"]) for each in content)
                 self.tops += [[*map(self._entry, each[: self._tops])] for each in ranked]
         self.ids += ids
@@ -362,7 +372,10 @@ class VLLMSample:
             self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
 
     def reason(self, *, cut: bool) -> dict[str, Any] | None:
-        """Return the finish reason. vLLM names no token where the model's own end stopped it: it is the last."""
+        """Return the finish reason in the form of `/generate`; None before the end.
+
+        vLLM reports no stop token if the model's own end token stopped the sample: that is the last token.
+        """
         match self.finish:
             case "":
                 return None
@@ -375,20 +388,20 @@ class VLLMSample:
 
 
 def salt_of(*keys: str) -> str:
-    """Return a salt that tells these keys from all others: vLLM takes 128 characters, and not all of them."""
+    """Return a cache salt for these keys. vLLM accepts at most 128 characters, and not every character."""
     return hashlib.sha256("/".join(keys).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _is_default(value: object) -> bool:
-    """Return whether a field asks for nothing: absent, 0 or -1, as counts and places are where none is meant."""
+    """Return True if a field is absent, 0 or -1, the defaults of counts and positions."""
     return is_absent(value) or (type(value) is int and value in (0, -1))
 
 
 def _count(name: str, value: object) -> int | None:
-    """Return a field that counts; None where it is absent.
+    """Return the value of a count; None if it is absent.
 
     Raises:
-        BadRequest: it counts nothing.
+        BadRequest: the value is not a whole number of at least 0.
     """
     if is_absent(value):
         return None
@@ -398,6 +411,6 @@ def _count(name: str, value: object) -> int | None:
 
 
 def shifts(params: Mapping[str, Any]) -> bool:
-    """Return whether tokens are sampled from another distribution than that of temperature 1. Greedy ones are not."""
+    """Return True if the sampling distribution differs from temperature 1 without penalties. False for greedy."""
     changed = any(params.get(name) not in (None, neutral) for name, neutral in SHIFTS.items())
     return changed or params.get("temperature") not in (None, 0, 1) or bool(params.get("logit_bias"))

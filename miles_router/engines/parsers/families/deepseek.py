@@ -1,4 +1,4 @@
-"""DeepSeek until V3.2: JSON between marks, then tags (SGLang 0.5.23, `deepseekv3_detector.py`,
+"""DeepSeek V3 to V3.2: JSON between marks until V3.1, tags since V3.2 (SGLang 0.5.23, `deepseekv3_detector.py`,
 `deepseekv31_detector.py`, `deepseekv32_detector.py`). Pure."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from miles_router.engines.parsers.reading import (
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
-#: What stands between the name of a function and its arguments, and behind them.
+#: The text between the name of a function and its arguments, and the text behind the arguments.
 _FENCE, _FENCE_END = "\n```json\n", "\n```"
 _DSML = "｜DSML｜"
 _SECTION = re.compile(r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", re.DOTALL)
@@ -36,7 +36,7 @@ _PARAMETER_END = "</｜DSML｜parameter>"
 
 
 class DeepSeekMarks:
-    """The format until V3.1; `fenced`: that of V3."""
+    """The format until V3.1; `fenced` selects that of V3."""
 
     begin = "<｜tool▁calls▁begin｜>"
     end = "<｜tool▁call▁end｜>"
@@ -45,7 +45,6 @@ class DeepSeekMarks:
         self._between = _FENCE if fenced else _SEPARATOR
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         content, begin, rest = text.partition(self.begin)
         if not begin:
             return ReadCalls(text, [])
@@ -62,8 +61,10 @@ class DeepSeekMarks:
         return ReadCalls(content.strip(), calls)
 
     def _parts(self, call: str) -> tuple[str, str] | None:
-        """The name and the arguments of a call; None for one that is none. Of several marks the last count, as in the
-        engine's regular expression."""
+        """Return the name and the arguments of a call; None if the text is not a call.
+
+        If a mark occurs several times, the last one counts, as in the engine's regular expression.
+        """
         if self._between == _SEPARATOR:
             name, mark, arguments = call.rpartition(_SEPARATOR)
             return (name, arguments) if mark else None
@@ -72,7 +73,6 @@ class DeepSeekMarks:
         return (name, arguments) if mark and call.endswith(_FENCE_END) else None
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         head, begin, arguments = open_block(text, _BEGIN, self.end).partition(self._between)
         name = head.rpartition(_SEPARATOR)[2]
         if not begin or name not in tools:
@@ -87,7 +87,6 @@ class DeepSeekTags:
     end = "</｜DSML｜function_calls>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         at = text.find("<｜DSML｜function_calls>")
         if at >= 0:
             sections, content = _SECTION.findall(up_to_last(text, self.end)), text[:at].removesuffix("\n\n")
@@ -102,7 +101,6 @@ class DeepSeekTags:
         return ReadCalls(content, known(calls, tools))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         found = list(_INVOKE.finditer(text))
         if not found or found[-1]["closed"] or found[-1]["end"] or found[-1]["name"] not in tools:
             return None
@@ -113,7 +111,7 @@ class DeepSeekTags:
 
 
 def _invoked(match: re.Match[str]) -> list[ReadCall]:
-    """The call of one tag; none where the engine drops it."""
+    """Return the call of one tag; an empty list if the engine drops the call."""
     name, body = match["name"].strip(), match["body"] or ""
     if not (match["closed"] or match["end"]):
         return []

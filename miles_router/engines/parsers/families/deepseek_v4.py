@@ -1,8 +1,8 @@
 """DeepSeek V4: tags in `<｜DSML｜tool_calls>`, read tag by tag (SGLang 0.5.23, `deepseek_recipe_output.py`, and
 deepseek-recipe 0.2.0 behind it). Pure.
 
-The engine writes arguments as they are sampled, of a call that is cut too, and shows calls of tools that there are
-not. What it makes of tags that no model is taught is not followed here.
+The engine passes arguments on as they are sampled, also for a cut call, and does not drop calls of unknown tools. Tags
+in an order that the model is not trained on raise `Unparsable`: the engine's result for them is not reproduced here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _SECTION_END, _INVOKE_END, _PARAMETER_END = "</｜DSML｜tool_calls>", "</｜DSM
 
 
 class DeepSeekV4Thinking:
-    """Its reasoning; lines around it and around the content count for nothing."""
+    """The format of reasoning. Newlines around the reasoning, and in front of the content, are dropped."""
 
     def whole(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
         at = _end_of_reasoning(text) if thinking else 0
         reasoning = text[:at].strip("\n") if at < len(text) else text.lstrip("\n")
         rest = text[at:].removeprefix(_THOUGHT) if thinking else text
@@ -39,7 +38,6 @@ class DeepSeekV4Thinking:
         return Split(reasoning, rest.lstrip("\n"))
 
     def growing(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
         at = _end_of_reasoning(text) if thinking else 0
         if not thinking or at < len(text):
             return self.whole(text, thinking=thinking)
@@ -53,13 +51,12 @@ def _end_of_reasoning(text: str) -> int:
 
 
 class DeepSeekV4:
-    """The format."""
+    """The format of tool calls."""
 
     begin = _OPEN
     end = "</｜DSML｜invoke>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         text = text.lstrip("\n")
         at = text.find(_OPEN)
         if at < 0:
@@ -67,15 +64,15 @@ class DeepSeekV4:
         return ReadCalls(text[:at].rstrip("\n"), list(_calls(text[at:])))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`. None: the engine shows it among the calls."""
+        """Return None: `read` returns incomplete calls too, as the engine does."""
         return None
 
 
 def _calls(text: str) -> Iterator[ReadCall]:
-    """The calls of a section, the last of them as far as it goes.
+    """Yield the calls of a section. The last one may be incomplete.
 
     Raises:
-        Unparsable: something stands where it is not taught.
+        Unparsable: the text does not follow the format.
     """
     section = _SECTION.match(text)
     at = section.end() if section is not None else 0
@@ -99,7 +96,7 @@ def _calls(text: str) -> Iterator[ReadCall]:
 
 
 def _begun(text: str, lead: str) -> str:
-    """What the engine shows of a parameter, or of a call's end, that is cut."""
+    """Return the JSON that the engine shows for an incomplete parameter, or for an incomplete end of a call."""
     head = _HEAD.match(text)
     if head is None:
         _expect(text, _INVOKE_END, "<｜DSML｜parameter name=")
@@ -122,13 +119,13 @@ def _lead(arguments: str) -> str:
 
 
 def _value(value: str, kind: str) -> str:
-    """A value without its end. What is no text is not looked at."""
+    """Return the JSON of a value, for a string without the closing quote. Other values pass unchecked."""
     if "｜DSML｜" in value:
         raise Unparsable("a tag within a value")
     return written(value)[:-1] if kind == "true" else value
 
 
 def _expect(text: str, *ways: str) -> None:
-    """Raises Unparsable where a text is not the beginning of one of these."""
+    """Raise `Unparsable` if the text is not a prefix of one of `ways`."""
     if not any(way.startswith(text) for way in ways):
         raise Unparsable("a call that is not written as it is taught")

@@ -27,13 +27,10 @@ _BETWEEN = re.compile(r"</arg_key>(?:\\n|\s)*<arg_value>")
 
 
 class Glm:
-    """The format."""
-
     begin = "<tool_call>"
     end = "</tool_call>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
         closed = up_to_last(text, self.end)
@@ -42,7 +39,6 @@ class Glm:
         return ReadCalls((_BLOCK.sub("", closed) + text[len(closed) :]).strip(), known(calls, tools))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         name, begin, rest = open_block(text, self.begin, self.end).partition(_KEY)
         if not begin or name not in tools:
             return None
@@ -61,7 +57,7 @@ def _values(name: str, arguments: str, tools: Tools) -> dict[str, Any]:
 
 
 def _pairs(arguments: str) -> Iterator[tuple[str, str]]:
-    """Each key with its value. One expression for both would look for each end again from each beginning."""
+    """Yield each key with its value. A single regular expression would take quadratic time."""
     at = 0
     while (begin := arguments.find(_KEY, at)) >= 0:
         between = _BETWEEN.search(arguments, begin + len(_KEY))

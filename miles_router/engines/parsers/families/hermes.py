@@ -12,13 +12,10 @@ _VALUE = json.JSONDecoder()
 
 
 class Hermes:
-    """The format."""
-
     begin = "<tool_call>\n"
     end = "\n</tool_call>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         content, begin, rest = text.partition(self.begin)
         if not begin:
             return ReadCalls(text, [])
@@ -27,11 +24,10 @@ class Hermes:
             try:
                 calls += of_json(json.loads(block.strip()), tools)
             except json.JSONDecodeError:
-                continue  # the engine drops it
+                continue  # the engine drops invalid JSON too
         return ReadCalls(content.strip(), calls)
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         head = _HEAD.match(open_block(text, self.begin, self.end))
         if head is None or head[1] not in tools:
             return None
@@ -39,7 +35,7 @@ class Hermes:
 
 
 def _sampled(arguments: str) -> str:
-    """The arguments, without what is behind them."""
+    """Return the first JSON value, without the text behind it; the whole text if the value is incomplete."""
     try:
         return arguments[: _VALUE.raw_decode(arguments)[1]]
     except json.JSONDecodeError:

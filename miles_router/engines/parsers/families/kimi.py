@@ -14,13 +14,10 @@ _ID = re.compile(r"^(?:functions\.)?([\w.\-]+):\d+$")
 
 
 class Kimi:
-    """The format."""
-
     begin = "<|tool_calls_section_begin|>"
     end = "<|tool_call_end|>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         content, begin, rest = text.partition(self.begin)
         found = [
             (_name(call, tools), arguments) for call, arguments in _CALL.findall(up_to_last(begin + rest, self.end))
@@ -28,17 +25,16 @@ class Kimi:
         return ReadCalls(content, [ReadCall(name, arguments) for name, arguments in found if name is not None])
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         call, begin, arguments = open_block(text, _BEGIN, self.end).partition(_ARGUMENTS)
         name = _name(call.strip(), tools) if begin else None
         return None if name is None else ReadCall(name, arguments.lstrip())
 
 
 def _name(call: str, tools: Tools) -> str | None:
-    """The function that a call's name means.
+    """Return the function's name in a call's id; None if the id has another form.
 
     Raises:
-        Unparsable: it is a number, and the engine would guess.
+        Unparsable: the id is only a number, and there are several tools: the engine guesses.
     """
     match = _ID.match(call)
     if match:

@@ -26,13 +26,10 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class MiniMax:
-    """The format."""
-
     begin = "<minimax:tool_call>"
     end = "</minimax:tool_call>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         content, calls, cursor = "", list[ReadCall](), 0
         while (at := text.find(self.begin, cursor)) >= 0 and (end := text.find(self.end, at)) >= 0:
             content += text[cursor:at]
@@ -41,7 +38,6 @@ class MiniMax:
         return ReadCalls(content + text[cursor:], known(calls, tools))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         block = open_block(text, self.begin, self.end)
         name, head, body = block.rpartition('<invoke name="')[2].partition('">')
         if "</invoke>" in body or not head or name not in tools:

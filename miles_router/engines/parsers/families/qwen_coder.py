@@ -33,13 +33,10 @@ _BOOLEANS = ("boolean", "bool", "binary")
 
 
 class QwenCoder:
-    """The format."""
-
     begin = "<tool_call>"
     end = "</tool_call>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
         blocks = _BLOCK.findall(up_to_last(text, self.end)) or ([text] if "<function=" in text else [])
@@ -48,7 +45,6 @@ class QwenCoder:
         return ReadCalls(text[: text.index(self.begin)], calls)
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
         block = open_block(text, self.begin, self.end)
         name, head, body = block.partition("<function=")[2].partition(">")
         if not head:
