@@ -37,8 +37,8 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-#: Other fields that `/generate` has too. The rest is about rendering, parsing and the form of the answer, or unknown,
-#: which SGLang's chat ignores.
+#: Other fields that `/generate` has too. All further fields concern rendering, parsing or the form of the answer, or
+#: are unknown; SGLang's chat ignores unknown fields.
 BESIDE = frozenset(
     (
         *("stream", "rid", "lora_path", "priority", "extra_key", "cache_salt", "custom_logit_processor"),
@@ -50,7 +50,7 @@ JSON_OBJECT = '{"type": "object"}'
 
 
 def gives_ids(body: bytes, parse: Parse) -> bool:
-    """Return whether a chat request has `input_ids`. Raises what `parse` raises."""
+    """Return True if a chat request has `input_ids`. Raises what `parse` raises."""
     fields = parse(body) if b'"%b"' % IDS.encode() in body else None
     return isinstance(fields, Mapping) and fields.get(IDS) is not None
 
@@ -215,7 +215,7 @@ class StreamedChoice:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """Return the answer so far, in the form of `/generate`."""
+        """The answer so far, in the form of `/generate`; None before the first event."""
         return self._growing.answer
 
     def parts(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -261,7 +261,7 @@ def _entries(meta: Mapping[str, Any], start: int = 0) -> Iterator[dict[str, Any]
 
 
 def _entry(triple: Any) -> dict[str, Any]:
-    """Return chat's entry for a token. The text of a token that is part of a character does not tell its bytes."""
+    """Return chat's logprob entry for a token. `bytes` is None for a token that is only part of a character."""
     text = triple[2] or ""
     spelled = None if UNFINISHED in text else list(text.encode("utf-8", "surrogatepass"))
     return {"token": text, "bytes": spelled, "logprob": triple[0], TOKEN_ID: triple[1]}

@@ -1,8 +1,8 @@
-"""The completions endpoint: what it is asked so that a turn can be recorded exactly, and what it answers (SGLang
-0.5.23, `serving_completions.py`). Pure.
+"""The completions endpoint: requests that make exact recording of a turn possible, and the reading of answers. Pure.
 
-Ids and logprobs stand in each choice, whole and in each chunk. The weight versions of a whole answer stand in its
-`metadata`: the spans of the first choice alone. A stream tells none.
+Source: SGLang 0.5.23, `serving_completions.py`. Each choice, of a whole answer or a chunk, contains ids and logprobs.
+The `metadata` of a whole answer contains the weight version spans of the first choice only. A stream contains no
+versions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from miles_router.trajectory.pieces import VersionRun
 
 
 class CompletionsEndpoint:
-    """`/v1/completions`."""
+    """The `OpenAIEndpoint` for `/v1/completions`."""
 
     path = paths.COMPLETIONS
     takes_ids = False
@@ -37,54 +37,45 @@ class CompletionsEndpoint:
     length_fields: tuple[str, ...] = ("max_tokens",)
     tokens_by_default: int | None = 16
     chunk_events = frozenset({b""})
-    #: No stream falls short.
     chunks = None
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
-        """The request for the engine. Its prompt is a client's own."""
+        """Return the request for the engine, with the client's own prompt; `ids` is ignored."""
         sent = {**fields, "return_token_ids": True, **(with_usage(fields) if fields.get("stream") else {})}
         if sent.get("logprobs") is None:
-            sent["logprobs"] = 0  # those of the sampled tokens alone
+            sent["logprobs"] = 0  # logprobs of the sampled tokens only
         return orjson.dumps(sent)
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
-        """What a whole answer says was sampled.
-
-        Raises:
-            UnreadableAnswer: it lacks something, or contradicts itself.
-        """
         try:
             return _whole(answer["choices"], answer.get("metadata") or {}, answer.get("id"))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def growing(self, *, may_be_cut: bool = False) -> GrowingCompletions:
-        """Return what takes a stream's chunks."""
         return GrowingCompletions()
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer with what its client asked for itself."""
         kept = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
         if "usage" in kept:
             kept["usage"] = sound_usage(kept["usage"])
-        if kept.get("sglext") == {}:  # its rows were taken out
+        if kept.get("sglext") == {}:  # empty, since its rows were taken out
             del kept["sglext"]
         return kept
 
     def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chunk with what its client asked for itself; None if it says nothing else."""
         kept = self.as_asked(chunk, fields)
         emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
         return None if emptied else without_usage(kept, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
-        """Every engine's streams tell everything."""
+        """Return None: the streams of all engines are complete."""
         return None
 
 
 def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(choice)
-    if fields.get("logprobs") is None:  # 0 asks too
+    if fields.get("logprobs") is None:  # 0 asks for logprobs too
         kept["logprobs"] = None
     if not fields.get("return_token_ids"):
         kept.pop("token_ids", None)
@@ -106,7 +97,11 @@ def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: s
 
 
 def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An answer of several choices tells the spans of its first alone; they hold for all if they are one version."""
+    """Return the metadata for each of several choices, from the spans of the first choice.
+
+    Raises:
+        UnreadableAnswer: the spans have several versions, so that those of the other choices are unknown.
+    """
     versions = {span["version"] for span in metadata.get(VERSIONS) or ()} or {metadata.get(VERSION)}
     if len(versions) > 1:
         raise UnreadableAnswer("incomplete", "the weights changed, and the first choice alone says where")
@@ -114,7 +109,7 @@ def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _GrowingCompletion(GrowingChoice):
-    """One choice, whole or as it grows."""
+    """One choice of completions, put together from chunks."""
 
     def __init__(self, rid: str | None) -> None:
         super().__init__(rid)
@@ -149,7 +144,7 @@ class _GrowingCompletion(GrowingChoice):
 
 
 class GrowingCompletions(GrowingChoices[_GrowingCompletion]):
-    """A completion as its chunks come, each with its ids."""
+    """A streamed completions answer, put together from chunks."""
 
     def _begin(self, rid: str | None) -> _GrowingCompletion:
         return _GrowingCompletion(rid)

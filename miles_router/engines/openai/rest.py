@@ -1,7 +1,7 @@
-"""What a stream's client still lacks of a message (SGLang 0.5.23, `serving_chat.py`). Pure.
+"""Computes the deltas that a stream's client still lacks of a message. Pure.
 
-A stream shows what its parsers are certain of; a whole text is read by other parsers, which trim the text around tool
-calls. So what is left is found by comparing the two.
+Source: SGLang 0.5.23, `serving_chat.py`. The parsers of a stream show only certain text. A whole text is read by other
+parsers, which trim the text around tool calls. So the missing deltas come from a comparison of both messages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ EMPTY_DELTA: Mapping[str, Any] = {"role": None, "content": None, "reasoning_cont
 
 
 def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
-    """The deltas that make `message` of the message `shown`; `text` is what content and calls were read from.
+    """Yield the deltas that complete the message `shown` to `message`.
+
+    Args:
+        text: the text from which the content and calls of `message` were parsed.
 
     Raises:
-        UnreadableAnswer: something was shown that the message has not.
+        UnreadableAnswer: `shown` contains something that `message` does not contain.
     """
     reasoning = _behind(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
     if reasoning:
@@ -30,7 +33,11 @@ def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: st
 
 
 def calls_behind(begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The deltas that make these calls of those that have begun. Raises as `deltas_behind`."""
+    """Yield the deltas that complete the tool calls `begun` to `calls`.
+
+    Raises:
+        UnreadableAnswer: a call in `begun` has another function, or other arguments.
+    """
     for place, call in enumerate(calls):
         yield from _of_call(place, begun[place] if place < len(begun) else None, call)
 
@@ -60,7 +67,7 @@ def _behind(shown: str, whole: str, what: str) -> str:
 
 
 def _content_behind(shown: str, whole: str) -> str:
-    """What is behind the shown content; whitespace around it does not count."""
+    """Return the content that was not shown yet. Differences in whitespace around the content are ignored."""
     if whole.startswith(shown):
         return whole[len(shown) :]
     if shown.strip() == whole.strip():
@@ -69,7 +76,7 @@ def _content_behind(shown: str, whole: str) -> str:
 
 
 def _as_streamed(message: Mapping[str, Any], text: str) -> str:
-    """A message's content as a stream shows it: with the whitespace around it that is trimmed in front of a call."""
+    """Return the content of a message with the surrounding whitespace that parsers trim but a stream shows."""
     content: str = message.get("content") or ""
     begin = text.find(content) if content else len(text) - len(text.lstrip())
     if begin < 0:
@@ -79,7 +86,7 @@ def _as_streamed(message: Mapping[str, Any], text: str) -> str:
 
 
 def arguments_behind(shown: str, whole: str) -> str:
-    """What is behind the shown arguments of a call. Parsers may write JSON with other spaces between its parts.
+    """Return the arguments of a call that were not shown yet. Parsers may differ in whitespace outside of strings.
 
     Raises:
         UnreadableAnswer: other arguments were shown.

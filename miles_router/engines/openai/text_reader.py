@@ -1,4 +1,4 @@
-"""Parsing the text of a chat answer as the engine's own parsers would (SGLang 0.5.23). Pure."""
+"""Parses the text of a chat answer with the same result as the engine's own parsers (SGLang 0.5.23). Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import ReadCall, tool_calls
 
-#: A growing text is parsed again when it is longer by this fraction. With every token the cost would be quadratic.
+#: A growing text is parsed again after it grew by 1/256. Parsing with every token would take quadratic time.
 FINENESS = 256
 
 
@@ -30,7 +30,8 @@ class TextReader:
     """A parser of the answers to one request.
 
     Args:
-        facts: of the engine; they name the parsers that it would use.
+        fields: the fields of the request.
+        facts: the facts of the engine, which name the parsers that the engine uses.
     """
 
     def __init__(self, fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> None:
@@ -43,7 +44,7 @@ class TextReader:
 
     @property
     def missing(self) -> str | None:
-        """Return the name of a parser that is needed and that the router does not have; None if it has all."""
+        """The name of a parser that is needed and that the router lacks; None if the router has all."""
         if self._separates and self._thinking is None:
             return self._facts.reasoning_parser
         return self._facts.tool_call_parser if self._looks and self._calls is None else None
@@ -110,7 +111,7 @@ class LiveText:
 
     @property
     def is_live(self) -> bool:
-        """Return whether there is an incremental parser."""
+        """True if there is an incremental parser."""
         return self._growing is not None
 
     def certain(self, text: str, *, at_once: bool = False) -> list[Mapping[str, Any]]:

@@ -1,7 +1,8 @@
-"""Tool calls that a stream has not shown at its end (SGLang 0.5.23, `base_format_detector.py`). Pure.
+"""Finds tool calls that an ended stream did not show. Pure.
 
-The engine's streaming parser waits for the arguments of a call until they come. Where a model writes a call without
-any, it never shows them, nor any call behind it; the whole text is read by another parser, which finds all of them.
+Source: SGLang 0.5.23, `base_format_detector.py`. The engine's streaming parser waits for the arguments of a call. If a
+model writes a call without arguments, the stream shows neither `{}` nor any later call. The parser for whole texts
+finds all calls.
 """
 
 from __future__ import annotations
@@ -18,27 +19,28 @@ from miles_router.engines.parsers import UNREAD, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
-#: Arguments of a call that has none.
+#: The JSON for a call without arguments.
 NO_ARGUMENTS = "{}"
 
 
 def unshown_calls(
     shown: Mapping[str, Any], text: str, fields: Mapping[str, Any], parsers: Parsers, facts: Facts, *, cut: bool
 ) -> list[dict[str, Any]]:
-    """Return the deltas that show what `shown` lacks of the whole tool calls in a text.
+    """Return the deltas for the complete tool calls in a text that `shown` lacks.
 
     Args:
-        shown: the message, as the stream has shown it.
-        text: all of the answer, special tokens included, without the token that ended it.
-        fields: of the request.
-        facts: of the engine.
-        cut: whether the text ended early, so that the last call that was shown may be open.
+        shown: the message that the stream has shown.
+        text: the whole answer, with special tokens, without the token that ended it.
+        fields: the fields of the request.
+        facts: the facts of the engine.
+        cut: whether the answer was cut, so that the last shown call may be incomplete.
 
     Raises:
-        UnreadableAnswer: other calls were shown than the text has, or nothing here can read them.
+        UnreadableAnswer: the stream showed calls that the text does not contain, or a call without arguments that no
+            local parser can read.
     """
     if not looks_for_calls(fields, facts) or fields.get("tool_choice") not in (None, "auto"):
-        return []  # a grammar holds the answer to another form
+        return []  # a grammar constrains the answer to another form
     begun = shown.get("tool_calls") or []
     read = _calls_in(text, shown, fields, parsers, facts)
     if read is None:
@@ -55,7 +57,7 @@ def unshown_calls(
 def _calls_in(
     text: str, shown: Mapping[str, Any], fields: Mapping[str, Any], parsers: Parsers, facts: Facts
 ) -> list[dict[str, Any]] | None:
-    """The calls in a text; None where no parser here can tell."""
+    """Return the calls in a text; None if no local parser can read it."""
     calls, thinking = parsers.calls(facts), parsers.thinking(facts)
     if calls is None:
         return None
