@@ -176,5 +176,5 @@ def test_choices_of_a_stream_are_told_apart() -> None:
 def test_a_stream_that_is_cut_is_refused() -> None:
     with pytest.raises(UnreadableAnswer, match="no finish reason"):
         grown([choice(finish=None)])
-    with pytest.raises(UnreadableAnswer, match="a chunk that is none"):
+    with pytest.raises(UnreadableAnswer, match="a malformed chunk"):
         grown([{**choice(), "token_ids": 3}])

@@ -177,7 +177,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         raise UnreadableAnswer("incomplete", "a choice has no finish reason")
     triples = meta["output_token_logprobs"]
     if not isinstance(triples, list):
-        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are not a list")
     ids = tokens_of(triples)
     if len(triples) != meta["completion_tokens"]:
         counts = f"{meta['completion_tokens']} tokens, {len(triples)} logprobs: position {len(triples)} has none"

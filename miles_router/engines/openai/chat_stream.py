@@ -76,7 +76,7 @@ def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     for call in message.get("tool_calls") or ():
         if not isinstance(call["function"]["name"], str):
-            raise TypeError("a tool call that names no function")
+            raise TypeError("a tool call names no function")
     return {**message}
 
 
@@ -211,11 +211,11 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
             if not isinstance(extra["output_ids"], list) or not all(
                 isinstance(ids, list) for ids in extra["output_ids"]
             ):
-                raise UnreadableAnswer("invalid_tokens", "the ids of a stream are no lists")
+                raise UnreadableAnswer("invalid_tokens", "the ids of a stream are not lists")
             self._ids = extra["output_ids"]
         if extra.get("input_ids"):
             if not isinstance(extra["input_ids"], list):
-                raise UnreadableAnswer("invalid_tokens", "the ids of a prompt are no list")
+                raise UnreadableAnswer("invalid_tokens", "the ids of a prompt are not a list")
             self.prompt = extra["input_ids"]
         if (cached := cached_tokens(extra)) is not None:
             self._cached_tokens = cached
@@ -233,10 +233,11 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         if any(choice.finish is None for _, choice in growing):
             raise UnreadableAnswer("incomplete", "a stream ended without a finish reason")
         if self._ids is None:
-            raise StreamShortfall("a stream ended without the ids that it sampled")
+            raise StreamShortfall("a stream ended without the sampled ids")
         indices = [index for index, _ in growing]
         if indices != list(range(len(self._ids))):
-            raise UnreadableAnswer("token_counts_disagree", f"choices {indices}, and ids of {len(self._ids)}")
+            detail = f"the choices are {indices}, but there are ids for {len(self._ids)}"
+            raise UnreadableAnswer("token_counts_disagree", detail)
         return [self._choice(index, choice, ids) for (index, choice), ids in zip(growing, self._ids, strict=True)]
 
     def _choice(self, index: int, choice: GrowingChatChoice, ids: list[int]) -> Choice:
@@ -277,7 +278,7 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         choice, told = self.growing[index], self._ids or []
         ids = told[index] if index < len(told) else None
         if ids is None or len(ids) != len(choice.entries) or not all(type(each) is int for each in ids):
-            raise UnreadableAnswer("incomplete", "the stream did not tell the ids and logprobs of what was sampled")
+            raise UnreadableAnswer("incomplete", "the stream lacks the ids and logprobs of the sampled tokens")
         try:
             triples = [[entry["logprob"], token, entry] for token, entry in zip(ids, choice.entries, strict=True)]
         except MALFORMED as error:

@@ -120,7 +120,7 @@ class GrowingChoice(ABC):
         entries = told.get(name) if isinstance(told, Mapping) else told
         if entries is not None and not isinstance(entries, list):
             position = len(self.logprobs)
-            raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are no list")
+            raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are not a list")
         return entries or []
 
     @abstractmethod
@@ -165,7 +165,7 @@ class GrowingChoices(ABC, Generic[Growing]):
                 self.prompt_tokens = token_count(chunk["usage"])
             return tokens
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
+            raise UnreadableAnswer("incomplete", f"a malformed chunk: {in_words(error)}") from error
 
     @property
     def versions(self) -> set[str]:
@@ -211,9 +211,9 @@ def read_chunk(event: Event) -> dict[str, Any]:
     """
     chunk = event.parse()
     if chunk is None and _is_no_json(event.data):
-        raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
+        raise UnreadableAnswer("not_json", "a malformed chunk: it is not JSON, or has a number that is not JSON")
     if not isinstance(chunk, dict):
-        raise UnreadableAnswer("incomplete", "a chunk that is none")
+        raise UnreadableAnswer("incomplete", "a malformed chunk: it is not a JSON object")
     if is_too_deep(event.data, chunk):
         raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
     return chunk

@@ -33,7 +33,7 @@ class CompletionsEndpoint:
 
     path = paths.COMPLETIONS
     takes_ids = False
-    rows_missing: str | None = "of several completions SGLang tells the rows of one alone"
+    rows_missing: str | None = "SGLang returns the rows of only one of several completions"
     length_fields: tuple[str, ...] = ("max_tokens",)
     tokens_by_default: int | None = 16
     chunk_events = frozenset({b""})
@@ -104,7 +104,7 @@ def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     versions = {span["version"] for span in metadata.get(VERSIONS) or ()} or {metadata.get(VERSION)}
     if len(versions) > 1:
-        raise UnreadableAnswer("incomplete", "the weights changed, and the first choice alone says where")
+        raise UnreadableAnswer("incomplete", "the weights changed, and only the first choice has version spans")
     return {VERSION: versions.pop()}
 
 

@@ -47,5 +47,5 @@ def prompt_of(answer: Any) -> list[int]:
     except MALFORMED as error:
         raise UnreadableAnswer("incomplete", in_words(error)) from error
     if not isinstance(ids, list) or not ids:
-        raise UnreadableAnswer("incomplete", "the prompt's ids are not told")
+        raise UnreadableAnswer("incomplete", "the ids of the prompt are missing")
     return ids

@@ -48,7 +48,7 @@ def _of_call(place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any
         named = {"id": call["id"], "index": place, "type": "function"}
         yield _call_delta({**named, "function": {"name": function["name"], "arguments": ""}})
     elif begun["function"]["name"] != function["name"]:
-        raise UnreadableAnswer("tokens_taken_back", "a tool call of another function was shown")
+        raise UnreadableAnswer("tokens_taken_back", "the streamed tool call names another function than the parsed")
     else:
         arguments = arguments_behind(begun["function"]["arguments"], arguments)
     if arguments:
@@ -62,7 +62,7 @@ def _call_delta(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _behind(shown: str, whole: str, what: str) -> str:
     if not whole.startswith(shown):
-        raise UnreadableAnswer("tokens_taken_back", f"other {what} was shown")
+        raise UnreadableAnswer("tokens_taken_back", f"the streamed {what} differs from the parsed {what}")
     return whole[len(shown) :]
 
 
@@ -100,7 +100,7 @@ def arguments_behind(shown: str, whole: str) -> str:
         while not quoted and whole[at : at + 1].isspace():
             at += 1
         if whole[at : at + 1] != character:
-            raise UnreadableAnswer("tokens_taken_back", "other arguments were shown")
+            raise UnreadableAnswer("tokens_taken_back", "the streamed arguments differ from the parsed arguments")
         at += 1
         if character == '"' and not escaped:
             quoted = not quoted

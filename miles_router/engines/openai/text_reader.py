@@ -60,7 +60,7 @@ class TextReader:
             UnreadableAnswer: the text cannot be parsed.
         """
         if (parser := self.missing) is not None:
-            raise UnreadableAnswer("incomplete", f"no local parser for {parser}")
+            raise UnreadableAnswer("incomplete", f"there is no local parser for {parser}")
         reasoning = ""
         try:
             if self._thinking is not None:
@@ -68,7 +68,7 @@ class TextReader:
                 reasoning, text = split.reasoning, split.rest or ""
             content, calls = (text, []) if self._calls is None else self._calls.read(text, self._tools)
         except UNREAD as error:
-            raise UnreadableAnswer("incomplete", f"no local parser can read it: {error}") from error
+            raise UnreadableAnswer("incomplete", f"the local parser cannot read the text: {error}") from error
         return ReadMessage(self.message(began, reasoning, content, calls), text)
 
     def message(

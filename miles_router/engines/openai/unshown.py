@@ -45,7 +45,7 @@ def unshown_calls(
     read = _calls_in(text, shown, fields, parsers, facts)
     if read is None:
         if any(not call["function"]["arguments"] for call in begun):
-            raise UnreadableAnswer("incomplete", "a call was shown without arguments, and no parser here reads it")
+            raise UnreadableAnswer("incomplete", "a call was shown without arguments, and no local parser can read it")
         return []
     if cut and len(begun) == len(read) + 1:
         begun = begun[:-1]

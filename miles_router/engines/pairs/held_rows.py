@@ -48,7 +48,7 @@ class HeldString:
             UnreadableAnswer: the length is not that of base64.
         """
         if self.length % CHARS:
-            raise UnreadableAnswer("incomplete", "rows are no base64")
+            raise UnreadableAnswer("incomplete", "the rows are not base64")
         last = b"".join(self.part(self.length - 2, self.length)) if self.length else b""
         return self.length // CHARS * QUANTUM - last.count(PAD)
 
@@ -145,7 +145,7 @@ class RowStrings:
             if mark is None:
                 continue
             if joined and mark[1] is None:
-                raise UnreadableAnswer("incomplete", "rows that are no answer's")
+                raise UnreadableAnswer("incomplete", "rows stand outside of every answer")
             yield written[at : place + 1]
             if joined:
                 yield from self._joined[int(mark[2])].pieces()

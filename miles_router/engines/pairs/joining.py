@@ -66,7 +66,7 @@ def one_answer(
     known = prefill.version
     others = versions_of(answer) - {known} if known is not None else ()
     if (others or changed) and has_value(answer, RETRACTIONS, bool):
-        raise LostAccount("incomplete", f"{RETRACTED} which weights sampled what")
+        raise LostAccount("incomplete", f"{RETRACTED} the weight versions of its tokens")
     if not (request.rows or request.prompt_logprobs or others):
         return [answer]
     parsed = loads(answer)
@@ -119,7 +119,7 @@ def _mend(
         if meta.get(RETRACTIONS.name):
             raise LostAccount("incomplete", f"{RETRACTED} its rows")
         if prompts is None:
-            raise UnreadableAnswer("incomplete", f"the prefill half tells no {fields.rows.name}: {fields.remedy}")
+            raise UnreadableAnswer("incomplete", f"the prefill half returned no {fields.rows.name}: {fields.remedy}")
         rows.put(fields, meta, JoinedString(prompts, own))
     if request.prompt_logprobs:
         meta |= {name: theirs[name] for name in INPUT_LOGPROBS if name in theirs}
@@ -147,5 +147,5 @@ def _all_metas(parsed: Any) -> list[dict[str, Any]]:
 
 def _of_place(theirs: Mapping[int, Mapping[str, Any]], place: int) -> Mapping[str, Any]:
     if place not in theirs:
-        raise UnreadableAnswer("incomplete", f"the prefill half has no answer {place}")
+        raise UnreadableAnswer("incomplete", f"the prefill half has no answer with index {place}")
     return theirs[place]

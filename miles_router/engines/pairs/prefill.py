@@ -51,7 +51,7 @@ class PrefillAnswer:
             finishes = [finish for finish in FINISH_REASON.values(body) if finish is not None]
             versions = {str(version) for version in VERSION_NAMED.values(body) if version is not None}
             if path in (paths.GENERATE, paths.CHAT) and any(count > 1 for count in _counts(body)):
-                raise UnreadableAnswer("token_counts_disagree", "more than the first token: it is no prefill half")
+                raise UnreadableAnswer("token_counts_disagree", "more than one token: the worker is not a prefill half")
         except Incomplete as error:
             raise UnreadableAnswer("incomplete", str(error)) from error
         version = versions.pop() if len(versions) == 1 else None

@@ -104,10 +104,10 @@ class Parsers:
             ValueError: the mode is unknown, or `local` has no parser for the family.
         """
         if mode not in MODES:
-            raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"parsers: {mode!r} is not one of {', '.join(MODES)}")
         if mode == "local" and family not in FAMILIES:
             known = ", ".join(FAMILIES)
-            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {known}")
+            raise ValueError(f"parsers: there is no local parser for tito_model {family!r}; choose one of: {known}")
         return cls(mode, family)  # type: ignore[arg-type]
 
     def calls(self, facts: Facts) -> CallFormat | None:

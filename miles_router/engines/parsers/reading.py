@@ -117,7 +117,7 @@ def of_json(parsed: Any, tools: Tools) -> list[ReadCall]:
     """
     found = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(each, Mapping) for each in found):
-        raise Unparsable("a tool call is no object")
+        raise Unparsable("a tool call is not an object")
     calls = [ReadCall(each.get("name"), written(each.get("parameters") or each.get("arguments", {}))) for each in found]
     return known(calls, tools)
 
@@ -144,5 +144,5 @@ def plain_type(schema: Any) -> str:
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if not isinstance(kind, str):
-        raise Unparsable("a tool's parameter has no plain type")
+        raise Unparsable("a tool's parameter has no single type")
     return kind.strip().lower()

@@ -88,7 +88,7 @@ def translate_without_adapters(path: str, body: bytes, parse: Parse) -> Translat
         CannotServe: the request names an adapter, or `translate` refuses it.
     """
     if own_adapters(body, parse):
-        raise CannotServe("it was started without adapters")
+        raise CannotServe("it was started without --enable-lora")
     return translate(path, body, parse)
 
 
@@ -101,9 +101,9 @@ def _check_chat(body: Any, *, top: str, completes: bool) -> None:
     if not isinstance(body, Mapping):
         return  # the engine reports the error
     if unknown := [name for name in IGNORED_IN_CHAT if body.get(name)]:
-        raise CannotServe(f"it takes no {unknown[0]} in chat and completions, which sessions need")
+        raise CannotServe(f"it does not support {unknown[0]} in chat and completions, which sessions need")
     if not completes and body.get("lora_path"):
-        raise CannotServe("it applies no adapter in chat")
+        raise CannotServe("it does not support lora_path in chat")
     if body.get("logprobs") not in (None, False) and not body.get(top):
         raise CannotServe(f"its logprobs are wrong without {top} of at least 1")
 
@@ -167,7 +167,7 @@ class GenerateTranslation:
         answer = event.parse()
         place = answer.get("index", 0) if isinstance(answer, dict) else None
         if type(place) is not int or not 0 <= place < self._request.generations:
-            raise UnreadableAnswer("incomplete", "an event of no generation")
+            raise UnreadableAnswer("incomplete", "the index of an event is invalid")
         with readable():
             return write_event(self._translated(place, answer, version), event.name)
 
@@ -230,7 +230,7 @@ def _check_generate(request: GenerateRequest) -> None:
     if request.indexed and request.body.get("extra_key"):
         unknown.append("extra_key for several generations")
     if unknown:
-        raise CannotServe(f"it takes no {unknown[0]}")
+        raise CannotServe(f"it does not support {unknown[0]}")
 
 
 def _without_sampled(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def order(action: Action, flags: Flags) -> Order:
             return _order(CONTINUE)
         case Abort(name):
             if flags.servers > 1:
-                raise CannotServe("it has several API servers, of which one alone knows the name: --api-server-count 1")
+                raise CannotServe("only one of its API servers knows the request: start it with --api-server-count 1")
             named = name.startswith(PREFIXES)
             own = (name, f"{name}-0", f"{name}_0") if named else tuple(each.format(name) for each in ENGINE_NAMES)
             return _order(ABORT, fields={NAMES: own})
@@ -86,9 +86,9 @@ def order(action: Action, flags: Flags) -> Order:
         case ChangeAdapter(str() as name, path, loads):
             return _adapter(name, path, loads=loads)
         case Update():
-            raise CannotServe(f"its weights change by {BEGIN_UPDATE}, {UPDATE} and {END_UPDATE}, or by {CALL_WORKERS}")
+            raise CannotServe(f"to update its weights use {BEGIN_UPDATE}, {UPDATE} and {END_UPDATE}, or {CALL_WORKERS}")
         case _:
-            raise CannotServe("this control request has no equal there")
+            raise CannotServe("it has no control request for this")
 
 
 def refused(answer: bytes) -> bool:
@@ -112,7 +112,7 @@ def _sleep(parts: object, flags: Flags) -> Order:
     if not flags.sleeps:
         raise CannotServe("it was started without --enable-sleep-mode")
     if parts != MEMORY:
-        raise CannotServe("it releases all of its memory, or its kv_cache alone")
+        raise CannotServe("it can release all of its memory, or only its kv_cache")
     return _order(SLEEP, {LEVEL: "1"})
 
 
@@ -120,7 +120,7 @@ def _adapter(name: str, path: str | None, *, loads: bool | None) -> Order:
     if loads is False:
         return _order(UNLOAD_ADAPTER, fields={"lora_name": name})
     if not loads or path is None:
-        raise CannotServe("it loads adapters from a lora_path alone")
+        raise CannotServe("it can load an adapter only from a lora_path")
     return _order(LOAD_ADAPTER, fields={"lora_name": name, "lora_path": path})
 
 
@@ -130,7 +130,7 @@ def _read_pause(arguments: Arguments) -> Action:
     if mode == "abort":
         return Pause("abort")
     if mode != "keep":
-        raise BadArguments(f"{MODE} must be abort or keep: the router holds what is new, so nothing is waited for")
+        raise BadArguments(f"{MODE} must be abort or keep: the router holds new requests, so nothing is waited for")
     return Pause("retract" if clears else "in_place")
 
 
@@ -139,7 +139,7 @@ def _read_abort(arguments: Arguments) -> Abort | EndGroup:
         return group
     names = arguments.fields.get(NAMES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise BadArguments(f"{NAMES} must be a list of one name: abort each by a request of its own")
+        raise BadArguments(f"{NAMES} must be a list with one id: send an abort for each id")
     name: str = names[0]
     return Abort(next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name))
 
@@ -151,7 +151,7 @@ def _read_abort_of_all(arguments: Arguments) -> Abort | AbortAll | EndGroup:
 
 def _read_sleep(arguments: Arguments) -> Action:
     if arguments.query.get(LEVEL, "1") not in ("1", "2"):
-        raise BadArguments(f"{LEVEL} must be 1 or 2; {PAUSE}?{MODE}=keep stops without a release of memory")
+        raise BadArguments(f"{LEVEL} must be 1 or 2; to pause without a release of memory use {PAUSE}?{MODE}=keep")
     return Sleep(MEMORY)
 
 

@@ -95,7 +95,7 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
         BadRequest: a field has an invalid value.
     """
     if len(request.prompts) > MAX_PROMPTS:
-        raise CannotServe(f"it takes one prompt in a request, and a list has {MAX_PROMPTS} at most: send several lists")
+        raise CannotServe(f"a request may have at most {MAX_PROMPTS} prompts: send several requests")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
@@ -147,25 +147,25 @@ class PromptSampling:
         known = SAMPLING.keys() | CONSTRAINTS.keys() | {NEW_TOKENS, "stop"}
         unknown += [name for name, value in params.items() if name not in known and not is_absent(value)]
         if unknown:
-            raise CannotServe(f"it takes no {unknown[0]}")
+            raise CannotServe(f"it does not support {unknown[0]}")
         if self._prompt.ids is None:
-            raise CannotServe("it samples behind ids, and the text has not been made some")
+            raise CannotServe("it generates from input_ids only, and the text prompt was not tokenized")
         if not self._prompt.ids:
-            raise CannotServe("it samples behind one token at least")
+            raise CannotServe("the prompt must have at least one token")
         if body.get(EXPERT_FIELDS.wanted):
             _count(f"{EXPERT_FIELDS.start}", EXPERT_FIELDS.start_of(body))
             if not flags.experts:
-                raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+                raise CannotServe(f"it returns no routed experts: {EXPERT_FIELDS.remedy}")
         stop = params.get("stop") or []
         if not isinstance(stop, (str, list)) or not all(isinstance(each, str) for each in stop):
-            raise BadRequest("stop must be a text, or a list of texts")
+            raise BadRequest("stop must be a string or a list of strings")
         if self._tops and not flags.names_ids:
             raise CannotServe(
-                f"it names no ids of top logprobs: start it with --return-tokens-as-token-ids, and --additional-config "
-                f"'{{\"{IDS_AS_TOKENS}\": true}}'"
+                "its top logprobs contain no token ids: start it with --return-tokens-as-token-ids and "
+                f"--additional-config '{{\"{IDS_AS_TOKENS}\": true}}'"
             )
         if self._prompt_from is not None and self._request.stream:
-            raise CannotServe(f"it tells no logprobs of the prompt in a stream, and {START_LEN} asks for them")
+            raise CannotServe(f"it returns no prompt logprobs in a stream: send {START_LEN} only without stream")
         if self._wants_logprobs and flags.raw_logprobs and shifts(params):
             raise CannotServe(
                 "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
@@ -240,7 +240,7 @@ class PromptSampling:
             (told_choice,) = told["choices"]
             index = told_choice["index"]
             if type(index) is not int or not 0 <= index < len(self._choices):
-                raise UnreadableAnswer("incomplete", "an event of no generation")
+                raise UnreadableAnswer("incomplete", "the index of an event is invalid")
             begin, said = len(self._choices[index].ids), len(self._choices[index].text)
             self._choices[index].add(told_choice)
             answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
@@ -250,9 +250,10 @@ class PromptSampling:
     def _check_usage(self, usage: Mapping[str, Any]) -> None:
         sampled, prompt = sum(len(choice.ids) for choice in self._choices), len(self._prompt.ids or ())
         if (usage["prompt_tokens"], usage["completion_tokens"]) != (prompt, sampled):
-            raise UnreadableAnswer("token_counts_disagree", f"{usage}, and {sampled} ids behind {prompt}")
+            detail = f"the usage is {usage}, but {prompt} tokens were sent and {sampled} received"
+            raise UnreadableAnswer("token_counts_disagree", detail)
         if not all(choice.finish for choice in self._choices):
-            raise UnreadableAnswer("incomplete", "the counts came, and a generation has not ended")
+            raise UnreadableAnswer("incomplete", "the usage arrived before every generation ended")
 
     def _answer(
         self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
@@ -296,7 +297,7 @@ class PromptSampling:
             return {}
         each = told["prompt_logprobs"]
         if len(each) != len(ids):
-            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs of {len(ids)} tokens of prompt")
+            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs for {len(ids)} prompt tokens")
         entries: list[list[Any]] = []
         tops: list[list[list[Any]] | None] = []
         for token, said in zip(ids[begin:], each[begin:], strict=True):
@@ -319,7 +320,7 @@ class PromptSampling:
         if token is None:
             token = int(told["token"].removeprefix(PLACEHOLDER))
         if told["logprob"] <= NO_LOGPROB:
-            raise UnreadableAnswer("incomplete", "the logprob of a token")
+            raise UnreadableAnswer("incomplete", f"the logprob of token {token} is missing")
         return [told["logprob"], token, told["token"] if self._with_text and not named else None]
 
 
@@ -350,10 +351,10 @@ class VLLMSample:
             One of `MALFORMED`.
         """
         if self.finish:
-            raise UnreadableAnswer("incomplete", "an event behind the finish reason")
+            raise UnreadableAnswer("incomplete", "an event follows the finish reason")
         ids, text = told["token_ids"], told["text"]
         if not isinstance(text, str) or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
-            raise TypeError("ids or a text that are none")
+            raise TypeError("token_ids is not a list of integers, or text is not a string")
         if self._entry is not None:
             content = (told["logprobs"] or {"content": []})["content"]
             if len(content) != len(ids):
@@ -367,7 +368,7 @@ class VLLMSample:
         finish = told["finish_reason"]
         if finish is not None:
             if finish not in ("stop", "length", "abort"):
-                raise UnreadableAnswer("incomplete", f"it ended by {str(finish)[:64]!r}")
+                raise UnreadableAnswer("incomplete", f"unknown finish reason {str(finish)[:64]!r}")
             self.finish, self._matched = finish, told["stop_reason"]
             self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
 

@@ -48,11 +48,11 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
     if not isinstance(fields, Mapping):
         return None  # the engine reports the error
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
-        raise CannotServe(f"it takes no {unknown[0]} at {path}")
+        raise CannotServe(f"it does not support {unknown[0]} at {path}")
     if flags.raw_logprobs and _wants_logprobs(path, fields) and (shifts(fields) or not _names_neutral(fields)):
         raise CannotServe(
-            "its logprobs are those of temperature 1 without penalties, and a model may have other defaults, so that "
-            "temperature and repetition_penalty must be named: start it with --logprobs-mode processed_logprobs"
+            "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
+            "processed_logprobs, or send temperature 0 or 1 and repetition_penalty 1, since models have other defaults"
         )
     versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
     renamed = any(not is_absent(fields.get(name)) for name in NAMES)
@@ -86,7 +86,7 @@ class Renamed:
         self._versions = versions
         given, name = fields.get(RID), uuid.uuid4().hex
         if isinstance(given, list):
-            raise CannotServe("it names a request by one rid")
+            raise CannotServe("its rid must be one string, not a list")
         kept = {each: value for each, value in fields.items() if each not in NAMES}
         own = {own: fields[each] for each, own in NAMES.items() if not is_absent(fields.get(each))}
         if CACHE_KEY in fields and SALT in own:
@@ -106,7 +106,7 @@ class Renamed:
         try:
             return orjson.dumps({**orjson.loads(self._named(answer)), "metadata": {VERSION: version}})
         except (orjson.JSONDecodeError, *MALFORMED) as error:
-            raise UnreadableAnswer("incomplete", "completions that are no JSON object") from error
+            raise UnreadableAnswer("incomplete", "the answer is not a JSON object") from error
 
     def event(self, event: Event, version: str | None) -> bytes:
         """Return an event of a stream with the client's request id."""

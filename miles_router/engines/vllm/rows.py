@@ -27,11 +27,11 @@ def rows_of(told: object, rows: int, kept: int) -> str:
         UnreadableAnswer: the rows are missing or malformed, or their number differs.
     """
     if not isinstance(told, str):
-        raise UnreadableAnswer("incomplete", "routed_experts")
+        raise UnreadableAnswer("incomplete", "routed_experts are missing")
     try:
         experts = np.load(io.BytesIO(decoded(told)), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise UnreadableAnswer("incomplete", f"routed_experts are no array: {error}") from error
+        raise UnreadableAnswer("incomplete", f"routed_experts are not an array: {error}") from error
     if experts.ndim != DIMENSIONS or len(experts) != rows or experts.dtype.kind not in "iu":
-        raise UnreadableAnswer("incomplete", f"routed_experts of the form {experts.shape}, and {rows} rows are due")
+        raise UnreadableAnswer("incomplete", f"routed_experts have the shape {experts.shape}; expected {rows} rows")
     return base64.b64encode(experts[:kept].astype("<i4").tobytes()).decode("ascii")

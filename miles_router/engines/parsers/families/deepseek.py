@@ -145,4 +145,4 @@ def _value(value: str, *, text: bool) -> Any:
 
 
 def _no_constant(value: str) -> Any:
-    raise ValueError(f"{value} is no JSON")
+    raise ValueError(f"{value} is not JSON")

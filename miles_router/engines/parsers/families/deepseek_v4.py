@@ -34,7 +34,7 @@ class DeepSeekV4Thinking:
         reasoning = text[:at].strip("\n") if at < len(text) else text.lstrip("\n")
         rest = text[at:].removeprefix(_THOUGHT) if thinking else text
         if _THOUGHT in rest or _THINK in text:
-            raise Unparsable("reasoning that begins or ends twice")
+            raise Unparsable("reasoning begins or ends twice")
         return Split(reasoning, rest.lstrip("\n"))
 
     def growing(self, text: str, *, thinking: bool) -> Split:
@@ -121,11 +121,11 @@ def _lead(arguments: str) -> str:
 def _value(value: str, kind: str) -> str:
     """Return the JSON of a value, for a string without the closing quote. Other values pass unchecked."""
     if "｜DSML｜" in value:
-        raise Unparsable("a tag within a value")
+        raise Unparsable("a tag inside a value")
     return written(value)[:-1] if kind == "true" else value
 
 
 def _expect(text: str, *ways: str) -> None:
     """Raise `Unparsable` if the text is not a prefix of one of `ways`."""
     if not any(way.startswith(text) for way in ways):
-        raise Unparsable("a call that is not written as it is taught")
+        raise Unparsable("a tool call does not follow the format")

@@ -93,7 +93,7 @@ def _read(text: str) -> tuple[list[_Block], str]:
     """
     if _START not in text and _CHANNEL not in text:
         if _NAMED.search(text):
-            raise Unparsable("channels without marks")
+            raise Unparsable("the text names channels, but has no marks")
         return [], ""  # the engine waits for the first mark
     parts, at = list(_parts(text)), 0
     blocks: list[_Block] = []

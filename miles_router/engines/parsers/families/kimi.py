@@ -42,5 +42,5 @@ def _name(call: str, tools: Tools) -> str | None:
     if not call.isdigit():
         return None
     if len(tools) != 1:
-        raise Unparsable("a tool call that names no function")
+        raise Unparsable("a tool call names no function")
     return next(iter(tools))
