@@ -160,12 +160,12 @@ def test_an_answer_that_lacks_something_is_refused(choice: Any) -> None:
 
 def seen(**fields: Any) -> dict[str, Any]:
     """The first choice as a client sees it that asked for these fields."""
-    choice: dict[str, Any] = CHAT.as_asked(ANSWER, fields)["choices"][0]
+    choice: dict[str, Any] = CHAT.for_client(ANSWER, fields)["choices"][0]
     return choice
 
 
 def test_what_the_client_did_not_ask_for_is_taken_out() -> None:
-    answer = CHAT.as_asked(ANSWER, {})
+    answer = CHAT.for_client(ANSWER, {})
     (only,) = answer["choices"]
     assert only.keys() == CHOICE.keys() - OWN | {"response_token_ids"}
     assert only["logprobs"] is None

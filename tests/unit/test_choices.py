@@ -85,6 +85,6 @@ def test_a_worker_that_leaves_the_pool_keeps_its_version_and_one_unknown_at_firs
 ) -> None:
     track = VersionTrack()
     for end, version in enumerate(seen, start=1):
-        track.reach(end, version)
-        track.reach(end, "no token came")
+        track.record(end, version)
+        track.record(end, "no token came")
     assert track.runs == runs

@@ -39,7 +39,7 @@ SAMPLING: Mapping[str, str] = {
 }
 #: Other fields that `/generate` has too. All further fields concern rendering, parsing or the form of the answer, or
 #: are unknown; SGLang's chat ignores unknown fields.
-BESIDE = frozenset(
+OTHER_FIELDS = frozenset(
     (
         *("stream", "rid", "lora_path", "priority", "extra_key", "cache_salt", "custom_logit_processor"),
         *("session_params", "return_hidden_states", "max_thinking_tokens"),
@@ -49,7 +49,7 @@ BESIDE = frozenset(
 JSON_OBJECT = '{"type": "object"}'
 
 
-def gives_ids(body: bytes, parse: Parse) -> bool:
+def has_input_ids(body: bytes, parse: Parse) -> bool:
     """Return True if a chat request has `input_ids`. Raises what `parse` raises."""
     fields = parse(body) if b'"%b"' % IDS.encode() in body else None
     return isinstance(fields, Mapping) and fields.get(IDS) is not None
@@ -87,7 +87,7 @@ def as_generate(fields: Mapping[str, Any]) -> dict[str, Any]:
     params = {own: fields[name] for name, own in SAMPLING.items() if fields.get(name) is not None}
     params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
     params |= _json_schema(fields.get("response_format"))
-    kept = {name: fields[name] for name in BESIDE if fields.get(name) is not None}
+    kept = {name: fields[name] for name in OTHER_FIELDS if fields.get(name) is not None}
     kept |= {"return_logprob": True, "return_text_in_logprobs": True}
     return {**kept, "top_logprobs_num": fields.get("top_logprobs") or 0, IDS: fields["input_ids"], PARAMS: params}
 
@@ -231,7 +231,7 @@ class StreamedChoice:
         meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
         if finish is not None and not isinstance(finish["type"], str):
             raise TypeError("the type of the finish reason is not a string")
-        text = answer["text"] if finish is not None else self._certain(answer["text"])
+        text = answer["text"] if finish is not None else self._safe_text(answer["text"])
         if not text.startswith(self._text) and not self._text.startswith(text):
             raise UnreadableAnswer("tokens_taken_back", "the text of an event differs from the text before")
         new, entries = text[len(self._text) :], [*_entries(meta, self._tokens)]
@@ -244,7 +244,7 @@ class StreamedChoice:
             end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
             yield {"delta": {"role": None, "content": None}, "logprobs": None, **end}
 
-    def _certain(self, text: str) -> str:
+    def _safe_text(self, text: str) -> str:
         kept = len(text.rstrip(UNFINISHED))
         for stop in self._stops:
             longest = min(len(stop) - 1, kept, LONGEST_BEGINNING)

@@ -24,8 +24,8 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import (
     GrowingChat,
     chunks_of,
-    named_calls,
-    sound_usage,
+    valid_usage,
+    with_named_calls,
     with_usage,
     without_usage,
 )
@@ -33,8 +33,8 @@ from miles_router.engines.openai.choices import Choice, Chunks
 
 #: Fields that the router adds to a request, for a whole answer and for a stream. The client sees only the results of
 #: fields that the client itself sent.
-OF_WHOLE = ("logprobs", "return_meta_info")
-OF_STREAM = ("logprobs", "return_output_ids_in_sglext", "return_cached_tokens_details")
+WHOLE_FIELDS = ("logprobs", "return_meta_info")
+STREAM_FIELDS = ("logprobs", "return_output_ids_in_sglext", "return_cached_tokens_details")
 PROMPT_OF_WHOLE, PROMPT_OF_STREAM = "return_prompt_token_ids", "return_input_ids_in_sglext"
 #: Fields of `sglext` that a record needs, and the request field that asks for each.
 SGLEXT = {
@@ -86,7 +86,7 @@ class ChatEndpoint:
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """Return the request for the engine. Without `ids`, it also asks for the prompt ids that the template made."""
-        sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
+        sent = {**fields, **dict.fromkeys(STREAM_FIELDS if stream else WHOLE_FIELDS, True)}
         if stream:
             sent |= with_usage(fields)
         else:
@@ -108,22 +108,22 @@ class ChatEndpoint:
     def growing(self, *, may_be_cut: bool = False) -> GrowingChat:
         return GrowingChat(may_be_cut=may_be_cut)
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a whole answer with only the fields that the client asked for.
 
         Values in `metadata` become strings: the API allows only strings, and some clients refuse other types.
         """
-        seen = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+        seen = {**answer, "choices": [_choice_for_client(choice, fields) for choice in answer["choices"]]}
         if "usage" in seen:
-            seen["usage"] = sound_usage(seen["usage"])
+            seen["usage"] = valid_usage(seen["usage"])
         if isinstance(answer.get("metadata"), dict):
             seen["metadata"] = {name: _text(value) for name, value in answer["metadata"].items()}
         return seen
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Reduce a chunk, in place, to the fields that the client asked for. Return None if nothing is left."""
         if chunk.get("usage") is not None:
-            chunk["usage"] = sound_usage(chunk["usage"])
+            chunk["usage"] = valid_usage(chunk["usage"])
         if chunk.get("sglext") is not None:
             unwanted = {name for name, field in SGLEXT.items() if not fields.get(field)}
             kept = {
@@ -140,7 +140,7 @@ class ChatEndpoint:
                 if choice.get("logprobs") is not None:
                     emptied = True
                 choice["logprobs"] = None
-            if emptied and all(map(_says_nothing, chunk["choices"])):
+            if emptied and all(map(_is_empty, chunk["choices"])):
                 return None
         return chunk if chunk.get("usage") is None else without_usage(chunk, fields)
 
@@ -171,7 +171,7 @@ def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
-    """Read one choice of a whole answer to a request with the fields `OF_WHOLE`."""
+    """Read one choice of a whole answer to a request with the fields `WHOLE_FIELDS`."""
     meta, finish = choice["meta_info"], choice["finish_reason"]
     if not isinstance(finish, str):
         raise UnreadableAnswer("incomplete", "a choice has no finish reason")
@@ -185,7 +185,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
     reason = meta.get("finish_reason") or {}
     return Choice(
         index=choice["index"],
-        message=named_calls(choice["message"]),
+        message=with_named_calls(choice["message"]),
         finish=finish,
         matched=reason.get("matched", choice.get("matched_stop")),
         ids=ids,
@@ -205,7 +205,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _choice_for_client(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(choice)
     if not (fields.get("return_prompt_token_ids") or fields.get("return_token_ids")):
         kept.pop("prompt_token_ids", None)
@@ -218,6 +218,6 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
     return kept
 
 
-def _says_nothing(choice: Mapping[str, Any]) -> bool:
+def _is_empty(choice: Mapping[str, Any]) -> bool:
     values = (choice.get("delta") or {}).values()
     return choice.get("finish_reason") is None and not any(values) and all(value in EMPTY for value in values)

@@ -17,7 +17,7 @@ from miles_router.engines.facts import Facts
 
 #: Request fields that turn parsing off.
 RAW = {"separate_reasoning": False, "tool_choice": "none"}
-OF_OTHER_ATTEMPTS = (
+DROPPED_FIELDS = (
     *("stream", "stream_options", "n", "max_completion_tokens", "continue_final_message"),
     *(
         "return_prompt_token_ids",
@@ -111,14 +111,14 @@ def rest_request(
         params: sampling parameters with the remaining token budget.
         rows: the fields that ask for rows.
     """
-    sent = {name: value for name, value in fields.items() if name not in OF_OTHER_ATTEMPTS}
+    sent = {name: value for name, value in fields.items() if name not in DROPPED_FIELDS}
     sent |= {**RAW, **rows, "input_ids": list(ids), "logprobs": True}
     sent |= {"stream": True, "return_output_ids_in_sglext": True} if stream else {"return_meta_info": True}
     sent |= {"max_tokens": params["max_new_tokens"], "min_tokens": params["min_new_tokens"]}
     return {**sent, "skip_special_tokens": params["skip_special_tokens"]}
 
 
-def part_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
+def choice_as_generate(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return a choice of a whole answer in the form of `/generate`.
 
     Raises:
@@ -136,7 +136,7 @@ def part_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {"text": text, "output_ids": ids, "meta_info": {**meta, LOGPROBS: marked}}
 
 
-def rest_of(answer: Any) -> dict[str, Any]:
+def rest_as_generate(answer: Any) -> dict[str, Any]:
     """Return the whole answer to a `rest_request` in the form of `/generate`.
 
     Raises:
@@ -144,7 +144,7 @@ def rest_of(answer: Any) -> dict[str, Any]:
     """
     try:
         (choice,) = answer["choices"]
-        return part_of(choice, choice["message"]["content"] or "")
+        return choice_as_generate(choice, choice["message"]["content"] or "")
     except (*MALFORMED, ValueError) as error:
         raise (
             error if isinstance(error, UnreadableAnswer) else UnreadableAnswer("incomplete", in_words(error))
@@ -156,7 +156,7 @@ def entries_of(answer: Mapping[str, Any]) -> list[Any]:
     return [triple[2] for triple in answer["meta_info"][LOGPROBS]]
 
 
-def finished(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+def finish_reason_of(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the finish reason of a joined answer: `tool_calls` in place of `stop` if the message has calls."""
     finish = answer["meta_info"]["finish_reason"]
     if message.get("tool_calls") and finish["type"] == "stop":
@@ -166,7 +166,7 @@ def finished(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str,
 
 def joined_choice(first: Mapping[str, Any], answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the choice of a joined answer; `first` is the choice of the first attempt."""
-    finish, entries = finished(answer, message), entries_of(answer)
+    finish, entries = finish_reason_of(answer, message), entries_of(answer)
     triples = [
         [triple[0], triple[1], entry.get("token")]
         for triple, entry in zip(answer["meta_info"][LOGPROBS], entries, strict=True)

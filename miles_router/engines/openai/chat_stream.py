@@ -32,7 +32,7 @@ PARTS = (
 HOLDERS = frozenset(holder for _, holder, _ in PARTS if holder is not None)
 
 
-def sound_usage(usage: Any) -> Any:
+def valid_usage(usage: Any) -> Any:
     """Return a usage without impossible values; None if `usage` is not an object.
 
     Counts that are not whole numbers of at least 0 are dropped, as are parts that exceed their larger count and details
@@ -63,13 +63,13 @@ def sound_usage(usage: Any) -> Any:
     return sound
 
 
-OF_THE_ANSWER = ("id", "created", "model")
-OF_A_CHUNK = (*OF_THE_ANSWER, "object")
-BESIDE_THE_ENVELOPE = ("choices", "usage", "sglext")
+ANSWER_FIELDS = ("id", "created", "model")
+CHUNK_FIELDS = (*ANSWER_FIELDS, "object")
+NOT_IN_ENVELOPE = ("choices", "usage", "sglext")
 ROW_NAMES = frozenset(fields.rows.name for fields in ROW_FIELDS.values())
 
 
-def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the message. Raises one of `MALFORMED` if a tool call names no function.
 
     The next turn of a session could not continue such a message.
@@ -80,7 +80,7 @@ def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message}
 
 
-class CallPlaces:
+class CallIndices:
     """A corrector for the indices of one choice's tool calls.
 
     After a call of an unknown function, SGLang 0.5.23 restarts at index 0, and clients would join two calls to one.
@@ -90,7 +90,7 @@ class CallPlaces:
         self._places: dict[object, int] = {}  # by the engine's index
         self._named = 0
 
-    def number(self, delta: Mapping[str, Any]) -> None:
+    def renumber(self, delta: Mapping[str, Any]) -> None:
         """Change the delta, in place, so that each new call has an index of its own."""
         for piece in delta.get("tool_calls") or ():
             index = piece.get("index") or 0
@@ -110,7 +110,7 @@ class GrowingMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> GrowingMessage:
+    def from_message(cls, message: Mapping[str, Any]) -> GrowingMessage:
         """Return a `GrowingMessage` with this message as its state."""
         growing = cls()
         calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
@@ -147,7 +147,7 @@ class GrowingMessage:
                 }
                 for _, call in sorted(self._calls.items())
             ]
-        return named_calls(message)
+        return with_named_calls(message)
 
 
 class GrowingChatChoice(GrowingChoice):
@@ -166,15 +166,15 @@ class GrowingChatChoice(GrowingChoice):
 
     def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
-        entries = self.told_logprobs(choice, "content")
+        entries = self.logprob_list(choice, "content")
         for entry in entries:
             self.logprobs.append(entry.get("logprob") if isinstance(entry, Mapping) else None)
         if self._keeps_entries:
             self.entries += entries
         return len(entries)
 
-    def see(self, choice: Mapping[str, Any]) -> None:
-        """Record only the message and finish reason of a continuation's chunk. `put_whole` sets the tokens later."""
+    def add_shown(self, choice: Mapping[str, Any]) -> None:
+        """Record only the message and finish reason of a continuation's chunk. `replace_tokens` sets the tokens."""
         self.message.add(choice.get("delta") or {})
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
@@ -222,7 +222,7 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
 
     def _keep(self, chunk: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         if chunk["choices"]:
-            self.envelope = {name: value for name, value in chunk.items() if name not in BESIDE_THE_ENVELOPE}
+            self.envelope = {name: value for name, value in chunk.items() if name not in NOT_IN_ENVELOPE}
         self.extension |= {name: value for name, value in extra.items() if value is not None}
         usage = chunk.get("usage")
         if isinstance(usage, Mapping) and type(usage.get("prompt_tokens") or 0) is int:
@@ -261,11 +261,11 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
 
     # For a stream that was cut
 
-    def name_ids(self, ids: Mapping[int, list[int]]) -> None:
+    def set_ids(self, ids: Mapping[int, list[int]]) -> None:
         """Set the sampled ids of every choice, by its index, if the stream ended before it contained them."""
         self._ids = self.extension["output_ids"] = [ids.get(index, []) for index in range(max(ids) + 1)]
 
-    def part(self, index: int, given: int, finish: Mapping[str, Any] | None) -> dict[str, Any]:
+    def as_generate(self, index: int, given: int, finish: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the streamed part of a choice in the form of `/generate`, with an empty text.
 
         Args:
@@ -297,7 +297,7 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         meta |= {name: value for name, value in self.extension.items() if name in ROW_NAMES}
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
-    def put_whole(self, index: int, answer: Mapping[str, Any]) -> None:
+    def replace_tokens(self, index: int, answer: Mapping[str, Any]) -> None:
         """Replace the tokens of a continued choice by those of the joined answer, which has the form of `/generate`."""
         choice, meta = self.growing[index], answer["meta_info"]
         choice.logprobs = [triple[0] for triple in meta[LOGPROBS]]
@@ -317,7 +317,7 @@ def cached_tokens(extra: object) -> int | None:
 
 def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a whole answer as the chunks of a stream, with the text of each choice in a single chunk."""
-    head = {name: answer.get(name) for name in OF_THE_ANSWER} | {"object": "chat.completion.chunk"}
+    head = {name: answer.get(name) for name in ANSWER_FIELDS} | {"object": "chat.completion.chunk"}
     for choice in answer["choices"]:
         for part in _parts(choice):
             yield {**head, "choices": [part]}

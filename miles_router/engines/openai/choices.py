@@ -77,7 +77,7 @@ class VersionTrack:
         self.runs: list[VersionRun] = []
         self._reached = 0
 
-    def reach(self, end: int, version: str | None) -> None:
+    def record(self, end: int, version: str | None) -> None:
         """Record that `version` sampled the tokens up to `end`. It is None if unknown, as for a removed worker."""
         begin, self._reached = self._reached, end
         if end == begin or (begin and not self.runs):
@@ -105,12 +105,12 @@ class GrowingChoice(ABC):
         new = self._add(choice)
         if new:
             self.tokens += new
-            self.versions.reach(self.tokens, version())
+            self.versions.record(self.tokens, version())
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
         return new > 0
 
-    def told_logprobs(self, choice: Mapping[str, Any], name: str) -> list[Any]:
+    def logprob_list(self, choice: Mapping[str, Any], name: str) -> list[Any]:
         """Return the list `name` in a choice's logprobs; empty if there are none.
 
         Raises:
@@ -271,11 +271,11 @@ class OpenAIEndpoint(Protocol):
         """
         ...
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a whole answer with only the fields that the client asked for."""
         ...
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a chunk with only the fields that the client asked for, or None. May change `chunk` in place."""
         ...
 

@@ -23,7 +23,7 @@ from miles_router.engines.answers import (
     version_runs,
 )
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_stream import sound_usage, with_usage, without_usage
+from miles_router.engines.openai.chat_stream import valid_usage, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.trajectory.pieces import VersionRun
 
@@ -55,16 +55,16 @@ class CompletionsEndpoint:
     def growing(self, *, may_be_cut: bool = False) -> GrowingCompletions:
         return GrowingCompletions()
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {**answer, "choices": [_choice_for_client(choice, fields) for choice in answer["choices"]]}
         if "usage" in kept:
-            kept["usage"] = sound_usage(kept["usage"])
+            kept["usage"] = valid_usage(kept["usage"])
         if kept.get("sglext") == {}:  # empty, since its rows were taken out
             del kept["sglext"]
         return kept
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        kept = self.as_asked(chunk, fields)
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        kept = self.for_client(chunk, fields)
         emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
         return None if emptied else without_usage(kept, fields)
 
@@ -73,7 +73,7 @@ class CompletionsEndpoint:
         return None
 
 
-def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _choice_for_client(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(choice)
     if fields.get("logprobs") is None:  # 0 asks for logprobs too
         kept["logprobs"] = None
@@ -85,7 +85,7 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
 
 def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: str | None) -> list[Choice]:
     one = len(choices) == 1
-    versions = metadata if one else _of_all(metadata)
+    versions = metadata if one else _shared_metadata(metadata)
     source = "engine" if one else "engine_first_choice"
     read = []
     for index, choice in enumerate(choices):
@@ -96,7 +96,7 @@ def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: s
     return read
 
 
-def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def _shared_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the metadata for each of several choices, from the spans of the first choice.
 
     Raises:
@@ -121,7 +121,7 @@ class _GrowingCompletion(GrowingChoice):
         ids = choice.get("token_ids") or ()
         self._text.append(choice.get("text") or "")
         self._ids += ids
-        self.logprobs += self.told_logprobs(choice, "token_logprobs")
+        self.logprobs += self.logprob_list(choice, "token_logprobs")
         self._prompt = self._prompt or choice.get("prompt_token_ids")
         return len(ids)
 

@@ -64,16 +64,16 @@ class HeldDelta:
     Args:
         texts: whether text waits too that may be an end token or part of a stop string.
         stops: the stop strings of the request.
-        told_only: whether text waits until a chunk with logprobs arrives.
+        until_logprobs: whether text waits until a chunk with logprobs arrives.
     """
 
-    def __init__(self, *, texts: bool = False, stops: Sequence[str] = (), told_only: bool = False) -> None:
+    def __init__(self, *, texts: bool = False, stops: Sequence[str] = (), until_logprobs: bool = False) -> None:
         self._texts = texts
         self._stops = stops
-        self._told_only = told_only
+        self._until_logprobs = until_logprobs
         self._held: dict[str, Any] | None = None
         self._holds_text = False  # the delta has text and no call
-        self._until_told = False  # the delta waits only for logprobs
+        self._waits_for_logprobs = False  # the delta waits only for logprobs
         self._place: object = None  # the index of the last call
         self._arguments = ""
         self._sampled = bytearray()  # since the name of that call
@@ -84,22 +84,22 @@ class HeldDelta:
         delta, logprobs = choice.get("delta") or {}, choice.get("logprobs")
         shown: list[Chunk] = []
         calls = delta.get("tool_calls")
-        if any(delta.values()) or (logprobs and self._until_told):
+        if any(delta.values()) or (logprobs and self._waits_for_logprobs):
             shown += self.release()
         if calls:
-            self._note(calls[-1])
+            self._add_call(calls[-1])
         for entry in (logprobs or {}).get("content") or ():
             self._sampled += token_bytes(entry)
         texts = [delta.get("content"), delta.get("reasoning_content")]
-        self._until_told = self._told_only and not calls and not logprobs and any(texts)
+        self._waits_for_logprobs = self._until_logprobs and not calls and not logprobs and any(texts)
         ends = self._texts and any(may_end(text, self._stops) for text in texts)
-        if not (calls or ends or self._until_told):
+        if not (calls or ends or self._waits_for_logprobs):
             return [*shown, chunk]
-        self._until_told = self._until_told and not ends
+        self._waits_for_logprobs = self._waits_for_logprobs and not ends
         self._held, self._holds_text = {**chunk, "choices": [{**choice, "logprobs": None}]}, not calls
         return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown
 
-    def _note(self, call: Mapping[str, Any]) -> None:
+    def _add_call(self, call: Mapping[str, Any]) -> None:
         function = call.get("function") or {}
         if call.get("index") != self._place or function.get("name"):
             self._place, self._arguments = call.get("index"), ""

@@ -23,7 +23,7 @@ from miles_router.engines.parsers import Parsers
 PARSER_FAILED = 500
 
 
-def may_be_raw(fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> bool:
+def can_parse_locally(fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> bool:
     """Return True if the session can parse the answer, of one choice, itself."""
     reads = looks_for_calls(fields, facts) and TextReader(fields, parsers, facts).missing is None
     return reads and constraint_of(fields, facts) is None

@@ -14,7 +14,7 @@ from miles_router.engines.answers import UnreadableAnswer
 EMPTY_DELTA: Mapping[str, Any] = {"role": None, "content": None, "reasoning_content": None}
 
 
-def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
+def missing_deltas(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
     """Yield the deltas that complete the message `shown` to `message`.
 
     Args:
@@ -23,26 +23,30 @@ def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: st
     Raises:
         UnreadableAnswer: `shown` contains something that `message` does not contain.
     """
-    reasoning = _behind(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
+    reasoning = _missing_text(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
     if reasoning:
         yield {**EMPTY_DELTA, "reasoning_content": reasoning}
-    content = _content_behind(shown.get("content") or "", _as_streamed(message, text))
+    content = _missing_content(shown.get("content") or "", _as_streamed(message, text))
     if content:
         yield {**EMPTY_DELTA, "content": content}
-    yield from calls_behind(shown.get("tool_calls") or [], message.get("tool_calls") or [])
+    yield from missing_call_deltas(shown.get("tool_calls") or [], message.get("tool_calls") or [])
 
 
-def calls_behind(begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def missing_call_deltas(
+    begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Yield the deltas that complete the tool calls `begun` to `calls`.
 
     Raises:
         UnreadableAnswer: a call in `begun` has another function, or other arguments.
     """
     for place, call in enumerate(calls):
-        yield from _of_call(place, begun[place] if place < len(begun) else None, call)
+        yield from _missing_call_delta(place, begun[place] if place < len(begun) else None, call)
 
 
-def _of_call(place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _missing_call_delta(
+    place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     function, arguments = call["function"], call["function"]["arguments"]
     if begun is None:
         named = {"id": call["id"], "index": place, "type": "function"}
@@ -50,7 +54,7 @@ def _of_call(place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any
     elif begun["function"]["name"] != function["name"]:
         raise UnreadableAnswer("tokens_taken_back", "the streamed tool call names another function than the parsed")
     else:
-        arguments = arguments_behind(begun["function"]["arguments"], arguments)
+        arguments = missing_arguments(begun["function"]["arguments"], arguments)
     if arguments:
         rest = {"name": None, "arguments": arguments}
         yield _call_delta({"id": None, "index": place, "type": "function", "function": rest})
@@ -60,19 +64,19 @@ def _call_delta(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**EMPTY_DELTA, "tool_calls": [call]}
 
 
-def _behind(shown: str, whole: str, what: str) -> str:
+def _missing_text(shown: str, whole: str, what: str) -> str:
     if not whole.startswith(shown):
         raise UnreadableAnswer("tokens_taken_back", f"the streamed {what} differs from the parsed {what}")
     return whole[len(shown) :]
 
 
-def _content_behind(shown: str, whole: str) -> str:
+def _missing_content(shown: str, whole: str) -> str:
     """Return the content that was not shown yet. Differences in whitespace around the content are ignored."""
     if whole.startswith(shown):
         return whole[len(shown) :]
     if shown.strip() == whole.strip():
         return ""
-    return _behind(shown.lstrip(), whole.lstrip(), "content")
+    return _missing_text(shown.lstrip(), whole.lstrip(), "content")
 
 
 def _as_streamed(message: Mapping[str, Any], text: str) -> str:
@@ -85,7 +89,7 @@ def _as_streamed(message: Mapping[str, Any], text: str) -> str:
     return head[len(head.rstrip()) :] + content + tail[: len(tail) - len(tail.lstrip())]
 
 
-def arguments_behind(shown: str, whole: str) -> str:
+def missing_arguments(shown: str, whole: str) -> str:
     """Return the arguments of a call that were not shown yet. Parsers may differ in whitespace outside of strings.
 
     Raises:

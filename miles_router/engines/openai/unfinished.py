@@ -12,7 +12,7 @@ from typing import Any
 
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
-from miles_router.engines.parsers import UNREAD, Parsers
+from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
@@ -28,14 +28,14 @@ def with_unfinished(
         fields: the fields of the request.
         facts: the facts of the engine.
     """
-    calls, thinking, call = parsers.calls(facts), parsers.thinking(facts), None
+    calls, thinking, call = parsers.call_format(facts), parsers.reasoning_format(facts), None
     if calls is not None and looks_for_calls(fields, facts):
         try:
             if thinking is not None and separates_reasoning(fields, facts):
-                split = thinking.whole(text, thinking=bool(message.get("reasoning_content")))
-                text = (split.rest or "") + split.begun
+                split = thinking.split(text, thinking=bool(message.get("reasoning_content")))
+                text = (split.rest or "") + split.open_call
             call = calls.unfinished(text, tools_by_name(tools_of(fields)))
-        except UNREAD:
+        except PARSE_ERRORS:
             pass
     if call is None:
         return dict(message)

@@ -14,8 +14,8 @@ from typing import Any
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
-from miles_router.engines.openai.rest import calls_behind
-from miles_router.engines.parsers import UNREAD, Parsers
+from miles_router.engines.openai.rest import missing_call_deltas
+from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
@@ -51,23 +51,23 @@ def unshown_calls(
         begun = begun[:-1]
     if len(begun) > len(read):
         raise UnreadableAnswer("tokens_taken_back", "a call was shown that the whole text does not have")
-    return list(calls_behind(begun, read))
+    return list(missing_call_deltas(begun, read))
 
 
 def _calls_in(
     text: str, shown: Mapping[str, Any], fields: Mapping[str, Any], parsers: Parsers, facts: Facts
 ) -> list[dict[str, Any]] | None:
     """Return the calls in a text; None if no local parser can read it."""
-    calls, thinking = parsers.calls(facts), parsers.thinking(facts)
+    calls, thinking = parsers.call_format(facts), parsers.reasoning_format(facts)
     if calls is None:
         return None
     try:
         if separates_reasoning(fields, facts):
             if thinking is None:
                 return None
-            text = thinking.whole(text, thinking=bool(shown.get("reasoning_content"))).rest or ""
+            text = thinking.split(text, thinking=bool(shown.get("reasoning_content"))).rest or ""
         found = calls.read(text, tools_by_name(tools_of(fields))).calls
-    except UNREAD:
+    except PARSE_ERRORS:
         return None
     given = [each._replace(arguments=NO_ARGUMENTS) if each.arguments == "null" else each for each in found]
     return tool_calls(given, partial(call_id, fields=fields, facts=facts))

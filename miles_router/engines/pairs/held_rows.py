@@ -49,10 +49,10 @@ class HeldString:
         """
         if self.length % CHARS:
             raise UnreadableAnswer("incomplete", "the rows are not base64")
-        last = b"".join(self.part(self.length - 2, self.length)) if self.length else b""
+        last = b"".join(self.slice(self.length - 2, self.length)) if self.length else b""
         return self.length // CHARS * QUANTUM - last.count(PAD)
 
-    def part(self, start: int, stop: int) -> Iterator[bytes]:
+    def slice(self, start: int, stop: int) -> Iterator[bytes]:
         """Yield the characters from `start` to `stop`, in pieces."""
         at = 0
         for piece in self._pieces:
@@ -62,13 +62,10 @@ class HeldString:
 
 
 class JoinedString(NamedTuple):
-    """The rows of both halves as one string: `prompts` from the prefill half, then the rest of `own`.
+    """The rows of both halves as one string: all of `prefill`, then the rest of `decode`, unless that is None."""
 
-    `own`, from the decode half, is None if the decode half has no rows.
-    """
-
-    prompts: HeldString
-    own: HeldString | None
+    prefill: HeldString
+    decode: HeldString | None
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the characters. Only the quantum of 3 bytes that contains the boundary is decoded.
@@ -76,18 +73,18 @@ class JoinedString(NamedTuple):
         Raises:
             UnreadableAnswer: one of the strings is not base64.
         """
-        prompts, own = self
-        if own is None:
-            yield from prompts.part(0, prompts.length)
+        prefill, decode = self
+        if decode is None:
+            yield from prefill.slice(0, prefill.length)
             return
-        whole, rest = divmod(min(prompts.decoded_length, own.decoded_length), QUANTUM)
+        whole, rest = divmod(min(prefill.decoded_length, decode.decoded_length), QUANTUM)
         at = behind = whole * CHARS
-        yield from prompts.part(0, at)
+        yield from prefill.slice(0, at)
         if rest:
             behind += CHARS
-            theirs, ours = (decoded(b"".join(each.part(at, behind)).decode("latin-1")) for each in (prompts, own))
+            theirs, ours = (decoded(b"".join(each.slice(at, behind)).decode("latin-1")) for each in (prefill, decode))
             yield base64.b64encode(theirs[:rest] + ours[rest:])
-        yield from own.part(behind, own.length)
+        yield from decode.slice(behind, decode.length)
 
 
 class RowStrings:
@@ -114,16 +111,16 @@ class RowStrings:
             rest = (extractor.feed(rest) if rest else b"") + extractor.end()
         return rest
 
-    def of(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
+    def held(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
         """Return the rows that were taken out of this `meta_info`; None if it had none."""
         return self._extractors[fields].marked(fields.of(meta))
 
-    def put(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
+    def insert(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
         """Write a mark for joined rows into `meta`."""
         meta[fields.rows.name] = f"{JOINED}{len(self._joined)}"
         self._joined.append(joined)
 
-    def whole(self, written: bytes) -> list[bytes]:
+    def with_joined_rows(self, written: bytes) -> list[bytes]:
         """Return an answer with joined rows in place of their marks, in pieces.
 
         Raises:
@@ -133,7 +130,7 @@ class RowStrings:
         self._joined = []
         return pieces
 
-    def as_it_came(self, remains: bytes) -> list[bytes]:
+    def with_own_rows(self, remains: bytes) -> list[bytes]:
         """Return an answer with its own rows put back, in pieces."""
         return list(self._pieces(remains, joined=False))
 
@@ -150,7 +147,7 @@ class RowStrings:
             if joined:
                 yield from self._joined[int(mark[2])].pieces()
             else:
-                own = extractor.takers[int(mark[2])]
-                yield from own.part(0, own.length)
+                string = extractor.takers[int(mark[2])]
+                yield from string.slice(0, string.length)
             at = mark.end() - 1
         yield written[at:]

@@ -64,7 +64,7 @@ class PrefillAnswer:
             UnreadableAnswer: the answer does not have the engine's form.
         """
         if not self.streamed:
-            return dict(enumerate(metas_of(loads(self.body))))
+            return dict(enumerate(metas_of(parse_answer(self.body))))
         reader = EventReader()
         events = [Event.read(raw).parse() for raw in reader.feed(self.body)]
         return {index_of(event): meta_of(event) for event in events if event is not None}
@@ -72,22 +72,22 @@ class PrefillAnswer:
 
 def _outcome(finishes: Sequence[object], body: bytes, *, streamed: bool) -> Outcome:
     aborted = sum(map(is_abort, finishes))
-    if any(map(_fails, finishes)) or (streamed and _tells_error(body)):
+    if any(map(_is_engine_failure, finishes)) or (streamed and _has_error_event(body)):
         return "failed"
     if not aborted:
         return "handed_over"
     return "aborted" if aborted == len(finishes) else "partly_aborted"
 
 
-def fails(event: bytes) -> bool:
+def has_error(event: bytes) -> bool:
     """Return True if the beginning of a stream contains an error of the engine."""
     try:
-        return any(map(_fails, FINISH_REASON.values(event))) or _tells_error(event)
+        return any(map(_is_engine_failure, FINISH_REASON.values(event))) or _has_error_event(event)
     except Incomplete:
         return False
 
 
-def says_aborted(refusal: bytes) -> bool:
+def reports_abort(refusal: bytes) -> bool:
     """Return True if an error says that the transfer between the halves was aborted (SGLang, `KVTransferError`)."""
     return ABORTED in refusal
 
@@ -96,12 +96,12 @@ def _counts(body: bytes) -> Iterator[int]:
     return (count for count in COMPLETION_TOKENS.values(body) if isinstance(count, int))
 
 
-def _fails(finish: object) -> bool:
+def _is_engine_failure(finish: object) -> bool:
     """Return True for an abort with a status code: the engine failed, and no client aborted the generation."""
     return isinstance(finish, Mapping) and finish.get("status_code") is not None
 
 
-def _tells_error(body: bytes) -> bool:
+def _has_error_event(body: bytes) -> bool:
     return any(Event.read(raw).is_error for raw in EventReader().feed(body))
 
 
@@ -140,7 +140,7 @@ def index_of(event: Any) -> int:
     return index
 
 
-def loads(body: bytes) -> Any:
+def parse_answer(body: bytes) -> Any:
     """Parse an answer.
 
     Raises:

@@ -5,6 +5,15 @@ certain, the local parser raises `Unparsable`.
 """
 
 from miles_router.engines.parsers.local import FAMILIES, LocalParser, Parsers, reasoning_marks
-from miles_router.engines.parsers.reading import UNREAD, ReadCall, ReadCalls, Unparsable
+from miles_router.engines.parsers.reading import PARSE_ERRORS, ParsedCall, ParsedCalls, Unparsable
 
-__all__ = ["FAMILIES", "UNREAD", "LocalParser", "Parsers", "ReadCall", "ReadCalls", "Unparsable", "reasoning_marks"]
+__all__ = [
+    "FAMILIES",
+    "PARSE_ERRORS",
+    "LocalParser",
+    "ParsedCall",
+    "ParsedCalls",
+    "Parsers",
+    "Unparsable",
+    "reasoning_marks",
+]

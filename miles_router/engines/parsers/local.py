@@ -97,7 +97,7 @@ class Parsers:
     family: str | None = None
 
     @classmethod
-    def of(cls, mode: str, family: str | None) -> Parsers:
+    def from_settings(cls, mode: str, family: str | None) -> Parsers:
         """Return the parsers for these settings.
 
         Raises:
@@ -110,14 +110,14 @@ class Parsers:
             raise ValueError(f"parsers: there is no local parser for tito_model {family!r}; choose one of: {known}")
         return cls(mode, family)  # type: ignore[arg-type]
 
-    def calls(self, facts: Facts) -> CallFormat | None:
+    def call_format(self, facts: Facts) -> CallFormat | None:
         """Return the local format of tool calls; None if there is none, or if the engine parses."""
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
         return CALLS.get(facts.tool_call_parser or "", family.calls if family is not None else None)
 
-    def thinking(self, facts: Facts) -> ReasoningFormat | None:
+    def reasoning_format(self, facts: Facts) -> ReasoningFormat | None:
         """Return the local format of reasoning; None if there is none, or if the engine parses."""
         if self.mode == "engine":
             return None

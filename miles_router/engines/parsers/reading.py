@@ -18,21 +18,21 @@ class Unparsable(ValueError):
 
 #: Errors of a parser: arguments nested too deep, numbers with too many digits, literals that are not JSON, invalid tool
 #: schemas. The engine's parsers fail at these texts too.
-UNREAD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
-class ReadCall(NamedTuple):
+class ParsedCall(NamedTuple):
     """A tool call: the name of the function, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-class ReadCalls(NamedTuple):
+class ParsedCalls(NamedTuple):
     """The content of a text, and its tool calls."""
 
     content: str
-    calls: list[ReadCall]
+    calls: list[ParsedCall]
 
 
 class CallFormat(Protocol):
@@ -42,21 +42,21 @@ class CallFormat(Protocol):
     begin: str
     end: str
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         """Parse a whole text as the engine's parser does.
 
         Raises:
             Unparsable: the result of the engine's parser is not certain.
-            UNREAD: one of these, if the text cannot be read. The same applies to `unfinished`.
+            PARSE_ERRORS: one of these, if the text cannot be read. The same applies to `unfinished`.
         """
         ...
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         """Return the incomplete call at the end of a text; None if there is none, or if it has no name yet."""
         ...
 
 
-def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, begin: int = 0) -> list[dict[str, Any]]:
+def tool_calls(calls: Sequence[ParsedCall], name: Callable[[str, int], str], *, begin: int = 0) -> list[dict[str, Any]]:
     """Return the `tool_calls` of a message.
 
     Args:
@@ -74,17 +74,17 @@ def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, be
     ]
 
 
-def written(value: object) -> str:
+def to_json(value: object) -> str:
     """Return JSON in the form of the engine's parsers. Lone surrogates, at which they fail, become U+FFFD."""
     return whole_text(json.dumps(value, ensure_ascii=False))
 
 
-def begun(values: Mapping[str, Any]) -> str:
+def open_json(values: Mapping[str, Any]) -> str:
     """Return the JSON of incomplete arguments, without the closing brace."""
-    return written(values)[:-1] if values else ""
+    return to_json(values)[:-1] if values else ""
 
 
-def overlap(text: str, mark: str) -> int:
+def partial_mark_length(text: str, mark: str) -> int:
     """Return the length of the longest proper prefix of `mark` at the end of `text`."""
     longest = min(len(mark) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
@@ -104,12 +104,12 @@ def open_block(text: str, begin: str, end: str) -> str:
     return block if found and end not in block else ""
 
 
-def known(calls: Sequence[ReadCall], tools: Tools) -> list[ReadCall]:
+def known_calls(calls: Sequence[ParsedCall], tools: Tools) -> list[ParsedCall]:
     """Return the calls of known tools. The engine drops all others."""
     return [call for call in calls if call.name in tools]
 
 
-def of_json(parsed: Any, tools: Tools) -> list[ReadCall]:
+def calls_from_json(parsed: Any, tools: Tools) -> list[ParsedCall]:
     """Return the calls in parsed JSON, an object or a list of objects (SGLang 0.5.23, `parse_base_json`).
 
     Raises:
@@ -118,8 +118,10 @@ def of_json(parsed: Any, tools: Tools) -> list[ReadCall]:
     found = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(each, Mapping) for each in found):
         raise Unparsable("a tool call is not an object")
-    calls = [ReadCall(each.get("name"), written(each.get("parameters") or each.get("arguments", {}))) for each in found]
-    return known(calls, tools)
+    calls = [
+        ParsedCall(each.get("name"), to_json(each.get("parameters") or each.get("arguments", {}))) for each in found
+    ]
+    return known_calls(calls, tools)
 
 
 def properties_of(schema: Any) -> Mapping[str, Any]:
@@ -136,7 +138,7 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return merged
 
 
-def plain_type(schema: Any) -> str:
+def single_type(schema: Any) -> str:
     """Return the type of a parameter.
 
     Raises:

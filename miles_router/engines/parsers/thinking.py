@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from miles_router.engines.parsers.reading import overlap
+from miles_router.engines.parsers.reading import partial_mark_length
 
 
 class Split(NamedTuple):
@@ -15,12 +15,12 @@ class Split(NamedTuple):
 
     Attributes:
         rest: None while the text may still be inside its reasoning.
-        begun: an incomplete call, which is in neither part.
+        open_call: an incomplete call, which is in neither part.
     """
 
     reasoning: str
     rest: str | None
-    begun: str = ""
+    open_call: str = ""
 
 
 class ReasoningFormat(Protocol):
@@ -30,11 +30,11 @@ class ReasoningFormat(Protocol):
     opened the reasoning.
     """
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
+    def split(self, text: str, *, thinking: bool) -> Split:
         """Split a complete text."""
         ...
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
         """Split the certain part of a text that continues."""
         ...
 
@@ -46,7 +46,7 @@ class Thinking(NamedTuple):
     end: str = "</think>"
     call: str = ""
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
+    def split(self, text: str, *, thinking: bool) -> Split:
         if not thinking and self.begin not in text:
             return Split("", text)
         while text.startswith(self.begin):
@@ -57,7 +57,7 @@ class Thinking(NamedTuple):
             return Split(text[:at], text[at:])
         return Split(reasoning, rest)
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
         if text.startswith(self.begin):
             thinking, text = True, text[len(self.begin) :]
         elif self.begin.startswith(text):
@@ -68,5 +68,5 @@ class Thinking(NamedTuple):
         if ends:
             at = min(ends)
             return Split(text[:at], text[at:].removeprefix(self.end))
-        held = max(overlap(text, mark) for mark in (self.end, self.call, self.begin))
+        held = max(partial_mark_length(text, mark) for mark in (self.end, self.call, self.begin))
         return Split(text[: len(text) - held], None)

@@ -15,7 +15,7 @@ from miles_router.engines.sglang.facts import model_and_server
 from miles_router.engines.sglang_jax.generate import translate, translate_without_adapters
 
 #: A field of `/get_server_info` that no other engine has.
-MARK = "precompile_token_paddings"
+JAX_ONLY_FIELD = "precompile_token_paddings"
 
 
 class SGLangJax(SGLang):
@@ -43,7 +43,7 @@ class SGLangJax(SGLang):
     def recognized(cls, documents: Documents) -> SGLang | None:
         """Return the engine if the server reports an argument that only SGLang-Jax has."""
         _, server = model_and_server(documents)
-        if MARK not in server:
+        if JAX_ONLY_FIELD not in server:
             return None
         return WITH_ADAPTERS if server.get("enable_lora") else WITHOUT_ADAPTERS
 

@@ -31,7 +31,7 @@ from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, GenerateRequest
 from miles_router.engines.models import own_adapters
-from miles_router.engines.openai.by_ids import chat_by_ids, gives_ids
+from miles_router.engines.openai.by_ids import chat_by_ids, has_input_ids
 from miles_router.engines.rows import EXPERT_FIELDS, cut_rows
 from miles_router.engines.sglang.paths import INVOCATIONS
 
@@ -74,7 +74,7 @@ def translate(path: str, body: bytes, parse: Parse) -> Translation | None:
     """
     if path == paths.GENERATE:
         return GenerateTranslation(GenerateRequest.read(parse(body)))
-    if path == paths.CHAT and gives_ids(body, parse):
+    if path == paths.CHAT and has_input_ids(body, parse):
         return chat_by_ids(body, parse, lambda sent: translate(paths.GENERATE, sent, parse))
     if path in CHATS:
         _check_chat(parse(body), top=CHATS[path], completes=path == paths.COMPLETIONS)
@@ -121,12 +121,12 @@ class GenerateTranslation:
         given = [] if request.samples != 1 else request.rids
         names: list[str] = [uuid.uuid4().hex for _ in given]
         self.rids: Mapping[str, str] = {own: name for own, name in zip(given, names, strict=True) if own is not None}
-        self._clients = {name: own for own, name in zip(given, names, strict=True) if own is not None}
-        self.body = orjson.dumps({**self._kept(), **self._asked(), **self._named(names)})
+        self._client_rids = {name: own for own, name in zip(given, names, strict=True) if own is not None}
+        self.body = orjson.dumps({**self._unchanged_fields(), **self._logprob_fields(), **self._rid_field(names)})
         #: The last answer of each generation in a stream, by its index.
         self._last: dict[int, Mapping[str, Any]] = {}
 
-    def _kept(self) -> dict[str, Any]:
+    def _unchanged_fields(self) -> dict[str, Any]:
         """Return the fields that are sent unchanged."""
         body = self._request.body
         dropped = {RID, EXPERT_FIELDS.start, IDS_ALIAS}
@@ -137,12 +137,12 @@ class GenerateTranslation:
             kept[IDS] = body[IDS_ALIAS]
         return kept
 
-    def _asked(self) -> dict[str, Any]:
+    def _logprob_fields(self) -> dict[str, Any]:
         top = self._request.body.get(TOP)
         tops = [each or 1 for each in top] if isinstance(top, list) else top or 1
         return {WANTED: True, TOP: tops, WITH_TEXT: bool(self._request.body.get(WITH_TEXT))}
 
-    def _named(self, names: list[str]) -> dict[str, Any]:
+    def _rid_field(self, names: list[str]) -> dict[str, Any]:
         """Return the `rid` field if the client named generations. With several samples the engine makes the names."""
         return {RID: names if self._request.batch else names[0]} if self.rids else {}
 
@@ -158,23 +158,23 @@ class GenerateTranslation:
         if len(answers) != self._request.generations or isinstance(parsed, list) != self._request.indexed:
             raise UnreadableAnswer("incomplete", f"{len(answers)} answers to {self._request.generations} generations")
         with readable():
-            read = [self._translated(place, each, version) for place, each in enumerate(answers)]
+            read = [self._translated(index, each, version) for index, each in enumerate(answers)]
             return orjson.dumps(read if self._request.indexed else read[0])
 
     def event(self, event: Event, version: str | None) -> bytes:
         if event.is_last or event.is_error:
             return event.raw
         answer = event.parse()
-        place = answer.get("index", 0) if isinstance(answer, dict) else None
-        if type(place) is not int or not 0 <= place < self._request.generations:
+        index = answer.get("index", 0) if isinstance(answer, dict) else None
+        if type(index) is not int or not 0 <= index < self._request.generations:
             raise UnreadableAnswer("incomplete", "the index of an event is invalid")
         with readable():
-            return write_event(self._translated(place, answer, version), event.name)
+            return write_event(self._translated(index, answer, version), event.name)
 
-    def _translated(self, place: int, answer: Any, version: str | None) -> dict[str, Any]:
-        return self._as_asked(place, self._exact(place, answer), version)
+    def _translated(self, index: int, answer: Any, version: str | None) -> dict[str, Any]:
+        return self._for_client(index, self._with_sampled_ids(index, answer), version)
 
-    def _exact(self, place: int, answer: Any) -> dict[str, Any]:
+    def _with_sampled_ids(self, index: int, answer: Any) -> dict[str, Any]:
         """Return an answer whose `output_ids` are the sampled ids.
 
         Raises:
@@ -182,7 +182,7 @@ class GenerateTranslation:
         """
         meta = dict(answer["meta_info"])
         count, entries = meta["completion_tokens"], meta.setdefault(LOGPROBS, [])
-        before = self._last.get(place)
+        before = self._last.get(index)
         if is_abort(meta["finish_reason"]) and before is not None and count < before["meta_info"]["completion_tokens"]:
             # A retracted generation that is aborted in the queue loses its sampled tokens: use those of the last event.
             return {**before, "meta_info": {**before["meta_info"], "finish_reason": meta["finish_reason"]}}
@@ -192,26 +192,26 @@ class GenerateTranslation:
             meta.pop("prompt_tokens")  # the engine reports 0 for a generation that was aborted in the queue
         exact = {**answer, "output_ids": [entry[1] for entry in entries], "meta_info": meta}
         if self._request.stream:
-            self._last[place] = exact
+            self._last[index] = exact
         return exact
 
-    def _as_asked(self, place: int, answer: dict[str, Any], version: str | None) -> dict[str, Any]:
+    def _for_client(self, index: int, answer: dict[str, Any], version: str | None) -> dict[str, Any]:
         """Return an answer with only the fields that the client asked for, and the client's `rid`."""
-        prompt = self._request.prompt_of(place)
+        prompt = self._request.prompt_of(index)
         if self._request.prompts[prompt].params.get("max_new_tokens") == 0:
             answer = _without_sampled(answer)
         ids, meta = answer["output_ids"], dict(answer["meta_info"])
         rows = meta.pop(EXPERT_FIELDS.rows.name, None)
         if rows is not None and self._request.body.get(EXPERT_FIELDS.wanted):
             begin, end = EXPERT_FIELDS.start_of(self._request.body), meta["prompt_tokens"] + len(ids) - 1
-            told = meta["prompt_tokens"] + meta["completion_tokens"] - 1  # the engine always returns all rows
-            meta[EXPERT_FIELDS.rows.name] = cut_rows(rows, told, begin, end)
+            total_rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1  # the engine always returns all rows
+            meta[EXPERT_FIELDS.rows.name] = cut_rows(rows, total_rows, begin, end)
         meta["completion_tokens"] = len(ids)
         if not self._wants_logprobs(prompt):
             meta = {name: value for name, value in meta.items() if name not in LOGPROB_FIELDS}
         elif not self._request.field(TOP, prompt):
             meta = {name: value for name, value in meta.items() if name not in TOP_LISTS}
-        meta["id"] = self._clients.get(meta["id"], meta["id"])
+        meta["id"] = self._client_rids.get(meta["id"], meta["id"])
         if version is not None:
             meta[VERSION] = version
             if meta["finish_reason"] is not None and not self._request.stream:

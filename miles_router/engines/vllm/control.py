@@ -60,7 +60,7 @@ def order(action: Action, flags: Flags) -> Order:
     Raises:
         CannotServe: vLLM has no such request, or a flag is missing.
     """
-    if not flags.controlled:
+    if not flags.dev_mode:
         raise CannotServe("it was started without VLLM_SERVER_DEV_MODE=1")
     match action:
         case Pause(mode):
@@ -68,7 +68,7 @@ def order(action: Action, flags: Flags) -> Order:
         case Continue():
             return _order(CONTINUE)
         case Abort(name):
-            if flags.servers > 1:
+            if flags.api_servers > 1:
                 raise CannotServe("only one of its API servers knows the request: start it with --api-server-count 1")
             named = name.startswith(PREFIXES)
             own = (name, f"{name}-0", f"{name}_0") if named else tuple(each.format(name) for each in ENGINE_NAMES)
@@ -109,7 +109,7 @@ def _order(path: str, query: Mapping[str, str] | None = None, *, fields: object 
 def _sleep(parts: object, flags: Flags) -> Order:
     if parts == {"kv_cache"}:
         return _order(RELEASE_CACHE)
-    if not flags.sleeps:
+    if not flags.sleep_mode:
         raise CannotServe("it was started without --enable-sleep-mode")
     if parts != MEMORY:
         raise CannotServe("it can release all of its memory, or only its kv_cache")

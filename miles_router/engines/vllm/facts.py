@@ -38,38 +38,38 @@ CALLS: Mapping[str, str] = {
 #: Keys in `--additional-config`: the name of the tool parser, and whether logprobs contain ids in place of token texts.
 CALL_PARSER, IDS_AS_TOKENS = "tool_call_parser", "return_tokens_as_token_ids"
 #: Stands for an unknown tool parser. A `tito_model` setting, if there is one, still decides how calls are parsed.
-UNTOLD_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
+UNKNOWN_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
 
 
 class Flags(NamedTuple):
     """The flags of a server on which the handling of requests depends."""
 
-    samples: bool = True
+    scale_out: bool = True
     """`--enable-scale-out`"""
-    controlled: bool = True
+    dev_mode: bool = True
     """`VLLM_SERVER_DEV_MODE=1`"""
     raw_logprobs: bool = False
     """Without `--logprobs-mode processed_logprobs`"""
     experts: bool = False
     """`--enable-return-routed-experts`"""
-    sleeps: bool = False
+    sleep_mode: bool = False
     """`--enable-sleep-mode`"""
-    servers: int = 1
+    api_servers: int = 1
     """`--api-server-count`, by default as many as ranks"""
     seed: int | None = None
     """`--seed`"""
-    names_ids: bool = False
+    token_ids_in_logprobs: bool = False
     """`--return-tokens-as-token-ids`"""
 
-    def lacks(self) -> Iterator[str]:
+    def missing(self) -> Iterator[str]:
         """Yield a text for each missing flag, with what is refused without that flag."""
-        if not self.samples:
+        if not self.scale_out:
             yield "--enable-scale-out: without it /generate and sessions are refused"
-        if not self.controlled:
+        if not self.dev_mode:
             yield "VLLM_SERVER_DEV_MODE=1 in its environment: without it pauses, flushes and versions are refused"
         elif self.raw_logprobs:
             yield "--logprobs-mode processed_logprobs: without it logprobs of a temperature other than 1 are refused"
-        if self.servers > 1:
+        if self.api_servers > 1:
             yield "--api-server-count 1: with several, aborts by name are refused"
         if self.seed == 0:
             yield "a --seed of its own: by default all workers begin with the same samples"
@@ -79,17 +79,17 @@ def flags(documents: Documents) -> Flags:
     """Read the flags from the documents."""
     config = _config(documents)
     # If the model list is withheld too, only the API key is missing, and a client may have that key.
-    samples = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
+    scale_out = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
     if not config:
-        return Flags(samples=samples, controlled=False, raw_logprobs=True)
+        return Flags(scale_out=scale_out, dev_mode=False, raw_logprobs=True)
     return Flags(
-        samples=samples,
-        raw_logprobs=_at(config, "model_config", "logprobs_mode") != "processed_logprobs",
-        experts=_at(config, "aux_output_config", "enable_return_routed_experts") is True,
-        sleeps=_at(config, "model_config", "enable_sleep_mode") is True,
-        servers=_count(_at(config, "parallel_config", "_api_process_count")) or 1,
-        seed=_at(config, "model_config", "seed"),
-        names_ids=_at(config, "additional_config", IDS_AS_TOKENS) is True,
+        scale_out=scale_out,
+        raw_logprobs=_config_value(config, "model_config", "logprobs_mode") != "processed_logprobs",
+        experts=_config_value(config, "aux_output_config", "enable_return_routed_experts") is True,
+        sleep_mode=_config_value(config, "model_config", "enable_sleep_mode") is True,
+        api_servers=_count(_config_value(config, "parallel_config", "_api_process_count")) or 1,
+        seed=_config_value(config, "model_config", "seed"),
+        token_ids_in_logprobs=_config_value(config, "additional_config", IDS_AS_TOKENS) is True,
     )
 
 
@@ -104,17 +104,17 @@ def read_facts(documents: Documents) -> Facts:
     """Read the facts from the documents. A fact that cannot be read is left unknown."""
     config, models = _config(documents), _models(documents)
     base = next((model for model in models if model.get("parent") is None), {})
-    reasoning = _text(_at(config, "structured_outputs_config", "reasoning_parser"))
-    calls = _text(_at(config, "additional_config", CALL_PARSER)) or UNTOLD_PARSER
-    blocks, size = (_at(config, "cache_config", name) for name in ("num_gpu_blocks", "block_size"))
+    reasoning = _text(_config_value(config, "structured_outputs_config", "reasoning_parser"))
+    calls = _text(_config_value(config, "additional_config", CALL_PARSER)) or UNKNOWN_PARSER
+    blocks, size = (_config_value(config, "cache_config", name) for name in ("num_gpu_blocks", "block_size"))
     instance = config.get("instance_id")
     return Facts(
         version=_text(_object(documents.get(VERSION[0])).get("version")),
-        model_path=_text(_at(config, "model_config", "model")) or _text(base.get("root")),
+        model_path=_text(_config_value(config, "model_config", "model")) or _text(base.get("root")),
         served_model_name=_text(base.get("id")),
-        tokenizer_path=_text(_at(config, "model_config", "tokenizer")),
+        tokenizer_path=_text(_config_value(config, "model_config", "tokenizer")),
         weight_version=weight_version(documents.get(WEIGHT_INFO[0])),
-        dp_size=_count(_at(config, "parallel_config", "data_parallel_size")),
+        dp_size=_count(_config_value(config, "parallel_config", "data_parallel_size")),
         tool_call_parser=CALLS.get(calls, calls) if config else None,
         reasoning_parser=None if reasoning is None else REASONING.get(reasoning, reasoning),
         incremental_streaming=False,  # in the translated streams
@@ -153,7 +153,7 @@ def _models(documents: Documents) -> list[Mapping[str, Any]]:
     return [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
 
 
-def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
+def _config_value(config: Mapping[str, Any], part: str, name: str) -> Any:
     found = config.get(part)
     return found.get(name) if isinstance(found, dict) else None
 

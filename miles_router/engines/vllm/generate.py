@@ -41,7 +41,7 @@ from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
 from miles_router.engines.vllm.paths import SAMPLE
-from miles_router.engines.vllm.rows import rows_of
+from miles_router.engines.vllm.rows import converted_rows
 from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
@@ -75,7 +75,7 @@ CONSTRAINTS: Mapping[str, str] = {
     "structural_tag": "structural_tag",
 }
 #: Penalties and their neutral values. With any other value, raw logprobs are not those of the sampling distribution.
-SHIFTS: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_PENALTIES: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 #: Other accepted fields: the translation reads them, or they do not affect the sampled tokens.
 FIELDS = frozenset(
     (
@@ -120,7 +120,7 @@ class PromptSampling:
         start = request.field(START_LEN, place) if self._wants_logprobs else None
         self._prompt_from = None if start == -1 else _count(START_LEN, start)
         self._check(place, flags)
-        self._cut = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
+        self._wants_no_tokens = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
         self._name = uuid.uuid4().hex
         given = request.rid(self._first) if request.samples == 1 else request.body.get(RID)
         self._rid = given if isinstance(given, str) else self._name
@@ -128,7 +128,7 @@ class PromptSampling:
         self._ids = [self._rid] if request.samples == 1 else [f"{self._rid}_{n}" for n in range(request.samples)]
         self.rids: Mapping[str, str] = dict.fromkeys(sorted({self._rid, *self._ids} - {self._name}), self._name)
         self.target: bytes | None = TARGET
-        self.body = orjson.dumps(self._asked(place))
+        self.body = orjson.dumps(self._request_body(place))
         self._choices = [
             VLLMSample(self._entry if self._wants_logprobs else None, self._tops) for _ in range(request.samples)
         ]
@@ -140,7 +140,7 @@ class PromptSampling:
             CannotServe: vLLM lacks a field, or the server lacks a flag.
             BadRequest: `stop` or a count has an invalid value.
         """
-        if not flags.samples:
+        if not flags.scale_out:
             raise CannotServe("it was started without --enable-scale-out")
         body, params = self._request.body, self._prompt.params
         unknown = [name for name in body if name not in FIELDS and not _is_default(self._request.field(name, place))]
@@ -159,20 +159,20 @@ class PromptSampling:
         stop = params.get("stop") or []
         if not isinstance(stop, (str, list)) or not all(isinstance(each, str) for each in stop):
             raise BadRequest("stop must be a string or a list of strings")
-        if self._tops and not flags.names_ids:
+        if self._tops and not flags.token_ids_in_logprobs:
             raise CannotServe(
                 "its top logprobs contain no token ids: start it with --return-tokens-as-token-ids and "
                 f"--additional-config '{{\"{IDS_AS_TOKENS}\": true}}'"
             )
         if self._prompt_from is not None and self._request.stream:
             raise CannotServe(f"it returns no prompt logprobs in a stream: send {START_LEN} only without stream")
-        if self._wants_logprobs and flags.raw_logprobs and shifts(params):
+        if self._wants_logprobs and flags.raw_logprobs and changes_distribution(params):
             raise CannotServe(
                 "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
                 "processed_logprobs"
             )
 
-    def _asked(self, place: int) -> dict[str, Any]:
+    def _request_body(self, place: int) -> dict[str, Any]:
         body = self._request.body
         adapter = self._request.field(ADAPTER, place)
         keys = [str(key) for name in CACHE_KEYS if not is_absent(key := self._request.field(name, place))]
@@ -201,7 +201,7 @@ class PromptSampling:
         }
         limit = params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS)
         if limit is not None:
-            asked["max_tokens"] = 1 if self._cut else limit  # vLLM samples at least one token
+            asked["max_tokens"] = 1 if self._wants_no_tokens else limit  # vLLM samples at least one token
         if stops := stop_strings(params.get("stop")):
             asked["stop"] = stops
         bound = {own: params[name] for name, own in CONSTRAINTS.items() if params.get(name) is not None}
@@ -221,11 +221,11 @@ class PromptSampling:
             choices, usage = told["choices"], told["usage"]
             if sorted(choice["index"] for choice in choices) != [*range(self._request.samples)]:
                 raise UnreadableAnswer("incomplete", f"{len(choices)} answers to {self._request.samples} generations")
-            for told_choice in choices:
-                self._choices[told_choice["index"]].add(told_choice)
+            for new_choice in choices:
+                self._choices[new_choice["index"]].add(new_choice)
             self._check_usage(usage)
             meta = {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")}
-            meta = {name: value for name, value in meta.items() if value is not None} | self._of_prompt(told)
+            meta = {name: value for name, value in meta.items() if value is not None} | self._prompt_logprobs(told)
             answers = [self._answer(place, version, meta) for place in range(len(self._choices))]
             return orjson.dumps(answers if self._request.indexed else answers[0])
 
@@ -237,12 +237,12 @@ class PromptSampling:
             if not told["choices"]:
                 self._check_usage(told["usage"])
                 return b""
-            (told_choice,) = told["choices"]
-            index = told_choice["index"]
+            (new_choice,) = told["choices"]
+            index = new_choice["index"]
             if type(index) is not int or not 0 <= index < len(self._choices):
                 raise UnreadableAnswer("incomplete", "the index of an event is invalid")
             begin, said = len(self._choices[index].ids), len(self._choices[index].text)
-            self._choices[index].add(told_choice)
+            self._choices[index].add(new_choice)
             answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
             place = {"index": self._first + index} if self._request.indexed else {}
             return write_event({**answer, **place})
@@ -260,16 +260,19 @@ class PromptSampling:
     ) -> dict[str, Any]:
         """Return the answer of one sample so far, without its first `begin` tokens and `said_text` characters."""
         choice = self._choices[index]
-        ids, prompt = ([] if self._cut else choice.ids), len(self._prompt.ids or ())
+        ids, prompt = ([] if self._wants_no_tokens else choice.ids), len(self._prompt.ids or ())
         count = len(ids)
-        said: dict[str, Any] = {"id": self._ids[index], "finish_reason": choice.reason(cut=self._cut)}
+        said: dict[str, Any] = {
+            "id": self._ids[index],
+            "finish_reason": choice.finish_reason(no_tokens=self._wants_no_tokens),
+        }
         said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
         if self._wants_logprobs:
             said |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
             said |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
             said.setdefault("input_token_logprobs", [])
         spans = choice.versions
-        if spans and not self._cut:
+        if spans and not self._wants_no_tokens:
             said |= {VERSIONS: spans, VERSION: spans[-1]["version"]}
             version_runs(said, count)
         elif version is not None:
@@ -278,22 +281,28 @@ class PromptSampling:
         if choice.finish and choice.ids and self._request.body.get(EXPERT_FIELDS.wanted):
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
-            said[EXPERT_FIELDS.rows.name] = rows_of(choice.experts, rows, rows - 1 if self._cut else rows)
-        return {"text": "" if self._cut else choice.text[said_text:], "output_ids": ids[begin:], "meta_info": said}
+            said[EXPERT_FIELDS.rows.name] = converted_rows(
+                choice.experts, rows, rows - 1 if self._wants_no_tokens else rows
+            )
+        return {
+            "text": "" if self._wants_no_tokens else choice.text[said_text:],
+            "output_ids": ids[begin:],
+            "meta_info": said,
+        }
 
     @property
-    def _aborted_at_once(self) -> bool:
+    def _sampled_nothing(self) -> bool:
         """True if no sample has a token: the prompt may not have been computed."""
         return not any(choice.ids for choice in self._choices)
 
-    def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _prompt_logprobs(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Return the logprobs of the prompt from the first requested token on, whose own logprob is None.
 
         Raises:
             UnreadableAnswer: the number of logprobs is not that of prompt tokens.
         """
         begin, ids = self._prompt_from, self._prompt.ids or ()
-        if begin is None or self._aborted_at_once:
+        if begin is None or self._sampled_nothing:
             return {}
         each = told["prompt_logprobs"]
         if len(each) != len(ids):
@@ -303,11 +312,11 @@ class PromptSampling:
         for token, said in zip(ids[begin:], each[begin:], strict=True):
             known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
             ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
-            tops.append([self._of_prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
-            entries.append(self._of_prompt_entry(token, known))
+            tops.append([self._prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
+            entries.append(self._prompt_entry(token, known))
         return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
 
-    def _of_prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
+    def _prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
         return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
 
     def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
@@ -372,7 +381,7 @@ class VLLMSample:
             self.finish, self._matched = finish, told["stop_reason"]
             self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
 
-    def reason(self, *, cut: bool) -> dict[str, Any] | None:
+    def finish_reason(self, *, no_tokens: bool) -> dict[str, Any] | None:
         """Return the finish reason in the form of `/generate`; None before the end.
 
         vLLM reports no stop token if the model's own end token stopped the sample: that is the last token.
@@ -380,12 +389,12 @@ class VLLMSample:
         match self.finish:
             case "":
                 return None
-            case "stop" if not cut:
+            case "stop" if not no_tokens:
                 return {"type": "stop", "matched": self.ids[-1] if self._matched is None else self._matched}
             case "abort":
                 return {"type": "abort", "message": "Aborted"}
             case _:
-                return {"type": "length", "length": 0 if cut else len(self.ids)}
+                return {"type": "length", "length": 0 if no_tokens else len(self.ids)}
 
 
 def salt_of(*keys: str) -> str:
@@ -411,7 +420,7 @@ def _count(name: str, value: object) -> int | None:
     return value
 
 
-def shifts(params: Mapping[str, Any]) -> bool:
+def changes_distribution(params: Mapping[str, Any]) -> bool:
     """Return True if the sampling distribution differs from temperature 1 without penalties. False for greedy."""
-    changed = any(params.get(name) not in (None, neutral) for name, neutral in SHIFTS.items())
+    changed = any(params.get(name) not in (None, neutral) for name, neutral in NEUTRAL_PENALTIES.items())
     return changed or params.get("temperature") not in (None, 0, 1) or bool(params.get("logit_bias"))

@@ -19,7 +19,7 @@ from miles_router.engines.events import Event
 from miles_router.engines.generate import RID, is_absent
 from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.vllm.facts import Flags
-from miles_router.engines.vllm.generate import SALT, salt_of, shifts
+from miles_router.engines.vllm.generate import SALT, changes_distribution, salt_of
 
 PATHS = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES})
 #: SGLang's fields that vLLM does not know. Ignoring one would change the answer.
@@ -37,7 +37,7 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 NAMES: Mapping[str, str] = {RID: "request_id", ADAPTER: MODEL, CACHE_KEY: SALT}
 
 
-def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | None:
+def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> VLLMRequest | None:
     """Return the translation of a request; None if the request goes to the engine unchanged.
 
     Raises:
@@ -49,14 +49,18 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | N
         return None  # the engine reports the error
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
         raise CannotServe(f"it does not support {unknown[0]} at {path}")
-    if flags.raw_logprobs and _wants_logprobs(path, fields) and (shifts(fields) or not _names_neutral(fields)):
+    if (
+        flags.raw_logprobs
+        and _wants_logprobs(path, fields)
+        and (changes_distribution(fields) or not _has_neutral_values(fields))
+    ):
         raise CannotServe(
             "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
             "processed_logprobs, or send temperature 0 or 1 and repetition_penalty 1, since models have other defaults"
         )
     versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
     renamed = any(not is_absent(fields.get(name)) for name in NAMES)
-    return Renamed(fields, versions=versions) if renamed or versions else None
+    return VLLMRequest(fields, versions=versions) if renamed or versions else None
 
 
 def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
@@ -68,11 +72,11 @@ def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
     return wanted is not None and wanted is not False
 
 
-def _names_neutral(fields: Mapping[str, Any]) -> bool:
+def _has_neutral_values(fields: Mapping[str, Any]) -> bool:
     return fields.get("temperature") in (0, 1) and fields.get("repetition_penalty") == 1
 
 
-class Renamed:
+class VLLMRequest:
     """The translation of a request to vLLM's field names. In answers only the request's id is translated back.
 
     Args:
@@ -92,7 +96,7 @@ class Renamed:
         if CACHE_KEY in fields and SALT in own:
             own[SALT] = salt_of(str(own[SALT]), str(fields.get(SALT)))
         self.rids: Mapping[str, str] = {given: name} if isinstance(given, str) else {}
-        self._outward = {name.encode(): orjson.dumps(each)[1:-1] for each, name in self.rids.items()}
+        self._client_names = {name.encode(): orjson.dumps(each)[1:-1] for each, name in self.rids.items()}
         self.body = orjson.dumps({**kept, **own, **({NAMES[RID]: name} if self.rids else {})})
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
@@ -113,6 +117,6 @@ class Renamed:
         return self._named(event.raw)
 
     def _named(self, said: bytes) -> bytes:
-        for name, given in self._outward.items():
+        for name, given in self._client_names.items():
             said = said.replace(name, given)
         return said

@@ -16,7 +16,7 @@ from miles_router.engines.rows import decoded
 DIMENSIONS = 3  # token, layer, chosen expert
 
 
-def rows_of(told: object, rows: int, kept: int) -> str:
+def converted_rows(told: object, rows: int, kept: int) -> str:
     """Return the first `kept` rows as base64 of int32.
 
     Args:

@@ -7,7 +7,15 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, known, overlap, written
+from miles_router.engines.parsers.reading import (
+    ParsedCall,
+    ParsedCalls,
+    Tools,
+    Unparsable,
+    known_calls,
+    partial_mark_length,
+    to_json,
+)
 from miles_router.engines.parsers.thinking import Split
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -45,44 +53,46 @@ class Harmony:
     begin = "<|"
     end = _CALL
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
+    def split(self, text: str, *, thinking: bool) -> Split:
         return _split(*_read(text))
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
-        certain = text[: len(text) - _held(text)]
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
+        certain = text[: len(text) - _partial_mark_length(text)]
         if _START not in certain and _CHANNEL not in certain:
             return Split("", None)
         return _split(*_read(certain))
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         if "<|start|>assistant<|channel|>commentary" not in text:
-            return ReadCalls(text, [])
+            return ParsedCalls(text, [])
         blocks, _ = _read(text)
         content = " ".join(each.content for each in blocks if each.kind == "text").strip()
-        return ReadCalls(content, [call for each in blocks if each.kind == "call" for call in _invoked(each, tools)])
+        return ParsedCalls(
+            content, [call for each in blocks if each.kind == "call" for call in _parsed_calls(each, tools)]
+        )
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         block = text.rpartition(_CHANNEL)[2]
         found = None if _CALL in block or _END in block else _INVOKED.search(block)
         name = found[1].rpartition(".")[2] if found is not None else ""
-        return ReadCall(name, found[2]) if found is not None and name in tools else None
+        return ParsedCall(name, found[2]) if found is not None and name in tools else None
 
 
-def _split(blocks: Sequence[_Block], begun: str) -> Split:
+def _split(blocks: Sequence[_Block], open_call: str) -> Split:
     reasoning = "".join(each.content for each in blocks if each.kind == "reasoning")
-    return Split(reasoning, "".join(each.content for each in blocks if each.kind != "reasoning"), begun)
+    return Split(reasoning, "".join(each.content for each in blocks if each.kind != "reasoning"), open_call)
 
 
-def _invoked(block: _Block, tools: Tools) -> list[ReadCall]:
+def _parsed_calls(block: _Block, tools: Tools) -> list[ParsedCall]:
     """Return the call of a block; an empty list if the engine drops the call."""
     found = _INVOKED.search(block.content)
     if found is None:
         return []
     try:
-        call = ReadCall(found[1].rpartition(".")[2], written(json.loads(found[2]) if found[2].strip() else {}))
+        call = ParsedCall(found[1].rpartition(".")[2], to_json(json.loads(found[2]) if found[2].strip() else {}))
     except json.JSONDecodeError:
         return []
-    return known([call], tools)
+    return known_calls([call], tools)
 
 
 def _read(text: str) -> tuple[list[_Block], str]:
@@ -110,7 +120,7 @@ def _read(text: str) -> tuple[list[_Block], str]:
             blocks.append(block)
             continue
         if at == len(parts) - 1:
-            content = content[: len(content) - _held(content)]
+            content = content[: len(content) - _partial_mark_length(content)]
         elif content.strip() in _MARKS or (at and parts[at - 1].mark == _CALL and content.strip().lower() == _FILLER):
             content = ""
         if content:
@@ -119,9 +129,9 @@ def _read(text: str) -> tuple[list[_Block], str]:
     return _without_filler(blocks, text), ""
 
 
-def _held(text: str) -> int:
+def _partial_mark_length(text: str) -> int:
     """Return the length of the longest beginning of a mark at the end of `text`."""
-    return max(overlap(text, mark) for mark in _MARKS)
+    return max(partial_mark_length(text, mark) for mark in _MARKS)
 
 
 def _parts(text: str) -> Iterator[_Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, open_block, up_to_last
+from miles_router.engines.parsers.reading import ParsedCall, ParsedCalls, Tools, Unparsable, open_block, up_to_last
 
 _BEGIN, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _CALL = re.compile(
@@ -17,17 +17,17 @@ class Kimi:
     begin = "<|tool_calls_section_begin|>"
     end = "<|tool_call_end|>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         content, begin, rest = text.partition(self.begin)
         found = [
             (_name(call, tools), arguments) for call, arguments in _CALL.findall(up_to_last(begin + rest, self.end))
         ]
-        return ReadCalls(content, [ReadCall(name, arguments) for name, arguments in found if name is not None])
+        return ParsedCalls(content, [ParsedCall(name, arguments) for name, arguments in found if name is not None])
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         call, begin, arguments = open_block(text, _BEGIN, self.end).partition(_ARGUMENTS)
         name = _name(call.strip(), tools) if begin else None
-        return None if name is None else ReadCall(name, arguments.lstrip())
+        return None if name is None else ParsedCall(name, arguments.lstrip())
 
 
 def _name(call: str, tools: Tools) -> str | None:
