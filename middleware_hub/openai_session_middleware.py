@@ -148,7 +148,7 @@ class OpenAISessionMiddleware:
         settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
         faces = [face(continuation, equal, settings) for face in FACES]
         try:
-            known = Parsers.of(parsers, tito_model or None)
+            known = Parsers.from_settings(parsers, tito_model or None)
         except ValueError as error:
             raise ConfigError(f"openai_session_middleware.{error}") from None
         backend = getattr(router.tokenizer, "backend_tokenizer", None)

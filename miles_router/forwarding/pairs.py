@@ -25,8 +25,8 @@ from miles_router.engines.events import Event
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import Names
 from miles_router.engines.pairs.held_rows import RowStrings
-from miles_router.engines.pairs.joining import first_version, one_answer, one_event
-from miles_router.engines.pairs.prefill import PrefillAnswer, fails, says_aborted
+from miles_router.engines.pairs.joining import first_version, join_answer, join_event
+from miles_router.engines.pairs.prefill import PrefillAnswer, has_error, reports_abort
 from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
@@ -245,7 +245,7 @@ class PairExchange:
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:
-            return self._buffered_reply(reply, rows.as_it_came(body))
+            return self._buffered_reply(reply, rows.with_own_rows(body))
         try:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
@@ -255,7 +255,7 @@ class PairExchange:
         if answer.outcome == "handed_over":
             self._check_first_token(answer)
             return answer
-        return self._buffered_reply(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
+        return self._buffered_reply(reply, rows.with_own_rows(body), failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
         """Send to the decode worker, and return its reply, whose head has arrived."""
@@ -279,7 +279,7 @@ class PairExchange:
         elif decode is not None:
             with suppress(TimeoutError):  # a stream whose first bytes contain the reason, or no bytes
                 said += await tasks.within(REASON_TIMEOUT, decode.peek(), name="decode half's reason")
-        if self._was_cut() or says_aborted(said):
+        if self._was_cut() or reports_abort(said):
             raise PairInterrupted(cut=True)
         assert refusal is not None
         return refusal
@@ -294,7 +294,7 @@ class PairExchange:
             raise UpstreamUnreachable(str(error)) from error
         changed = self._halves.weights().decode != self._weights.decode
         try:
-            whole = one_answer(body, rows, prefill, self._paired, changed=changed)
+            whole = join_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
         return self._buffered_reply(reply, whole)
@@ -329,7 +329,7 @@ class PairExchange:
             UpstreamInvalidResponse: the weights changed in too many attempts.
         """
         first_bytes = await reply.peek()
-        if fails(first_bytes) and (self._was_cut() or says_aborted(first_bytes)):
+        if has_error(first_bytes) and (self._was_cut() or reports_abort(first_bytes)):
             raise PairInterrupted(cut=True)
         said = first_version(first_bytes) or self._halves.decode.weight_version
         if None not in (prefill.version, said) and prefill.version != said:
@@ -340,7 +340,7 @@ class PairExchange:
         prefill_metas = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
 
         def rewrite(event: Event) -> bytes:
-            joined = one_event(event, rows, prefill, prefill_metas, self._paired) if prefill_metas else None
+            joined = join_event(event, rows, prefill, prefill_metas, self._paired) if prefill_metas else None
             written, *others = joined or [event.raw]
             return b"".join((self._names.to_client(written), *others))
 

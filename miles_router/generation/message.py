@@ -11,7 +11,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.text_reader import ReadMessage, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
-from miles_router.engines.parsers import Parsers, ReadCall, reasoning_marks
+from miles_router.engines.parsers import ParsedCall, Parsers, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.errors import RouterError
 from miles_router.generation.generation import CannotResume
@@ -76,7 +76,7 @@ class MessageReader:
         if not looks_for_calls(self._fields, facts):
             return ReadMessage(self._reader(facts).message(began, reasoning, text, ()), text)
         content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser or "")
-        calls = [ReadCall(call["name"], call["parameters"]) for call in found]
+        calls = [ParsedCall(call["name"], call["parameters"]) for call in found]
         return ReadMessage(self._reader(facts).message(began, reasoning, content, calls), text)
 
     def _read_locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:

@@ -25,7 +25,7 @@ from miles_router.engines.events import Event, write_event
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.openai.chat import ChatEndpoint
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.engines.openai.rest import deltas_behind
+from miles_router.engines.openai.rest import missing_deltas
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import FAMILIES, tools_by_name
 from tests.support.session_trial import ADD, ASK_ADD, qwen3
@@ -99,7 +99,7 @@ def by_generate(events: list[bytes]) -> None:
     )
     for raw in events:
         so_far = growing.add(Event.read(raw).parse())
-        for delta in deltas_behind(shown.message(), *text.message(so_far["text"])):
+        for delta in missing_deltas(shown.message(), *text.message(so_far["text"])):
             shown.add(delta)
             write_event({**HEAD, "choices": [_choice(delta)]})
 

@@ -363,8 +363,8 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"parsers": "mine"}, "parsers: 'mine' is none of engine, local, hybrid"),
-        ({"parsers": "local"}, "there is no local parser for None"),
+        ({"parsers": "mine"}, "parsers: 'mine' is not one of engine, local, hybrid"),
+        ({"parsers": "local"}, "there is no local parser for tito_model None"),
     ],
 )
 async def test_parsers_that_there_are_not_are_refused_by_name(

@@ -36,7 +36,7 @@ THOUGHT: dict[str, dict[str, Any]] = {
     "blocks": {"thinking_blocks": [{"type": "thinking", "thinking": WORDS, "signature": "s"}]},
 }
 #: Fields that no template is given: the message that has one, and what the turn's record names.
-UNREAD: dict[str, tuple[dict[str, Any], list[str]]] = {
+PARSE_ERRORS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the name of a user": ({"role": "user", "content": "Hi", "name": "Ann"}, ["name"]),
     "annotations": ({"role": "assistant", "content": "Ho", "annotations": [{"type": "url_citation"}]}, ["annotations"]),
     "encrypted reasoning": (
@@ -104,9 +104,9 @@ async def test_audio_without_words_follows_the_policy_for_media(stage: Stage) ->
         assert [record.get("media_replaced") for record in await trial.records(session)] == [None, {"audio": 1}]
 
 
-@pytest.mark.parametrize("kind", UNREAD)
+@pytest.mark.parametrize("kind", PARSE_ERRORS)
 async def test_the_record_names_fields_that_no_template_is_given(stage: Stage, kind: str) -> None:
-    message, names = UNREAD[kind]
+    message, names = PARSE_ERRORS[kind]
     async with simulated_sessions(stage) as trial:
         session, history = await trial.create(), [user("Hi"), message, user("Go")]
         answer = message_of(await trial.chat(session, history))

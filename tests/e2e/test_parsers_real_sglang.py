@@ -38,10 +38,10 @@ def by_engine(asked: list[Any]) -> list[Any]:
 
 def here(case: Any) -> Any:
     facts = Facts(tool_call_parser=case["calls"], reasoning_parser=case["thinking"])
-    thinking, calls = Parsers("local").thinking(facts), Parsers("local").calls(facts)
+    thinking, calls = Parsers("local").reasoning_format(facts), Parsers("local").call_format(facts)
     assert thinking is not None
     assert calls is not None
-    split = thinking.whole(case["text"], thinking=case["force"])
+    split = thinking.split(case["text"], thinking=case["force"])
     content, found = calls.read(split.rest or "", tools_by_name(case["tools"]))
     return {"reasoning": split.reasoning, "content": content, "calls": [list(call) for call in found]}
 

@@ -290,7 +290,7 @@ async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Sta
 @pytest.mark.parametrize(
     ("events", "reason"),
     [
-        (chat_events([7, 8], ["H", "i"], input_ids=None, output_ids=None), "without the ids"),
+        (chat_events([7, 8], ["H", "i"], input_ids=None, output_ids=None), "without the sampled ids"),
         ([event([delta("Hi", 0)]), *chat_events([7, 8], [])], "left out logprobs"),
     ],
     ids=["no ids", "no logprobs"],

@@ -160,12 +160,12 @@ def test_an_answer_that_lacks_something_is_refused(choice: Any) -> None:
 
 def seen(**fields: Any) -> dict[str, Any]:
     """The first choice as a client sees it that asked for these fields."""
-    choice: dict[str, Any] = CHAT.as_asked(ANSWER, fields)["choices"][0]
+    choice: dict[str, Any] = CHAT.for_client(ANSWER, fields)["choices"][0]
     return choice
 
 
 def test_what_the_client_did_not_ask_for_is_taken_out() -> None:
-    answer = CHAT.as_asked(ANSWER, {})
+    answer = CHAT.for_client(ANSWER, {})
     (only,) = answer["choices"]
     assert only.keys() == CHOICE.keys() - OWN | {"response_token_ids"}
     assert only["logprobs"] is None
@@ -265,12 +265,12 @@ def test_choices_of_a_stream_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("chunks", "reason"),
     [
-        ([TEXT, END], "a stream ended without the ids"),
+        ([TEXT, END], "a stream ended without the sampled ids"),
         ([TEXT, END, chunk(sglext={"output_ids": [[11, 12, 13]]})], "a stream left out logprobs"),
         ([TEXT, IDS], "incomplete: a stream ended without a finish reason"),
         ([TEXT], "incomplete: a stream ended without a finish reason"),
-        ([TEXT, END, chunk(sglext={"output_ids": [[11, 12], [1]]})], r"choices \[0\], and ids of 2"),
-        ([chunk(delta(0, "stop"), delta(2, "stop")), chunk(sglext={"output_ids": [[], []]})], r"choices \[0, 2\]"),
+        ([TEXT, END, chunk(sglext={"output_ids": [[11, 12], [1]]})], r"choices are \[0\], but there are ids for 2"),
+        ([chunk(delta(0, "stop"), delta(2, "stop")), chunk(sglext={"output_ids": [[], []]})], r"choices are \[0, 2\]"),
         ([chunk(delta(content=7)), END, IDS], "incomplete"),
         ([chunk(delta(tool_calls=[{"index": 0, "id": "nameless"}])), END, IDS], "incomplete"),
         ([chunk(delta("a", "stop")), END, IDS], "incomplete"),  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ def test_choices_of_a_stream_are_told_apart() -> None:
 def test_a_stream_that_lacks_something_is_refused(chunks: list[Any], reason: str) -> None:
     with pytest.raises(UnreadableAnswer, match=reason) as error:
         grown(*chunks)
-    assert isinstance(error.value, StreamShortfall) is ("the ids" in reason or "logprobs" in reason)
+    assert isinstance(error.value, StreamShortfall) is ("sampled ids" in reason or "logprobs" in reason)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_stream_that_lacks_something_is_refused(chunks: list[Any], reason: str
     ],
 )
 def test_a_chunk_of_another_form_is_refused(bad: Any) -> None:
-    with pytest.raises(UnreadableAnswer, match=r"a chunk that is none|the ids of a stream are no lists"):
+    with pytest.raises(UnreadableAnswer, match=r"a malformed chunk|the ids of a stream are not lists"):
         CHAT.growing().add(bad, lambda: "1")
 
 

@@ -14,7 +14,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.events import Event
 from miles_router.engines.openai.chat import ChatEndpoint
 from miles_router.engines.openai.chat_stream import GrowingChat, GrowingMessage
-from miles_router.engines.openai.text_reader import FINENESS, LiveText
+from miles_router.engines.openai.text_reader import REPARSE_FRACTION, LiveText
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.middlewares.generation import ResumeServices
 from tests.support.sessions import SYSTEM, Scene, user
@@ -63,7 +63,7 @@ def test_an_odd_end_is_nothing_to_go_on_from(chunk: Any) -> None:
     assert isinstance(stream.growing, GrowingChat)
     assert stream.growing.usage is None
     with pytest.raises(UnreadableAnswer):
-        stream.growing.part(0, 1, None)
+        stream.growing.as_generate(0, 1, None)
 
 
 def test_what_is_no_logprob_is_nothing_to_go_on_from() -> None:
@@ -73,7 +73,7 @@ def test_what_is_no_logprob_is_nothing_to_go_on_from() -> None:
         told(stream, chunk)
     assert isinstance(stream.growing, GrowingChat)
     with pytest.raises(UnreadableAnswer):
-        stream.growing.part(0, 1, None)
+        stream.growing.as_generate(0, 1, None)
 
 
 def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
@@ -86,8 +86,8 @@ def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
 
     live = LiveText(cast(GrowingText, Counting()), GrowingMessage())
     for length in range(1, 20_001):
-        live.certain("a" * length)
-        if length < FINENESS:
+        live.new_deltas("a" * length)
+        if length < REPARSE_FRACTION:
             assert len(live.shown.message()["content"]) == length
     assert len(reads) < 256 * 8, "its square would be 20 000"
-    assert length - reads[-1] <= length // FINENESS
+    assert length - reads[-1] <= length // REPARSE_FRACTION

@@ -83,6 +83,6 @@ def test_versions_that_do_not_fit_the_tokens_are_refused(versions: Runs, reason:
 def test_worker_that_left_keeps_its_version_and_an_unknown_one_has_none(seen: Sequence[str | None], runs: Runs) -> None:
     track = VersionTrack()
     for end, version in enumerate(seen, start=1):
-        track.reach(end, version)
-        track.reach(end, "no token came")
+        track.record(end, version)
+        track.record(end, "no token came")
     assert track.runs == runs

@@ -62,7 +62,7 @@ def test_ids_and_logprobs_are_asked_for_and_nothing_else_changes() -> None:
 
 def test_what_the_client_did_not_ask_for_is_taken_out() -> None:
     whole = answer(choice(), choice(index=1))
-    seen = COMPLETIONS.as_asked(whole, {"n": 2})
+    seen = COMPLETIONS.for_client(whole, {"n": 2})
     assert [set(each) for each in seen["choices"]] == [
         {"index", "text", "logprobs", "finish_reason", "matched_stop"}
     ] * 2
@@ -72,16 +72,18 @@ def test_what_the_client_did_not_ask_for_is_taken_out() -> None:
 
 @pytest.mark.parametrize("logprobs", [0, 1])
 def test_what_the_client_asked_for_itself_it_gets(logprobs: int) -> None:
-    assert COMPLETIONS.as_asked(answer(choice()), {"logprobs": logprobs, "return_token_ids": True}) == answer(choice())
+    assert COMPLETIONS.for_client(answer(choice()), {"logprobs": logprobs, "return_token_ids": True}) == answer(
+        choice()
+    )
 
 
 def test_a_chunk_that_another_layer_emptied_is_not_shown() -> None:
-    assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {}}, {}) is None
-    assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {}, "usage": {"a": 1}}, {}) is None
+    assert COMPLETIONS.chunk_for_client({"choices": [], "sglext": {}}, {}) is None
+    assert COMPLETIONS.chunk_for_client({"choices": [], "sglext": {}, "usage": {"a": 1}}, {}) is None
     asked = {"stream_options": {"include_usage": True}}
     usage = {"choices": [], "usage": {"a": 1}}
-    assert COMPLETIONS.chunk_as_asked({**usage, "sglext": {}}, asked) == usage
-    assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {"a": 1}}, {}) == {"choices": [], "sglext": {"a": 1}}
+    assert COMPLETIONS.chunk_for_client({**usage, "sglext": {}}, asked) == usage
+    assert COMPLETIONS.chunk_for_client({"choices": [], "sglext": {"a": 1}}, {}) == {"choices": [], "sglext": {"a": 1}}
 
 
 def test_no_engine_s_streams_fall_short() -> None:
@@ -176,5 +178,5 @@ def test_choices_of_a_stream_are_told_apart() -> None:
 def test_a_stream_that_is_cut_is_refused() -> None:
     with pytest.raises(UnreadableAnswer, match="no finish reason"):
         grown([choice(finish=None)])
-    with pytest.raises(UnreadableAnswer, match="a chunk that is none"):
+    with pytest.raises(UnreadableAnswer, match="a malformed chunk"):
         grown([{**choice(), "token_ids": 3}])

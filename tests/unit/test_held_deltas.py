@@ -86,7 +86,7 @@ def test_a_text_that_may_be_the_end_of_the_answer_waits_where_it_may_be_cut() ->
 
 
 def test_where_a_worker_may_be_lost_no_text_is_shown_before_its_tokens_are_told() -> None:
-    held = HeldDelta(texts=True, told_only=True)
+    held = HeldDelta(texts=True, until_logprobs=True)
     assert shown(held.pieces(chunk({"content": "a"}))) == ""
     assert shown(held.pieces(chunk({}, "a"))) == "a"
     assert shown(held.pieces(chunk(call("", "add")))) == ""

@@ -14,7 +14,7 @@ from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.known import read_facts
 from miles_router.engines.pairs.held_rows import RowStrings
-from miles_router.engines.pairs.joining import LostAccount, one_answer, one_event
+from miles_router.engines.pairs.joining import LostByRetraction, join_answer, join_event
 from miles_router.engines.pairs.prefill import PrefillAnswer
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS
@@ -45,7 +45,7 @@ def read(body: bytes, *, streamed: bool = False) -> PrefillAnswer:
 
 
 def one(body: bytes, prefill: PrefillAnswer, request: PairedRequest, *, changed: bool = False) -> bytes:
-    return b"".join(one_answer(*taken(body), prefill, request, changed=changed))
+    return b"".join(join_answer(*taken(body), prefill, request, changed=changed))
 
 
 def answer(versions: list[tuple[str, int, int]] = [("1", 0, 3)], **meta: Any) -> bytes:  # noqa: B006
@@ -156,7 +156,7 @@ def test_a_stream_that_tells_of_an_error_has_failed() -> None:
 
 
 def test_more_than_the_first_token_is_no_prefill_halfs_answer() -> None:
-    with pytest.raises(UnreadableAnswer, match="no prefill half"):
+    with pytest.raises(UnreadableAnswer, match="not a prefill half"):
         handed(completion_tokens=2)
 
 
@@ -206,42 +206,42 @@ def test_a_chats_account_is_stamped_in_both_places() -> None:
 
 def test_what_was_retracted_over_an_update_is_refused() -> None:
     for told, changed in ((answer([("2", 0, 3)], num_retractions=1), False), (answer(num_retractions=1), True)):
-        with pytest.raises(LostAccount, match="which weights"):
+        with pytest.raises(LostByRetraction, match="the weight versions"):
             one(told, handed(), asked(), changed=changed)
     assert joined(answer(num_retractions=1), handed())["num_retractions"] == 1
 
 
 def test_rows_of_what_was_retracted_are_refused() -> None:
     told = answer(num_retractions=1, routed_experts="AAAA")
-    with pytest.raises(LostAccount, match="its rows"):
+    with pytest.raises(LostByRetraction, match="its rows"):
         one(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True))
 
 
 def test_rows_that_the_prefill_half_does_not_tell_are_missed() -> None:
-    with pytest.raises(UnreadableAnswer, match="prefill half tells no routed_experts"):
+    with pytest.raises(UnreadableAnswer, match="prefill half returned no routed_experts"):
         one(answer(routed_experts="AAAA"), handed(), asked(return_routed_experts=True))
 
 
 def test_rows_that_are_no_answers_are_refused() -> None:
     told = orjson.dumps({**orjson.loads(answer()), "sglext": {"routed_experts": "AAAA"}})
-    with pytest.raises(UnreadableAnswer, match="no answer's"):
+    with pytest.raises(UnreadableAnswer, match="outside of every answer"):
         one(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True))
 
 
 def test_a_refusal_keeps_its_rows() -> None:
     body = orjson.dumps({"routed_experts": "AAAA", "indexer_topk": "BBBB", "more": {"routed_experts": ""}})
     remains, rows = taken(body)
-    assert b"".join(rows.as_it_came(remains)) == body
+    assert b"".join(rows.with_own_rows(remains)) == body
 
 
 def event_of(told: dict[str, Any], prefill: PrefillAnswer) -> bytes | None:
     remains, rows = taken(write_event(told))
-    pieces = one_event(Event.read(remains), rows, prefill, prefill.metas(), asked(return_routed_experts=True))
+    pieces = join_event(Event.read(remains), rows, prefill, prefill.metas(), asked(return_routed_experts=True))
     return None if pieces is None else b"".join(pieces)
 
 
 def test_an_answer_that_the_prefill_half_does_not_know_is_refused() -> None:
-    with pytest.raises(UnreadableAnswer, match="no answer 3"):
+    with pytest.raises(UnreadableAnswer, match="no answer with index 3"):
         event_of({"index": 3, "meta_info": {"routed_experts": "AAAA"}}, handed(routed_experts="AAAA"))
 
 

@@ -13,7 +13,7 @@ from middleware_hub.openai_session.continuing.families import LIBRARY
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.engines.openai.rest import arguments_behind, deltas_behind
+from miles_router.engines.openai.rest import missing_arguments, missing_deltas
 from miles_router.engines.parsers import FAMILIES as KNOWN
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.growing import GrowingText
@@ -43,10 +43,10 @@ def opened(text: str) -> bool:
 def test_a_growing_text_takes_nothing_back_and_becomes_the_whole(name: str, text: str) -> None:
     reader, shown = reader_of(name, text), GrowingMessage()
     for end in range(len(text) + 1):
-        for delta in deltas_behind(shown.message(), *reader.message(text[:end])):
+        for delta in missing_deltas(shown.message(), *reader.message(text[:end])):
             shown.add(delta)
     family = KNOWN[name]
-    split = family.thinking.whole(text, thinking=opened(text))
+    split = family.thinking.split(text, thinking=opened(text))
     content, calls = family.calls.read(split.rest or "", BY_NAME)
     made = shown.message()
     assert (made.get("reasoning_content") or "") == split.reasoning
@@ -85,7 +85,7 @@ def test_a_call_that_the_engine_shows_as_far_as_it_goes_is_no_json_before_its_en
 def test_a_schema_that_engines_read_by_rules_of_their_own_is_refused() -> None:
     tools = {"add": {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}}}
     text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    with pytest.raises(Unparsable, match="no plain type"):
+    with pytest.raises(Unparsable, match="no single type"):
         KNOWN["qwen3.5"].calls.read(text, tools)
 
 
@@ -99,8 +99,8 @@ def test_a_schema_that_engines_read_by_rules_of_their_own_is_refused() -> None:
     ],
 )
 def test_the_engine_s_names_come_before_the_family(mode: str, facts: Facts, known: tuple[bool, bool]) -> None:
-    parsers = Parsers.of(mode, "kimi" if mode == "local" else None)
-    assert (parsers.calls(facts) is not None, parsers.thinking(facts) is not None) == known
+    parsers = Parsers.from_settings(mode, "kimi" if mode == "local" else None)
+    assert (parsers.call_format(facts) is not None, parsers.reasoning_format(facts) is not None) == known
 
 
 def test_every_family_that_an_option_names_is_parsed_here() -> None:
@@ -129,13 +129,13 @@ def message(content: str = "", reasoning: str | None = None, *arguments: str) ->
     ],
 )
 def test_the_rest_of_arguments_is_found_whatever_their_spaces(shown: str, whole: str, rest: str) -> None:
-    assert arguments_behind(shown, whole) == rest
+    assert missing_arguments(shown, whole) == rest
 
 
 @pytest.mark.parametrize(("shown", "whole"), [('{"a": 2', '{"a": 1}'), ('{"a": "x ', '{"a": "xy"}')])
 def test_other_arguments_are_refused(shown: str, whole: str) -> None:
-    with pytest.raises(UnreadableAnswer, match="other arguments"):
-        arguments_behind(shown, whole)
+    with pytest.raises(UnreadableAnswer, match="streamed arguments differ"):
+        missing_arguments(shown, whole)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_other_arguments_are_refused(shown: str, whole: str) -> None:
     ],
 )
 def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str, deltas: list[Any]) -> None:
-    found = [{name: value for name, value in each.items() if value} for each in deltas_behind(shown, whole, text)]
+    found = [{name: value for name, value in each.items() if value} for each in missing_deltas(shown, whole, text)]
     for delta, expected in zip(found, deltas, strict=False):
         assert delta == expected or set(delta) == expected
 
@@ -162,8 +162,8 @@ def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str,
     ],
 )
 def test_what_was_shown_is_never_another_message(shown: Any, whole: Any) -> None:
-    with pytest.raises(UnreadableAnswer, match="shown"):
-        list(deltas_behind(shown, whole, whole["content"]))
+    with pytest.raises(UnreadableAnswer, match=r"streamed .* parsed"):
+        list(missing_deltas(shown, whole, whole["content"]))
 
 
 #: What a model writes that samples the same again and again, by the family: a call's beginning, and what is repeated.
@@ -199,9 +199,9 @@ def test_endless_repeated_call_is_parsed_in_linear_time(name: str, begin: str, a
 def test_marks_that_repeat_themselves_are_read_in_time_that_grows_with_them_alone(name: str, again: str) -> None:
     family, begin = KNOWN[name], '<｜DSML｜tool_calls><｜DSML｜invoke name="f">' * (name == "deepseekv4")
     text = begin + again * 20_000
-    for rest in (family.thinking.whole(text, thinking=False).rest, text):
+    for rest in (family.thinking.split(text, thinking=False).rest, text):
         family.calls.read(rest or "", {"f": {}})
-    family.thinking.growing(text, thinking=False)
+    family.thinking.split_certain(text, thinking=False)
     family.calls.unfinished(text, {"f": {}})
 
 

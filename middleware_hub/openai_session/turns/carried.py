@@ -15,10 +15,10 @@ from middleware_hub.openai_session.turns.plan import TurnPlan
 from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, finish_of
 from miles_router.engines.generate import RID
 from miles_router.engines.openai.chat_parts import (
+    choice_as_generate,
     joined_answer,
     joined_choice,
-    part_of,
-    rest_of,
+    rest_as_generate,
     with_reasoning_tokens,
 )
 from miles_router.engines.parsers import Parsers, reasoning_marks
@@ -188,7 +188,7 @@ class CarriedTurn(ContinuedRequest):
 
     def read_attempt(self, answer: Any) -> Any:
         """Return the rest of a choice."""
-        return rest_of(answer)
+        return rest_as_generate(answer)
 
     def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
         """Leave the delivery of a choice's rows with the exchange of its attempts."""
@@ -254,7 +254,9 @@ class CarriedAnswer(CarriedTurn):
 
     def _begun(self, choice: Mapping[str, Any], attempt: Attempt) -> ChatGeneration:
         prompt = self.prompt(choice.get("prompt_token_ids"))
-        return self.begin(choice["index"], prompt, attempt, part_of(choice, ""), choice["meta_info"]["finish_reason"])
+        return self.begin(
+            choice["index"], prompt, attempt, choice_as_generate(choice, ""), choice["meta_info"]["finish_reason"]
+        )
 
     async def _choice(self, first: Mapping[str, Any], answer: Any, attempt: Attempt) -> Mapping[str, Any]:
         if answer is None:

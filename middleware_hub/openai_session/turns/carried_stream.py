@@ -11,7 +11,7 @@ from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, is_abort, token_count
 from miles_router.engines.events import Event
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import entries_of, finished, joined_usage
+from miles_router.engines.openai.chat_parts import entries_of, finish_reason_of, joined_usage
 from miles_router.engines.openai.chat_stream import ROW_NAMES, GrowingChat, GrowingChatChoice, GrowingMessage
 from miles_router.engines.openai.held_deltas import TOKEN_ID, may_end, token_bytes
 from miles_router.engines.openai.text_reader import LiveText
@@ -90,7 +90,7 @@ class RestStream(FollowingStream):
             end = {"type": "length", "length": len(self.choice.entries)}
         elif is_abort(end["type"]):
             end = {"type": end["type"]}
-        return {**self.growing.part(0, self._generation.given, end), "text": "".join(self._text)}
+        return {**self.growing.as_generate(0, self._generation.given, end), "text": "".join(self._text)}
 
     async def lost_part(self, names: NameTokens) -> dict[str, Any] | None:
         """Return what there is of it where its worker was lost; None for nothing.
@@ -100,8 +100,8 @@ class RestStream(FollowingStream):
         """
         if self.choice is None:
             return None
-        self.growing.name_ids({0: await named(self.choice, names)})
-        return {**self.growing.part(0, self._generation.given, None), "text": "".join(self._text)}
+        self.growing.set_ids({0: await named(self.choice, names)})
+        return {**self.growing.as_generate(0, self._generation.given, None), "text": "".join(self._text)}
 
 
 class CarriedStream(CarriedTurn):
@@ -130,7 +130,7 @@ class CarriedStream(CarriedTurn):
         try:
             if not self._stream.lose():
                 raise CannotResume("what it said cannot be read")
-            growing.name_ids(
+            growing.set_ids(
                 {index: await named(choice, self._names) for index, choice in sorted(growing.growing.items())}
             )
             if not (self.fields.get("input_ids") or growing.prompt):
@@ -156,7 +156,7 @@ class CarriedStream(CarriedTurn):
             await self._reply.give(await self._rest(index, answers.get(index)))
         self._show_of_all(answers)
         for index, answer in answers.items():
-            self._growing.put_whole(index, answer)
+            self._growing.replace_tokens(index, answer)
         self._stream.end_carried()
 
     async def _said_by_engine(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
@@ -171,7 +171,7 @@ class CarriedStream(CarriedTurn):
         end = None if finish is None else {"type": finish}
         prompt = self.prompt(self._growing.prompt)
         self._told[index] = len(self._growing.growing[index].entries)
-        generation = self.begin(index, prompt, self._attempt, self._growing.part(index, len(prompt), end), end)
+        generation = self.begin(index, prompt, self._attempt, self._growing.as_generate(index, len(prompt), end), end)
         self._watch(generation)
         return generation
 
@@ -186,7 +186,7 @@ class CarriedStream(CarriedTurn):
             except MALFORMED as error:
                 raise CannotResume("a tool call was shown that names no function") from error
             growing = self.reader.growing(begun, self._attempt.facts)
-            self._live[index] = LiveText(growing, GrowingMessage.of(shown))
+            self._live[index] = LiveText(growing, GrowingMessage.from_message(shown))
         generation.watched = self._live[index].is_live
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
@@ -228,7 +228,7 @@ class CarriedStream(CarriedTurn):
     async def _more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
         """Show what has come, as far as it is certain."""
         index, before = generation.index, generation.answer
-        deltas = self._live[index].certain((before["text"] if before is not None else "") + text)
+        deltas = self._live[index].new_deltas((before["text"] if before is not None else "") + text)
         said = [*(entries_of(before) if before is not None else ()), *entries]
         await self._reply.give(self._show(index, deltas, said))
         generation.shown_ids = self._growing.growing[index].tokens = self._told[index]
@@ -253,7 +253,7 @@ class CarriedStream(CarriedTurn):
         try:
             begun, facts = self._stream.begun(index), self._attempt.facts
             read = await self.reader.read(answer, begun, facts, self.questions(), stream=True)
-            finish, deltas = finished(answer, read.message), self._live[index].behind(*read)
+            finish, deltas = finish_reason_of(answer, read.message), self._live[index].remaining_deltas(*read)
         except (CannotResume, UnreadableAnswer, RouterError, *MALFORMED) as error:
             self.give_up(error)
             finish = {"type": ABORT}

@@ -206,7 +206,7 @@ class RawStream:
         deltas: Sequence[Mapping[str, Any]]
         growing.text += (choice.get("delta") or {}).get("content") or ""
         if finish is None:
-            deltas = growing.live.certain(growing.text)
+            deltas = growing.live.new_deltas(growing.text)
         else:
             deltas, unread = growing.end(finish)
             self.unread |= {} if unread is None else {choice["index"]: unread}
@@ -227,11 +227,11 @@ class _RawChoice:
 
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
         """Return the remaining deltas, and why the text could not be parsed."""
-        deltas = self.live.certain(self.text, at_once=True)  # shown even if the whole text is parsed otherwise
+        deltas = self.live.new_deltas(self.text, at_once=True)  # shown even if the whole text is parsed otherwise
         message, rest, unread = self._turn.read(self.text, {}, finish)
         if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
             return deltas, unread or "a call was shown that the whole text does not have"
         try:
-            return [*deltas, *self.live.behind(message, rest)], unread
+            return [*deltas, *self.live.remaining_deltas(message, rest)], unread
         except UnreadableAnswer as error:
             return deltas, unread or str(error)

@@ -30,7 +30,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import tools_of
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
-from miles_router.engines.openai.raw import PARSER_FAILED, may_be_raw, prompt_of, prompt_request
+from miles_router.engines.openai.raw import PARSER_FAILED, can_parse_locally, prompt_of, prompt_request
 from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import RouterError, UpstreamBroken
@@ -318,7 +318,7 @@ class WholeTurn(TurnSampling):
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
-        seen, read = self.face.endpoint.as_asked(answer, self.fields), token_count(answer.get("usage"))
+        seen, read = self.face.endpoint.for_client(answer, self.fields), token_count(answer.get("usage"))
         try:
             stream = self.plan.request.stream
             self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.whole(seen))
@@ -355,7 +355,7 @@ class WholeTurn(TurnSampling):
         if plan.raw is not None:  # the engine parsed nothing
             return None
         facts = await services.router.fleet.facts(url)
-        if not may_be_raw(self.fields, services.parsers, facts):
+        if not can_parse_locally(self.fields, services.parsers, facts):
             return None
         try:
             turn, written = await self._raw_turn(facts, receive)

@@ -17,7 +17,7 @@ from middleware_hub.openai_session.turns.raw_turn import RawStream
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, is_abort
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.generate import stop_strings
-from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
+from miles_router.engines.openai.chat_stream import CHUNK_FIELDS, CallIndices, GrowingMessage
 from miles_router.engines.openai.choices import Choice, GrowingChoices, OpenAIEndpoint, read_chunk
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.errors import RouterError
@@ -81,7 +81,7 @@ class TurnStream:
         self._expected = request.choices
         self._waits = resume is not None or raw is not None  # parts of chunks may wait, or are parsed here
         self._held: dict[int, HeldDelta] = {}
-        self._places: dict[int, CallPlaces] = {}
+        self._places: dict[int, CallIndices] = {}
         self._texts: dict[int, Mapping[str, str]] = {}  # the first text of each choice that may be carried on
         #: The chunks of aborts of which it is not known yet whether a pause made them.
         self.undecided: list[NamedChunk] = []
@@ -146,7 +146,7 @@ class TurnStream:
     def complete(self, choice: Choice, deltas: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
         """Show these deltas of tool calls before the finish reason of a choice, and add them to its message. The finish
         reason of an answer that was cut stays."""
-        growing = GrowingMessage.of(choice.message)
+        growing = GrowingMessage.from_message(choice.message)
         for delta in deltas:
             growing.add(delta)
         choice.message = growing.message()
@@ -159,7 +159,7 @@ class TurnStream:
                 if each.get("index") == choice.index and each.get("finish_reason") is not None:
                     if not cut:
                         each["finish_reason"], each["matched_stop"] = choice.finish, choice.matched
-                    head = {name: held.chunk[name] for name in OF_A_CHUNK if name in held.chunk}
+                    head = {name: held.chunk[name] for name in CHUNK_FIELDS if name in held.chunk}
                     blank = {**each, "finish_reason": None, "logprobs": None}
                     new = [{**head, "choices": [{**blank, "delta": delta}]} for delta in deltas]
                     self._held_back[place:place] = [NamedChunk(chunk, b"") for chunk in new]
@@ -227,7 +227,7 @@ class TurnStream:
         if held is None:
             held = self._held[index] = self._new_held(index)
         if self._raw is None:
-            self._places.setdefault(index, CallPlaces()).number(delta)
+            self._places.setdefault(index, CallIndices()).renumber(delta)
         if self._resume is not None:
             if finish is not None and is_abort(finish) and self._failure is None:
                 self.undecided.append(NamedChunk(chunk, name))
@@ -243,7 +243,7 @@ class TurnStream:
             return HeldDelta()
         if type(index) is not int or not 0 <= index < self._expected:
             raise TypeError("a choice that was not asked for")
-        return HeldDelta(texts=True, stops=self._stops, told_only=self._resume.resume_lost)
+        return HeldDelta(texts=True, stops=self._stops, until_logprobs=self._resume.resume_lost)
 
     def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
         if self.growing.add(chunk, self._version):
@@ -254,7 +254,7 @@ class TurnStream:
 
     def _write(self, chunk: dict[str, Any], name: bytes) -> bytes:
         choices = chunk.get("choices") or ()
-        seen = self._endpoint.chunk_as_asked(chunk, self._fields)
+        seen = self._endpoint.chunk_for_client(chunk, self._fields)
         if seen is None:
             return b""
         if any(map(_FINISH, choices)) or (self._held_back and not choices):  # part of an answer's end
@@ -342,7 +342,7 @@ class TurnStream:
         shown = []
         for piece in (chunk,) if self._raw is None else self._raw.chunks(chunk):
             (part,) = piece["choices"]
-            self.growing.growing[index].see(part)
+            self.growing.growing[index].add_shown(part)
             shown.append(self._write(piece, b""))
         return b"".join(shown)
 

@@ -1,1 +1,1 @@
-"""The engine's OpenAI endpoints: what chat and completions are asked, and what they answer. Pure."""
+"""Requests to the engine's OpenAI endpoints, chat and completions, and the reading of their answers. Pure."""

@@ -37,9 +37,9 @@ SAMPLING: Mapping[str, str] = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-#: Other fields that `/generate` has too. The rest is about rendering, parsing and the form of the answer, or unknown,
-#: which SGLang's chat ignores.
-BESIDE = frozenset(
+#: Other fields that `/generate` has too. All further fields concern rendering, parsing or the form of the answer, or
+#: are unknown; SGLang's chat ignores unknown fields.
+OTHER_FIELDS = frozenset(
     (
         *("stream", "rid", "lora_path", "priority", "extra_key", "cache_salt", "custom_logit_processor"),
         *("session_params", "return_hidden_states", "max_thinking_tokens"),
@@ -49,8 +49,8 @@ BESIDE = frozenset(
 JSON_OBJECT = '{"type": "object"}'
 
 
-def gives_ids(body: bytes, parse: Parse) -> bool:
-    """Return whether a chat request has `input_ids`. Raises what `parse` raises."""
+def has_input_ids(body: bytes, parse: Parse) -> bool:
+    """Return True if a chat request has `input_ids`. Raises what `parse` raises."""
     fields = parse(body) if b'"%b"' % IDS.encode() in body else None
     return isinstance(fields, Mapping) and fields.get(IDS) is not None
 
@@ -67,13 +67,13 @@ def chat_by_ids(body: bytes, parse: Parse, generate: Callable[[bytes], Translati
     """
     fields = parse(body)
     if not isinstance(fields, Mapping) or not isinstance(fields.get(IDS), list):
-        raise CannotServe("it takes chat by input_ids alone")
+        raise CannotServe("its chat needs input_ids")
     if fields.get("separate_reasoning", True):
-        raise CannotServe("its chat by input_ids is raw: it cannot separate_reasoning, which is to be false")
+        raise CannotServe("its chat by input_ids parses no reasoning: set separate_reasoning to false")
     if fields.get("tools") and fields.get("tool_choice") != "none":
-        raise CannotServe("its chat by input_ids is raw: it reads no calls, and tool_choice is to be none")
+        raise CannotServe("its chat by input_ids parses no tool calls: set tool_choice to none")
     if ":" in str(fields.get(MODEL)) and not fields.get(ADAPTER):
-        raise CannotServe(f"in chat by input_ids it reads no adapter in the name of a model: {ADAPTER} names one")
+        raise CannotServe(f"its chat by input_ids takes no adapter from the model's name: send it in {ADAPTER}")
     sent = orjson.dumps(as_generate(fields))
     return ChatByIds(fields, sent, generate(sent))
 
@@ -87,7 +87,7 @@ def as_generate(fields: Mapping[str, Any]) -> dict[str, Any]:
     params = {own: fields[name] for name, own in SAMPLING.items() if fields.get(name) is not None}
     params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
     params |= _json_schema(fields.get("response_format"))
-    kept = {name: fields[name] for name in BESIDE if fields.get(name) is not None}
+    kept = {name: fields[name] for name in OTHER_FIELDS if fields.get(name) is not None}
     kept |= {"return_logprob": True, "return_text_in_logprobs": True}
     return {**kept, "top_logprobs_num": fields.get("top_logprobs") or 0, IDS: fields["input_ids"], PARAMS: params}
 
@@ -100,7 +100,7 @@ def _json_schema(wanted: Any) -> dict[str, Any]:
             return {"json_schema": JSON_OBJECT}
         case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
             return {"json_schema": orjson.dumps(schema).decode()}
-    raise CannotServe(f"it has no response_format like {str(wanted)[:64]!r}")
+    raise CannotServe(f"it does not support response_format {str(wanted)[:64]!r}")
 
 
 class ChatByIds:
@@ -140,7 +140,7 @@ class ChatByIds:
     def _choice(self, index: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         meta, finish = answer["meta_info"], answer["meta_info"]["finish_reason"]
         if not isinstance(answer["text"], str):
-            raise TypeError("a text that is none")
+            raise TypeError("the text is not a string")
         told = {"prompt_token_ids": self._fields["input_ids"]} if self._fields.get(PROMPT_OF_WHOLE) else {}
         return {
             "index": index,
@@ -165,7 +165,7 @@ class ChatByIds:
         try:
             index = told.get("index", 0)
             if type(index) is not int or not 0 <= index < self._choices:
-                raise TypeError("a choice that was not asked for")
+                raise TypeError("the index of an event is invalid")
             choice = self._streamed.setdefault(index, StreamedChoice(self._stops))
             parts = [*choice.parts(told)]
             head = {**self._head(told["meta_info"]["id"]), "object": "chat.completion.chunk"}
@@ -197,7 +197,7 @@ class ChatByIds:
         prompt = next((meta["prompt_tokens"] for meta in metas if "prompt_tokens" in meta), len(self._fields[IDS]))
         completion = sum(meta["completion_tokens"] for meta in metas)
         if type(prompt) is not int or type(completion) is not int:
-            raise TypeError("counts of tokens that are no integers")
+            raise TypeError("the token counts are not integers")
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _head(self, name: object) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class StreamedChoice:
 
     @property
     def answer(self) -> dict[str, Any] | None:
-        """Return the answer so far, in the form of `/generate`."""
+        """The answer so far, in the form of `/generate`; None before the first event."""
         return self._growing.answer
 
     def parts(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -226,12 +226,12 @@ class StreamedChoice:
             What `GrowingAnswer.add` raises.
         """
         if self._growing.ended:
-            raise UnreadableAnswer("incomplete", "an event behind the finish reason")
+            raise UnreadableAnswer("incomplete", "an event follows the finish reason")
         answer = self._growing.add(told)
         meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
         if finish is not None and not isinstance(finish["type"], str):
-            raise TypeError("a finish reason that is none")
-        text = answer["text"] if finish is not None else self._certain(answer["text"])
+            raise TypeError("the type of the finish reason is not a string")
+        text = answer["text"] if finish is not None else self._safe_text(answer["text"])
         if not text.startswith(self._text) and not self._text.startswith(text):
             raise UnreadableAnswer("tokens_taken_back", "the text of an event differs from the text before")
         new, entries = text[len(self._text) :], [*_entries(meta, self._tokens)]
@@ -244,7 +244,7 @@ class StreamedChoice:
             end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
             yield {"delta": {"role": None, "content": None}, "logprobs": None, **end}
 
-    def _certain(self, text: str) -> str:
+    def _safe_text(self, text: str) -> str:
         kept = len(text.rstrip(UNFINISHED))
         for stop in self._stops:
             longest = min(len(stop) - 1, kept, LONGEST_BEGINNING)
@@ -261,7 +261,7 @@ def _entries(meta: Mapping[str, Any], start: int = 0) -> Iterator[dict[str, Any]
 
 
 def _entry(triple: Any) -> dict[str, Any]:
-    """Return chat's entry for a token. The text of a token that is part of a character does not tell its bytes."""
+    """Return chat's logprob entry for a token. `bytes` is None for a token that is only part of a character."""
     text = triple[2] or ""
     spelled = None if UNFINISHED in text else list(text.encode("utf-8", "surrogatepass"))
     return {"token": text, "bytes": spelled, "logprob": triple[0], TOKEN_ID: triple[1]}

@@ -1,8 +1,7 @@
-"""The chat endpoint: what it is asked so that a turn can be recorded exactly, and what it answers (SGLang 0.5.23,
-`serving_chat.py`). Pure.
+"""The chat endpoint: requests that make exact recording of a turn possible, and the reading of answers. Pure.
 
-A whole answer tells ids, logprobs and weight versions in each choice's `meta_info`. A stream tells the logprobs with
-each chunk and the ids at its end in `sglext`; it does not tell weight versions.
+Source: SGLang 0.5.23, `serving_chat.py`. A whole answer contains ids, logprobs and weight versions in the `meta_info`
+of each choice. A stream contains logprobs in each chunk, and the ids at its end in `sglext`, but no weight versions.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import (
     GrowingChat,
     chunks_of,
-    named_calls,
-    sound_usage,
+    valid_usage,
+    with_named_calls,
     with_usage,
     without_usage,
 )
 from miles_router.engines.openai.choices import Choice, Chunks
 
-#: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
-OF_WHOLE = ("logprobs", "return_meta_info")
-OF_STREAM = ("logprobs", "return_output_ids_in_sglext", "return_cached_tokens_details")
+#: Fields that the router adds to a request, for a whole answer and for a stream. The client sees only the results of
+#: fields that the client itself sent.
+WHOLE_FIELDS = ("logprobs", "return_meta_info")
+STREAM_FIELDS = ("logprobs", "return_output_ids_in_sglext", "return_cached_tokens_details")
 PROMPT_OF_WHOLE, PROMPT_OF_STREAM = "return_prompt_token_ids", "return_input_ids_in_sglext"
-#: Of `sglext`, what is asked for to record, and the request's field for each.
+#: Fields of `sglext` that a record needs, and the request field that asks for each.
 SGLEXT = {
     "input_ids": PROMPT_OF_STREAM,
     "output_ids": "return_output_ids_in_sglext",
@@ -59,7 +59,7 @@ EMPTY: tuple[object, ...] = (None, "", [])
 
 
 def _with_readable_calls(message: Any) -> Any:
-    """A message whose arguments the engine can read: it refuses halves of surrogate pairs, which models do write."""
+    """Return a message with U+FFFD for lone surrogates in call arguments, which models write and the engine refuses."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list):
         return message
@@ -78,7 +78,7 @@ def _readable(call: Any) -> Any:
 
 
 class ChatEndpoint:
-    """`/v1/chat/completions`."""
+    """The `OpenAIEndpoint` for `/v1/chat/completions`."""
 
     path = paths.CHAT
     takes_ids = True
@@ -88,8 +88,8 @@ class ChatEndpoint:
     chunk_events = frozenset({b"", FRAMED})
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
-        """The request for the engine; without `ids`, it is asked which its template made of the messages."""
-        sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
+        """Return the request for the engine. Without `ids`, it also asks for the prompt ids that the template made."""
+        sent = {**fields, **dict.fromkeys(STREAM_FIELDS if stream else WHOLE_FIELDS, True)}
         if stream:
             sent |= with_usage(fields)
         else:
@@ -103,34 +103,30 @@ class ChatEndpoint:
         return b"".join((memoryview(orjson.dumps(sent))[:-1], b',"input_ids":', *ids, b"}"))
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
-        """What a whole answer says was sampled.
-
-        Raises:
-            UnreadableAnswer: it lacks something, or contradicts itself.
-        """
         try:
             return [_choice(each) for each in answer["choices"]]
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def growing(self, *, may_be_cut: bool = False) -> GrowingChat:
-        """Return what takes a stream's chunks."""
         return GrowingChat(may_be_cut=may_be_cut)
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer with what its client asked for itself. The API's `metadata` has texts alone, and some clients
-        refuse any other."""
-        seen = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole answer with only the fields that the client asked for.
+
+        Values in `metadata` become strings: the API allows only strings, and some clients refuse other types.
+        """
+        seen = {**answer, "choices": [_choice_for_client(choice, fields) for choice in answer["choices"]]}
         if "usage" in seen:
-            seen["usage"] = sound_usage(seen["usage"])
+            seen["usage"] = valid_usage(seen["usage"])
         if isinstance(answer.get("metadata"), dict):
             seen["metadata"] = {name: _text(value) for name, value in answer["metadata"].items()}
         return seen
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chunk, changed to what its client asked for itself; None if it says nothing else."""
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Reduce a chunk, in place, to the fields that the client asked for. Return None if nothing is left."""
         if chunk.get("usage") is not None:
-            chunk["usage"] = sound_usage(chunk["usage"])
+            chunk["usage"] = valid_usage(chunk["usage"])
         if chunk.get("sglext") is not None:
             unwanted = {name for name, field in SGLEXT.items() if not fields.get(field)}
             kept = {
@@ -147,13 +143,15 @@ class ChatEndpoint:
                 if choice.get("logprobs") is not None:
                     emptied = True
                 choice["logprobs"] = None
-            if emptied and all(map(_says_nothing, chunk["choices"])):
+            if emptied and all(map(_is_empty, chunk["choices"])):
                 return None
         return chunk if chunk.get("usage") is None else without_usage(chunk, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
-        """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of
-        tokens that show no text, a stop token's above all."""
+        """Return the shortfall according to the engine's schema and parsers.
+
+        Without any parser, SGLang's chat streams leave out the logprobs of tokens without text, such as stop tokens.
+        """
         field = SGLEXT["output_ids"]
         if facts.takes_field(SCHEMA, field) is False:
             return f"the engine has no field {field}"
@@ -163,27 +161,26 @@ class ChatEndpoint:
 
     @property
     def chunks(self) -> Chunks:
-        """Gives a whole answer as the chunks of a stream."""
         return chunks_of
 
 
 def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
-    """What a request asks for that cannot be had with ids in place of its messages, in a word; None if nothing."""
+    """Return the reason, in one word, why ids cannot replace the messages of a request; None if they can."""
     if fields.get("input_ids") is not None:
         return "own_input_ids"
     if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
-        return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
+        return "invalid_chat_template_kwargs"  # the engine reports this error
     return GOES_ON if fields.get(GOES_ON) else None
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
-    """One choice of a whole answer that was asked for with `OF_WHOLE`."""
+    """Read one choice of a whole answer to a request with the fields `WHOLE_FIELDS`."""
     meta, finish = choice["meta_info"], choice["finish_reason"]
     if not isinstance(finish, str):
         raise UnreadableAnswer("incomplete", "a choice has no finish reason")
     triples = meta["output_token_logprobs"]
     if not isinstance(triples, list):
-        raise UnreadableAnswer("invalid_tokens", "the logprobs are no list")
+        raise UnreadableAnswer("invalid_tokens", "the logprobs are not a list")
     ids = tokens_of(triples)
     if len(triples) != meta["completion_tokens"]:
         counts = f"{meta['completion_tokens']} tokens, {len(triples)} logprobs: position {len(triples)} has none"
@@ -191,7 +188,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
     reason = meta.get("finish_reason") or {}
     return Choice(
         index=choice["index"],
-        message=named_calls(choice["message"]),
+        message=with_named_calls(choice["message"]),
         finish=finish,
         matched=reason.get("matched", choice.get("matched_stop")),
         ids=ids,
@@ -211,7 +208,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _choice_for_client(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(choice)
     if not (fields.get("return_prompt_token_ids") or fields.get("return_token_ids")):
         kept.pop("prompt_token_ids", None)
@@ -224,6 +221,6 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
     return kept
 
 
-def _says_nothing(choice: Mapping[str, Any]) -> bool:
+def _is_empty(choice: Mapping[str, Any]) -> bool:
     values = (choice.get("delta") or {}).values()
     return choice.get("finish_reason") is None and not any(values) and all(value in EMPTY for value in values)

@@ -1,9 +1,9 @@
-"""A chat answer that several requests sample one after the other: the request that carries it on, and what came of it
-all (SGLang 0.5.23, `serving_chat.py`). Pure.
+"""Chat answers that are sampled in several attempts: the request for the rest, and the joining of all parts. Pure.
 
-Parsers must see an answer whole. So the rest of one is asked for raw, with parsers off, as ids behind the ids that
-there are: then its text is what the engine's own text would go on with. In between an answer has the form of
-`/generate`, in which parts are joined (`partial_rollouts`); the third element of each logprob is chat's entry for it.
+Source: SGLang 0.5.23, `serving_chat.py`. Parsers must see a whole answer. So the request for the rest turns parsers
+off and has the prompt ids with the sampled ids as input: the engine then returns the text that its own answer would
+continue with. Between attempts an answer has the form of `/generate`, in which parts are joined (`partial_rollouts`).
+The third element of each logprob triple is then chat's logprob entry.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 
-#: What asks for the text as it was sampled.
+#: Request fields that turn parsing off.
 RAW = {"separate_reasoning": False, "tool_choice": "none"}
-OF_OTHER_ATTEMPTS = (
+DROPPED_FIELDS = (
     *("stream", "stream_options", "n", "max_completion_tokens", "continue_final_message"),
     *(
         "return_prompt_token_ids",
@@ -31,7 +31,7 @@ OF_OTHER_ATTEMPTS = (
 KEEP_SPECIAL = frozenset({"apertus2509", "kimi_k3", "inkling", "muse", "gpt-oss", "gemma4", "mistral"})
 #: Parsers of tool calls for which the engine constrains the sampling of every turn with tools.
 CONSTRAINED = frozenset({"glm47", "response_template", "inkling", "kimi_k3"})
-#: Sampling parameters of the same name, whose values `partial_rollouts` looks at.
+#: Sampling parameters with the same name in `/generate` that `partial_rollouts` reads.
 PARAMS = (
     *("regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "no_stop_trim"),
@@ -39,30 +39,33 @@ PARAMS = (
 
 
 def tools_of(fields: Mapping[str, Any]) -> list[Any]:
-    """The tools whose calls the engine looks for in the answer."""
+    """Return the tools whose calls the engine looks for in the answer."""
     tools = fields.get("tools")
     return tools if isinstance(tools, list) and fields.get("tool_choice") != "none" else []
 
 
 def looks_for_calls(fields: Mapping[str, Any], facts: Facts) -> bool:
-    """Whether the engine takes tool calls out of the answer."""
+    """Return True if the engine parses tool calls in the answer."""
     return bool(facts.tool_call_parser and tools_of(fields))
 
 
 def separates_reasoning(fields: Mapping[str, Any], facts: Facts) -> bool:
-    """Whether the engine takes reasoning out of the answer."""
+    """Return True if the engine separates reasoning from the answer."""
     return bool(facts.reasoning_parser and fields.get("separate_reasoning", True))
 
 
 def keeps_special(fields: Mapping[str, Any], facts: Facts) -> bool:
-    """Whether the text that the engine's parsers read has special tokens."""
+    """Return True if the text for the engine's parsers contains special tokens."""
     return (
         bool(tools_of(fields)) or facts.reasoning_parser in KEEP_SPECIAL or fields.get("skip_special_tokens") is False
     )
 
 
 def call_id(name: str, place: int, fields: Mapping[str, Any], facts: Facts) -> str:
-    """As the engine names a call (SGLang 0.5.23, `_process_tool_call_id`): Kimi K2's template reads the names."""
+    """Return an id for a call, in the engine's form (SGLang 0.5.23, `_process_tool_call_id`).
+
+    Kimi K2's template reads the ids: they number the calls of the whole conversation. All other ids are random.
+    """
     if facts.tool_call_parser != "kimi_k2":
         return f"call_{uuid.uuid4().hex[:24]}"
     before = sum(len(message.get("tool_calls") or ()) for message in fields["messages"])
@@ -70,7 +73,7 @@ def call_id(name: str, place: int, fields: Mapping[str, Any], facts: Facts) -> s
 
 
 def constraint_of(fields: Mapping[str, Any], facts: Facts) -> str | None:
-    """What binds the whole answer to a form, so that a part of it cannot be sampled alone; None if nothing."""
+    """Return the constraint on the form of the answer, which rules out a separate request for the rest; or None."""
     if (fields.get("response_format") or {"type": "text"}).get("type") != "text":
         return "response_format"
     tools = tools_of(fields)
@@ -84,7 +87,7 @@ def constraint_of(fields: Mapping[str, Any], facts: Facts) -> str | None:
 
 
 def as_generation(fields: Mapping[str, Any], prompt: Sequence[int], facts: Facts) -> dict[str, Any]:
-    """A request of `/generate` for one choice, with what matters for carrying it on."""
+    """Return a chat request for one choice in the form of `/generate`, as far as a continuation needs it."""
     params = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
     params["max_new_tokens"] = fields.get("max_completion_tokens") or fields.get("max_tokens")
     params["min_new_tokens"] = fields.get("min_tokens") or 0
@@ -101,19 +104,25 @@ def rest_request(
     *,
     stream: bool,
 ) -> dict[str, Any]:
-    """The request for the rest of a choice, raw: behind these ids, with what is left of its budget."""
-    sent = {name: value for name, value in fields.items() if name not in OF_OTHER_ATTEMPTS}
+    """Return the request for the rest of a choice, with parsers off.
+
+    Args:
+        ids: the prompt and the tokens sampled so far.
+        params: sampling parameters with the remaining token budget.
+        rows: the fields that ask for rows.
+    """
+    sent = {name: value for name, value in fields.items() if name not in DROPPED_FIELDS}
     sent |= {**RAW, **rows, "input_ids": list(ids), "logprobs": True}
     sent |= {"stream": True, "return_output_ids_in_sglext": True} if stream else {"return_meta_info": True}
     sent |= {"max_tokens": params["max_new_tokens"], "min_tokens": params["min_new_tokens"]}
     return {**sent, "skip_special_tokens": params["skip_special_tokens"]}
 
 
-def part_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """A choice of a whole answer in the form of `/generate`.
+def choice_as_generate(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a choice of a whole answer in the form of `/generate`.
 
     Raises:
-        UnreadableAnswer: it lacks something.
+        UnreadableAnswer: a field is missing, or the counts of tokens and logprobs differ.
     """
     try:
         meta, entries = choice["meta_info"], choice["logprobs"]["content"]
@@ -127,15 +136,15 @@ def part_of(choice: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {"text": text, "output_ids": ids, "meta_info": {**meta, LOGPROBS: marked}}
 
 
-def rest_of(answer: Any) -> dict[str, Any]:
-    """The whole answer to a `rest_request` in the form of `/generate`.
+def rest_as_generate(answer: Any) -> dict[str, Any]:
+    """Return the whole answer to a `rest_request` in the form of `/generate`.
 
     Raises:
-        UnreadableAnswer: it is none.
+        UnreadableAnswer: the answer does not have exactly one choice, or a field is missing.
     """
     try:
         (choice,) = answer["choices"]
-        return part_of(choice, choice["message"]["content"] or "")
+        return choice_as_generate(choice, choice["message"]["content"] or "")
     except (*MALFORMED, ValueError) as error:
         raise (
             error if isinstance(error, UnreadableAnswer) else UnreadableAnswer("incomplete", in_words(error))
@@ -143,12 +152,12 @@ def rest_of(answer: Any) -> dict[str, Any]:
 
 
 def entries_of(answer: Mapping[str, Any]) -> list[Any]:
-    """Chat's entries for the logprobs of a joined answer."""
+    """Return chat's logprob entries of a joined answer."""
     return [triple[2] for triple in answer["meta_info"][LOGPROBS]]
 
 
-def finished(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a joined answer ended, as chat says it: a stop behind a tool call is one of `tool_calls`."""
+def finish_reason_of(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the finish reason of a joined answer: `tool_calls` in place of `stop` if the message has calls."""
     finish = answer["meta_info"]["finish_reason"]
     if message.get("tool_calls") and finish["type"] == "stop":
         return {**finish, "type": "tool_calls", "matched": None}
@@ -156,8 +165,8 @@ def finished(answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str,
 
 
 def joined_choice(first: Mapping[str, Any], answer: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
-    """The choice of a whole answer that all of it makes; `first` is how it began."""
-    finish, entries = finished(answer, message), entries_of(answer)
+    """Return the choice of a joined answer; `first` is the choice of the first attempt."""
+    finish, entries = finish_reason_of(answer, message), entries_of(answer)
     triples = [
         [triple[0], triple[1], entry.get("token")]
         for triple, entry in zip(answer["meta_info"][LOGPROBS], entries, strict=True)
@@ -176,7 +185,7 @@ def joined_choice(first: Mapping[str, Any], answer: Mapping[str, Any], message: 
 
 
 def joined_answer(first: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole answer that these choices make; `first` is the one that was cut."""
+    """Return the whole answer with these choices; `first` is the answer of the first attempt, which was cut."""
     metas = [choice["meta_info"] for choice in choices]
     answer = {**first, "choices": list(choices), "usage": joined_usage(first.get("usage"), metas)}
     if "metadata" in first:
@@ -190,9 +199,9 @@ def joined_answer(first: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
 
 
 def joined_usage(first: Any, metas: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the usage of an answer whose first part told `first`; what that says of the prompt stays.
+    """Return the usage of a joined answer; `first` is the usage of the first attempt, whose prompt counts stay.
 
-    SGLang 0.5.23 tells of a choice that it aborts in its queue no prompt, and counts 0: the part behind it tells.
+    SGLang 0.5.23 reports 0 prompt tokens for a choice that it aborts in its queue. A later attempt has the count.
     """
     if not isinstance(first, Mapping):
         return first
@@ -209,8 +218,10 @@ def joined_usage(first: Any, metas: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def with_reasoning_tokens(answer: Mapping[str, Any], end: str) -> dict[str, Any]:
-    """A joined answer with the number of its tokens up to the one that ends reasoning: an engine that is given the
-    first of them as its prompt counts others."""
+    """Set `reasoning_tokens` of a joined answer: the number of tokens up to and with `end`, or of all without `end`.
+
+    The engine's own count is wrong: for a later attempt, earlier tokens are part of the prompt.
+    """
     tokens = [entry.get("token") for entry in entries_of(answer)]
     count = tokens.index(end) + 1 if end in tokens else len(tokens)
     return {**answer, "meta_info": {**answer["meta_info"], "reasoning_tokens": count}}

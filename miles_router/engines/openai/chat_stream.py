@@ -1,7 +1,6 @@
-"""Chat streams: a message and choices that grow with their chunks, and a whole answer given as chunks (SGLang 0.5.23,
-`serving_chat.py`). Pure.
+"""Chat streams: choices and messages put together from chunks, and the conversion of a whole answer to chunks. Pure.
 
-The logprobs come with each chunk, the ids with the last one, in `sglext`.
+Source: SGLang 0.5.23, `serving_chat.py`. Each chunk contains logprobs; the last chunk contains the ids, in `sglext`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from miles_router.engines.answers import (
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
 from miles_router.engines.rows import ROW_FIELDS
 
-#: Fields of a usage that are parts of another, by the object that they stand in, if any.
+#: Token counts that are part of another count: the larger count, the object that contains the part (None: the usage
+#: itself), and the name of the part.
 PARTS = (
     ("prompt_tokens", "prompt_tokens_details", "cached_tokens"),
     ("completion_tokens", "completion_tokens_details", "reasoning_tokens"),
@@ -32,9 +32,12 @@ PARTS = (
 HOLDERS = frozenset(holder for _, holder, _ in PARTS if holder is not None)
 
 
-def sound_usage(usage: Any) -> Any:
-    """Return a usage without the counts that cannot be: what is no whole number from 0 is left out, and so is a part
-    that is larger than its whole. The total is the sum. What should be an object and is none is left out."""
+def valid_usage(usage: Any) -> Any:
+    """Return a usage without impossible values; None if `usage` is not an object.
+
+    Counts that are not whole numbers of at least 0 are dropped, as are parts that exceed their larger count and details
+    that are not objects. `total_tokens` becomes the sum.
+    """
     if not isinstance(usage, Mapping):
         return None
     sound = {
@@ -60,31 +63,35 @@ def sound_usage(usage: Any) -> Any:
     return sound
 
 
-OF_THE_ANSWER = ("id", "created", "model")
-OF_A_CHUNK = (*OF_THE_ANSWER, "object")
-BESIDE_THE_ENVELOPE = ("choices", "usage", "sglext")
+ANSWER_FIELDS = ("id", "created", "model")
+CHUNK_FIELDS = (*ANSWER_FIELDS, "object")
+NOT_IN_ENVELOPE = ("choices", "usage", "sglext")
 ROW_NAMES = frozenset(fields.rows.name for fields in ROW_FIELDS.values())
 
 
-def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose calls say what they call: only such a one can be continued. Raises one of `MALFORMED` for any
-    other."""
+def with_named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the message. Raises one of `MALFORMED` if a tool call names no function.
+
+    The next turn of a session could not continue such a message.
+    """
     for call in message.get("tool_calls") or ():
         if not isinstance(call["function"]["name"], str):
-            raise TypeError("a tool call that names no function")
+            raise TypeError("a tool call names no function")
     return {**message}
 
 
-class CallPlaces:
-    """The places of the tool calls of one choice. Behind a call of an unknown function, SGLang 0.5.23 begins again with
-    index 0, and clients would join two calls into one."""
+class CallIndices:
+    """A corrector for the indices of one choice's tool calls.
+
+    After a call of an unknown function, SGLang 0.5.23 restarts at index 0, and clients would join two calls to one.
+    """
 
     def __init__(self) -> None:
         self._places: dict[object, int] = {}  # by the engine's index
         self._named = 0
 
-    def number(self, delta: Mapping[str, Any]) -> None:
-        """Give each new call of a delta a place of its own."""
+    def renumber(self, delta: Mapping[str, Any]) -> None:
+        """Change the delta, in place, so that each new call has an index of its own."""
         for piece in delta.get("tool_calls") or ():
             index = piece.get("index") or 0
             if (piece.get("function") or {}).get("name"):
@@ -103,15 +110,14 @@ class GrowingMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> GrowingMessage:
-        """One that has grown to this message."""
+    def from_message(cls, message: Mapping[str, Any]) -> GrowingMessage:
+        """Return a `GrowingMessage` with this message as its state."""
         growing = cls()
         calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
         growing.add({**message, "tool_calls": calls})
         return growing
 
     def add(self, delta: Mapping[str, Any]) -> None:
-        """One delta more."""
         if delta.get("content"):
             self._content.append(delta["content"])
         if delta.get("reasoning_content"):
@@ -128,7 +134,7 @@ class GrowingMessage:
             call["parts"].append(function["arguments"])
 
     def message(self) -> dict[str, Any]:
-        """As the whole answer would have it. Raises one of `MALFORMED` where the deltas make none."""
+        """Return the message in the form of a whole answer. Raises one of `MALFORMED` if the deltas are malformed."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
@@ -141,19 +147,18 @@ class GrowingMessage:
                 }
                 for _, call in sorted(self._calls.items())
             ]
-        return named_calls(message)
+        return with_named_calls(message)
 
 
 class GrowingChatChoice(GrowingChoice):
-    """One choice of a chat stream as it grows.
+    """One choice of a chat stream, put together from chunks.
 
     Args:
-        keeps_entries: whether the entries of its logprobs are kept; a choice that is carried on needs them.
+        keeps_entries: whether to keep chat's logprob entries; a choice that may be continued needs them.
     """
 
     def __init__(self, rid: str | None, *, keeps_entries: bool) -> None:
         super().__init__(rid)
-        #: The message that the deltas so far make.
         self.message = GrowingMessage()
         #: Chat's entries for the logprobs of all tokens.
         self.entries: list[dict[str, Any]] = []
@@ -161,32 +166,32 @@ class GrowingChatChoice(GrowingChoice):
 
     def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
-        entries = self.told_logprobs(choice, "content")
+        entries = self.logprob_list(choice, "content")
         for entry in entries:
             self.logprobs.append(entry.get("logprob") if isinstance(entry, Mapping) else None)
         if self._keeps_entries:
             self.entries += entries
         return len(entries)
 
-    def see(self, choice: Mapping[str, Any]) -> None:
-        """Take what is shown of it while it is carried on; what was sampled is put in its place at the end."""
+    def add_shown(self, choice: Mapping[str, Any]) -> None:
+        """Record only the message and finish reason of a continuation's chunk. `replace_tokens` sets the tokens."""
         self.message.add(choice.get("delta") or {})
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
 
 
 class GrowingChat(GrowingChoices[GrowingChatChoice]):
-    """A chat answer as its chunks come. The ids come with the last chunk, the logprobs with each.
+    """A streamed chat answer, put together from chunks.
 
     Args:
-        may_be_cut: whether its choices may be carried on: then all is kept that this needs.
+        may_be_cut: whether to keep all data that a continuation of its choices needs.
     """
 
     def __init__(self, *, may_be_cut: bool = False) -> None:
         super().__init__()
-        #: The ids of the prompt, where the engine was asked to tell them.
+        #: The ids of the prompt, if the request asked for them.
         self.prompt: list[int] | None = None
-        #: What the last chunks say beside the choices: ids and rows; and the usage of all.
+        #: The fields of `sglext` (ids and rows), and the usage of all choices.
         self.extension: dict[str, Any] = {}
         self.usage: dict[str, Any] | None = None
         self._ids: list[list[int]] | None = None
@@ -206,18 +211,18 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
             if not isinstance(extra["output_ids"], list) or not all(
                 isinstance(ids, list) for ids in extra["output_ids"]
             ):
-                raise UnreadableAnswer("invalid_tokens", "the ids of a stream are no lists")
+                raise UnreadableAnswer("invalid_tokens", "the ids of a stream are not lists")
             self._ids = extra["output_ids"]
         if extra.get("input_ids"):
             if not isinstance(extra["input_ids"], list):
-                raise UnreadableAnswer("invalid_tokens", "the ids of a prompt are no list")
+                raise UnreadableAnswer("invalid_tokens", "the ids of a prompt are not a list")
             self.prompt = extra["input_ids"]
         if (cached := cached_tokens(extra)) is not None:
             self._cached_tokens = cached
 
     def _keep(self, chunk: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         if chunk["choices"]:
-            self.envelope = {name: value for name, value in chunk.items() if name not in BESIDE_THE_ENVELOPE}
+            self.envelope = {name: value for name, value in chunk.items() if name not in NOT_IN_ENVELOPE}
         self.extension |= {name: value for name, value in extra.items() if value is not None}
         usage = chunk.get("usage")
         if isinstance(usage, Mapping) and type(usage.get("prompt_tokens") or 0) is int:
@@ -228,14 +233,15 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         if any(choice.finish is None for _, choice in growing):
             raise UnreadableAnswer("incomplete", "a stream ended without a finish reason")
         if self._ids is None:
-            raise StreamShortfall("a stream ended without the ids that it sampled")
+            raise StreamShortfall("a stream ended without the sampled ids")
         indices = [index for index, _ in growing]
         if indices != list(range(len(self._ids))):
-            raise UnreadableAnswer("token_counts_disagree", f"choices {indices}, and ids of {len(self._ids)}")
+            detail = f"the choices are {indices}, but there are ids for {len(self._ids)}"
+            raise UnreadableAnswer("token_counts_disagree", detail)
         return [self._choice(index, choice, ids) for (index, choice), ids in zip(growing, self._ids, strict=True)]
 
     def _choice(self, index: int, choice: GrowingChatChoice, ids: list[int]) -> Choice:
-        message = choice.message.message()  # first: a chunk that is none says nothing of other streams
+        message = choice.message.message()  # first, since a malformed message is not a shortfall
         if choice.tokens < len(ids):
             told: Unreadable = "token_counts_disagree" if choice.tokens else "incomplete"
             first = f"position {choice.tokens}, token {ids[choice.tokens]} has none"
@@ -253,26 +259,26 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
             facts={"rid": choice.rid, "cached_tokens": self._cached_tokens},
         )
 
-    # A stream that is cut
+    # For a stream that was cut
 
-    def name_ids(self, ids: Mapping[int, list[int]]) -> None:
-        """Take the ids of every choice, by its index, of a stream that ended before it told them."""
+    def set_ids(self, ids: Mapping[int, list[int]]) -> None:
+        """Set the sampled ids of every choice, by its index, if the stream ended before it contained them."""
         self._ids = self.extension["output_ids"] = [ids.get(index, []) for index in range(max(ids) + 1)]
 
-    def part(self, index: int, given: int, finish: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return a choice in the form of `/generate`, as far as the stream told it; its text is not known.
+    def as_generate(self, index: int, given: int, finish: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the streamed part of a choice in the form of `/generate`, with an empty text.
 
         Args:
-            given: the number of ids that it was given.
-            finish: why it ended; None where it did not.
+            given: the number of prompt tokens.
+            finish: the finish reason; None if the choice was cut.
 
         Raises:
-            UnreadableAnswer: the stream did not tell its ids and logprobs.
+            UnreadableAnswer: the stream did not contain the ids and logprobs.
         """
         choice, told = self.growing[index], self._ids or []
         ids = told[index] if index < len(told) else None
         if ids is None or len(ids) != len(choice.entries) or not all(type(each) is int for each in ids):
-            raise UnreadableAnswer("incomplete", "the stream did not tell the ids and logprobs of what was sampled")
+            raise UnreadableAnswer("incomplete", "the stream lacks the ids and logprobs of the sampled tokens")
         try:
             triples = [[entry["logprob"], token, entry] for token, entry in zip(ids, choice.entries, strict=True)]
         except MALFORMED as error:
@@ -291,9 +297,8 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         meta |= {name: value for name, value in self.extension.items() if name in ROW_NAMES}
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
-    def put_whole(self, index: int, answer: Mapping[str, Any]) -> None:
-        """Put all that was sampled of a choice that was carried on, in the form of `/generate`, in the place of what
-        its first part was."""
+    def replace_tokens(self, index: int, answer: Mapping[str, Any]) -> None:
+        """Replace the tokens of a continued choice by those of the joined answer, which has the form of `/generate`."""
         choice, meta = self.growing[index], answer["meta_info"]
         choice.logprobs = [triple[0] for triple in meta[LOGPROBS]]
         choice.tokens = len(choice.logprobs)
@@ -303,8 +308,7 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
 
 
 def cached_tokens(extra: object) -> int | None:
-    """How many tokens of the prompt came from a prefix cache, as the extension `sglext` says it; None where it does
-    not."""
+    """Return the number of prompt tokens from a prefix cache in `sglext`; None if it has no such counts."""
     details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
     if not isinstance(details, Mapping) or not details:
         return None
@@ -312,8 +316,8 @@ def cached_tokens(extra: object) -> int | None:
 
 
 def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A whole answer as the chunks of a stream that a request with these fields asks for: each choice in one piece."""
-    head = {name: answer.get(name) for name in OF_THE_ANSWER} | {"object": "chat.completion.chunk"}
+    """Yield a whole answer as the chunks of a stream, with the text of each choice in a single chunk."""
+    head = {name: answer.get(name) for name in ANSWER_FIELDS} | {"object": "chat.completion.chunk"}
     for choice in answer["choices"]:
         for part in _parts(choice):
             yield {**head, "choices": [part]}
@@ -323,13 +327,13 @@ def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[
 
 
 def wants_usage(fields: Mapping[str, Any]) -> bool:
-    """Whether a request asks for a stream that ends with a chunk of usage."""
+    """Return True if a request asks for a final chunk with the usage."""
     options = fields.get("stream_options")
     return isinstance(options, Mapping) and bool(options.get("include_usage"))
 
 
 def with_usage(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `stream_options` of a request whose stream ends with a chunk of usage; what is none stays as it is."""
+    """Return `stream_options` that ask for a final chunk with the usage. Invalid options stay as they are."""
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, Mapping):
         return {"stream_options": options}
@@ -337,7 +341,7 @@ def with_usage(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_usage(chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a chunk without the usage that its client did not ask for; None if it says nothing else."""
+    """Remove the final usage from a chunk if the client did not ask for it. Return None if nothing is left."""
     if wants_usage(fields) or chunk.get("usage") is None or chunk["choices"]:
         return chunk
     kept = {name: value for name, value in chunk.items() if name != "usage"}
@@ -345,7 +349,7 @@ def without_usage(chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A role, all that was said, and why it ended."""
+    """Yield three chunks of a choice: the role, the whole message, and the finish reason."""
     index, message = choice["index"], choice["message"]
     yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
     delta = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}

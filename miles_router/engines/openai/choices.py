@@ -1,6 +1,4 @@
-"""What an engine's OpenAI endpoints sampled: choices of whole answers, and choices that grow with a stream's chunks, in
-one form for all endpoints. Pure.
-"""
+"""Choices of whole and streamed answers, in one form for all OpenAI endpoints of an engine. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from miles_router.trajectory.pieces import VersionRun
 
 
 class StreamShortfall(UnreadableAnswer):
-    """A stream that ended in order did not tell something, and no other stream of the same engine would."""
+    """A complete stream lacks data that a record needs, as every stream of the same engine process does."""
 
     def __init__(self, detail: str, reason: Unreadable = "incomplete") -> None:
         super().__init__(reason, detail)
@@ -33,11 +31,11 @@ class Choice:
     Attributes:
         message: the assistant's message.
         finish: `stop`, `length`, `tool_calls` or `abort`.
-        matched: the token or string that stopped it, where the engine says.
-        ids: every id that was sampled; `logprobs` has one for each.
-        versions: runs over the ids; empty where no version is known.
-        prompt: the ids that it was given, where the engine was asked to tell them.
-        facts: what a record of the turn shows beside this; `rid` is the engine's name of the generation.
+        matched: the token or string that stopped the choice, if the engine reports it.
+        ids: every sampled id; `logprobs` has one element for each.
+        versions: runs of weight versions over the ids; empty if no version is known.
+        prompt: the ids of the prompt, if the request asked for them.
+        facts: further fields for the record of the turn; `rid` is the engine's name of the generation.
     """
 
     index: int
@@ -51,10 +49,10 @@ class Choice:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The sampled tokens, one piece for each run of a weight version.
+        """Return the sampled tokens, one piece for each run of a weight version.
 
         Raises:
-            InvalidTrajectory: ids or logprobs are none, or do not fit each other.
+            InvalidTrajectory: ids or logprobs have an invalid type, or their counts differ.
             UnreadableAnswer: the versions do not cover the ids.
         """
         whole = Piece.sampled(self.ids, self.logprobs, None)
@@ -69,16 +67,18 @@ class Choice:
 
 
 class VersionTrack:
-    """Which weight versions sampled the tokens of one choice, as the router sees it while they come: a stream's chunks
-    do not say it. Where an update falls into a stream, the boundary is the one that the router saw."""
+    """The weight versions that sampled the tokens of one choice, as the router observes them while chunks arrive.
+
+    Chunks contain no versions. If the weights change during a stream, the boundary is where the router saw the change.
+    """
 
     def __init__(self) -> None:
-        #: None at all if the version of the first tokens was not known.
+        #: Empty if the version of the first tokens was unknown.
         self.runs: list[VersionRun] = []
         self._reached = 0
 
-    def reach(self, end: int, version: str | None) -> None:
-        """The choice has `end` tokens now. None where the router knows no version, as of a worker just removed."""
+    def record(self, end: int, version: str | None) -> None:
+        """Record that `version` sampled the tokens up to `end`. It is None if unknown, as for a removed worker."""
         begin, self._reached = self._reached, end
         if end == begin or (begin and not self.runs):
             return
@@ -90,42 +90,42 @@ class VersionTrack:
 
 
 class GrowingChoice(ABC):
-    """One choice as it grows."""
+    """One choice of an answer, put together from chunks. A whole choice counts as one chunk."""
 
     def __init__(self, rid: str | None) -> None:
         self.rid = rid
         self.tokens = 0
-        self.logprobs: list[Any] = []  # as the engine tells them; `Choice.pieces` checks them
+        self.logprobs: list[Any] = []  # unchecked: `Choice.pieces` checks them
         self.finish: str | None = None
         self.matched: int | str | None = None
         self.versions = VersionTrack()
 
     def add(self, choice: Mapping[str, Any], version: Callable[[], str | None]) -> bool:
-        """Take what a chunk says of it, and return whether it brings tokens. Raises one of `MALFORMED`."""
+        """Append the choice of a chunk. Return True if it contains tokens. Raises one of `MALFORMED`."""
         new = self._add(choice)
         if new:
             self.tokens += new
-            self.versions.reach(self.tokens, version())
+            self.versions.record(self.tokens, version())
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
         return new > 0
 
-    def told_logprobs(self, choice: Mapping[str, Any], name: str) -> list[Any]:
-        """Return the list of this name among a choice's logprobs; empty where it tells none.
+    def logprob_list(self, choice: Mapping[str, Any], name: str) -> list[Any]:
+        """Return the list `name` in a choice's logprobs; empty if there are none.
 
         Raises:
-            UnreadableAnswer: what it tells is no list.
+            UnreadableAnswer: the value is not a list.
         """
         told = choice.get("logprobs")
         entries = told.get(name) if isinstance(told, Mapping) else told
         if entries is not None and not isinstance(entries, list):
             position = len(self.logprobs)
-            raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are no list")
+            raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are not a list")
         return entries or []
 
     @abstractmethod
     def _add(self, choice: Mapping[str, Any]) -> int:
-        """How many tokens it brings."""
+        """Append a chunk's choice. Return the number of its tokens."""
 
 
 Growing = TypeVar("Growing", bound=GrowingChoice)
@@ -135,28 +135,28 @@ class GrowingChoices(ABC, Generic[Growing]):
     """The choices of a streamed answer, put together from its chunks."""
 
     def __init__(self) -> None:
-        #: The choices that have come, by their indices.
+        #: The choices so far, by their indices.
         self.growing: dict[int, Growing] = {}
-        self._keeps_chunks = False  # beside what they say of choices
-        #: The fields that every chunk has, where choices may be carried on.
+        self._keeps_chunks = False  # whether `_add` gets every chunk
+        #: The fields that every chunk has; empty if choices cannot be continued.
         self.envelope: dict[str, Any] = {}
-        #: Tokens of all prompts that the engine says it read; None where it does not say.
+        #: The number of prompt tokens that the engine reports; None if it reports none.
         self.prompt_tokens: int | None = None
 
     def add(self, chunk: Mapping[str, Any], version: Callable[[], str | None]) -> bool:
-        """Take a chunk, and return whether it brings tokens.
+        """Append a chunk. Return True if it contains tokens.
 
         Args:
-            version: tells the weight version that the worker has now.
+            version: returns the current weight version of the worker; None if unknown.
 
         Raises:
-            UnreadableAnswer: it is no chunk of this endpoint.
+            UnreadableAnswer: the chunk does not have the form of this endpoint.
         """
         try:
             tokens = False
             for choice in chunk["choices"]:
                 growing = self.growing.get(choice["index"])
-                if growing is None:  # the last chunks of several choices all have the id of one of them
+                if growing is None:  # its first chunk: the last chunks of all choices share one id
                     growing = self.growing[choice["index"]] = self._begin(chunk.get("id"))
                 tokens = growing.add(choice, version) or tokens
             if self._keeps_chunks or "sglext" in chunk:
@@ -165,28 +165,28 @@ class GrowingChoices(ABC, Generic[Growing]):
                 self.prompt_tokens = token_count(chunk["usage"])
             return tokens
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
+            raise UnreadableAnswer("incomplete", f"a malformed chunk: {in_words(error)}") from error
 
     @property
     def versions(self) -> set[str]:
-        """The weight versions that the router saw."""
+        """The weight versions that the router observed."""
         return {str(run.version) for growing in self.growing.values() for run in growing.versions.runs}
 
     @property
     def tokens(self) -> int:
-        """Tokens of all choices that have come."""
+        """The number of tokens of all choices so far."""
         return sum(growing.tokens for growing in self.growing.values())
 
     @property
     def ended(self) -> set[int]:
-        """The choices that have a finish reason, by their indices."""
+        """The indices of the choices with a finish reason."""
         return {index for index, growing in self.growing.items() if growing.finish is not None}
 
     def choices(self) -> list[Choice]:
-        """What was sampled, in the order of the choices; their versions are those that the router saw.
+        """Return the choices in the order of their indices, with the weight versions that the router observed.
 
         Raises:
-            UnreadableAnswer: the stream did not tell it all.
+            UnreadableAnswer: the stream is incomplete or contradicts itself.
         """
         try:
             return self._choices()
@@ -197,7 +197,7 @@ class GrowingChoices(ABC, Generic[Growing]):
     def _begin(self, rid: str | None) -> Growing: ...
 
     def _add(self, chunk: Mapping[str, Any]) -> None:
-        """What a chunk says beside its choices."""
+        """Record fields of a chunk other than its choices. Do nothing by default."""
 
     @abstractmethod
     def _choices(self) -> list[Choice]: ...
@@ -207,13 +207,13 @@ def read_chunk(event: Event) -> dict[str, Any]:
     """Return the JSON object of a stream's event.
 
     Raises:
-        UnreadableAnswer: it is none; `incomplete` where the event may pass unread.
+        UnreadableAnswer: the event is not a JSON object. With reason `incomplete` the event may pass unrecorded.
     """
     chunk = event.parse()
     if chunk is None and _is_no_json(event.data):
-        raise UnreadableAnswer("not_json", "a chunk that is none: it is no JSON, or has a number that JSON has not")
+        raise UnreadableAnswer("not_json", "a malformed chunk: it is not JSON, or has a number that is not JSON")
     if not isinstance(chunk, dict):
-        raise UnreadableAnswer("incomplete", "a chunk that is none")
+        raise UnreadableAnswer("incomplete", "a malformed chunk: it is not a JSON object")
     if is_too_deep(event.data, chunk):
         raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
     return chunk
@@ -228,60 +228,62 @@ def _is_no_json(data: bytes) -> bool:
     return False
 
 
-#: `(answer, fields)`: a whole answer and the request's fields to chunks.
+#: Converts a whole answer to chunks. Arguments: the answer, and the fields of the request.
 Chunks = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[dict[str, Any]]]
 
 
 class OpenAIEndpoint(Protocol):
-    """One endpoint of the engine: how it is asked so that its answers can be recorded, and how they are read."""
+    """One OpenAI endpoint of the engine: writes requests whose answers can be recorded, and reads the answers."""
 
     path: str
-    #: Whether a prompt's ids take the place of what a client asked; else they are what it asked.
+    #: Whether a request may have prompt ids in place of its messages. If not, the client's own prompt is sent.
     takes_ids: bool
-    #: Why a whole answer of several choices does not tell the rows of each; None where it does.
+    #: The reason why a whole answer of several choices lacks the rows of each choice; None if it has them.
     rows_missing: str | None
-    #: Where a request says how many tokens its answer may have; what stands first counts.
+    #: The request fields that limit the tokens of an answer, the one with precedence first.
     length_fields: tuple[str, ...]
-    #: Tokens of an answer to a request that does not say; None: as many as fit.
+    #: The token limit of a request without such a field; None: as many as fit.
     tokens_by_default: int | None
-    #: The names of events that are chunks.
+    #: The SSE event names of chunks.
     chunk_events: frozenset[bytes]
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
-        """The request for the engine: a client's, with what recording needs. `ids`, a list in JSON in pieces, take
-        the place of its messages."""
+        """Return the request for the engine: the client's fields, and the fields that a record needs.
+
+        Args:
+            ids: the prompt ids in place of the messages, as pieces of a JSON list.
+        """
         ...
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
-        """What a whole answer says was sampled.
+        """Return the choices of a whole answer.
 
         Raises:
-            UnreadableAnswer: it lacks something, or contradicts itself.
+            UnreadableAnswer: a field is missing, or fields contradict each other.
         """
         ...
 
     def growing(self, *, may_be_cut: bool = False) -> GrowingChoices[Any]:
-        """Return what takes a stream's chunks.
+        """Return an empty answer, to which the chunks of a stream are added.
 
         Args:
-            may_be_cut: whether a choice may be carried on; only chat's may.
+            may_be_cut: whether a choice may be continued after a cut; only chat supports that.
         """
         ...
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer whose choices were read, with what its client asked for itself."""
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a whole answer with only the fields that the client asked for."""
         ...
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chunk that was added, with what its client asked for itself; None if it says nothing else."""
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a chunk with only the fields that the client asked for, or None. May change `chunk` in place."""
         ...
 
     def shortfall(self, facts: Facts) -> str | None:
-        """What streams of an engine with these facts do not tell that recording needs; None where they tell all, or
-        where only a stream will show it."""
+        """Return what a record needs and the streams of this engine lack; None if nothing, or if not known yet."""
         ...
 
     @property
     def chunks(self) -> Chunks | None:
-        """Gives a whole answer as the chunks of a stream, for engines whose streams fall short; None where none do."""
+        """The conversion of a whole answer to chunks, for engines with a shortfall; None if there are none."""
         ...

@@ -1,8 +1,8 @@
-"""The completions endpoint: what it is asked so that a turn can be recorded exactly, and what it answers (SGLang
-0.5.23, `serving_completions.py`). Pure.
+"""The completions endpoint: requests that make exact recording of a turn possible, and the reading of answers. Pure.
 
-Ids and logprobs stand in each choice, whole and in each chunk. The weight versions of a whole answer stand in its
-`metadata`: the spans of the first choice alone. A stream tells none.
+Source: SGLang 0.5.23, `serving_completions.py`. Each choice, of a whole answer or a chunk, contains ids and logprobs.
+The `metadata` of a whole answer contains the weight version spans of the first choice only. A stream contains no
+versions.
 """
 
 from __future__ import annotations
@@ -23,68 +23,59 @@ from miles_router.engines.answers import (
     version_runs,
 )
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_stream import sound_usage, with_usage, without_usage
+from miles_router.engines.openai.chat_stream import valid_usage, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.trajectory.pieces import VersionRun
 
 
 class CompletionsEndpoint:
-    """`/v1/completions`."""
+    """The `OpenAIEndpoint` for `/v1/completions`."""
 
     path = paths.COMPLETIONS
     takes_ids = False
-    rows_missing: str | None = "of several completions SGLang tells the rows of one alone"
+    rows_missing: str | None = "SGLang returns the rows of only one of several completions"
     length_fields: tuple[str, ...] = ("max_tokens",)
     tokens_by_default: int | None = 16
     chunk_events = frozenset({b""})
-    #: No stream falls short.
     chunks = None
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
-        """The request for the engine. Its prompt is a client's own."""
+        """Return the request for the engine, with the client's own prompt; `ids` is ignored."""
         sent = {**fields, "return_token_ids": True, **(with_usage(fields) if fields.get("stream") else {})}
         if sent.get("logprobs") is None:
-            sent["logprobs"] = 0  # those of the sampled tokens alone
+            sent["logprobs"] = 0  # logprobs of the sampled tokens only
         return orjson.dumps(sent)
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
-        """What a whole answer says was sampled.
-
-        Raises:
-            UnreadableAnswer: it lacks something, or contradicts itself.
-        """
         try:
             return _whole(answer["choices"], answer.get("metadata") or {}, answer.get("id"))
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
     def growing(self, *, may_be_cut: bool = False) -> GrowingCompletions:
-        """Return what takes a stream's chunks."""
         return GrowingCompletions()
 
-    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer with what its client asked for itself."""
-        kept = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+    def for_client(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {**answer, "choices": [_choice_for_client(choice, fields) for choice in answer["choices"]]}
         if "usage" in kept:
-            kept["usage"] = sound_usage(kept["usage"])
-        if kept.get("sglext") == {}:  # its rows were taken out
+            kept["usage"] = valid_usage(kept["usage"])
+        if kept.get("sglext") == {}:  # empty, since its rows were taken out
             del kept["sglext"]
         return kept
 
-    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chunk with what its client asked for itself; None if it says nothing else."""
-        kept = self.as_asked(chunk, fields)
+    def chunk_for_client(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        kept = self.for_client(chunk, fields)
         emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
         return None if emptied else without_usage(kept, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
-        """Every engine's streams tell everything."""
+        """Return None: the streams of all engines are complete."""
         return None
 
 
-def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _choice_for_client(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(choice)
-    if fields.get("logprobs") is None:  # 0 asks too
+    if fields.get("logprobs") is None:  # 0 asks for logprobs too
         kept["logprobs"] = None
     if not fields.get("return_token_ids"):
         kept.pop("token_ids", None)
@@ -94,7 +85,7 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
 
 def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: str | None) -> list[Choice]:
     one = len(choices) == 1
-    versions = metadata if one else _of_all(metadata)
+    versions = metadata if one else _shared_metadata(metadata)
     source = "engine" if one else "engine_first_choice"
     read = []
     for index, choice in enumerate(choices):
@@ -105,16 +96,20 @@ def _whole(choices: list[Mapping[str, Any]], metadata: Mapping[str, Any], rid: s
     return read
 
 
-def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An answer of several choices tells the spans of its first alone; they hold for all if they are one version."""
+def _shared_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata for each of several choices, from the spans of the first choice.
+
+    Raises:
+        UnreadableAnswer: the spans have several versions, so that those of the other choices are unknown.
+    """
     versions = {span["version"] for span in metadata.get(VERSIONS) or ()} or {metadata.get(VERSION)}
     if len(versions) > 1:
-        raise UnreadableAnswer("incomplete", "the weights changed, and the first choice alone says where")
+        raise UnreadableAnswer("incomplete", "the weights changed, and only the first choice has version spans")
     return {VERSION: versions.pop()}
 
 
 class _GrowingCompletion(GrowingChoice):
-    """One choice, whole or as it grows."""
+    """One choice of completions, put together from chunks."""
 
     def __init__(self, rid: str | None) -> None:
         super().__init__(rid)
@@ -126,7 +121,7 @@ class _GrowingCompletion(GrowingChoice):
         ids = choice.get("token_ids") or ()
         self._text.append(choice.get("text") or "")
         self._ids += ids
-        self.logprobs += self.told_logprobs(choice, "token_logprobs")
+        self.logprobs += self.logprob_list(choice, "token_logprobs")
         self._prompt = self._prompt or choice.get("prompt_token_ids")
         return len(ids)
 
@@ -149,7 +144,7 @@ class _GrowingCompletion(GrowingChoice):
 
 
 class GrowingCompletions(GrowingChoices[_GrowingCompletion]):
-    """A completion as its chunks come, each with its ids."""
+    """A streamed completions answer, put together from chunks."""
 
     def _begin(self, rid: str | None) -> _GrowingCompletion:
         return _GrowingCompletion(rid)

@@ -1,8 +1,8 @@
-"""Chat answers that the engine's parser fails at, so that the session asks once more and parses the text itself
-(SGLang 0.5.23, `serving_chat.py`). Pure.
+"""Requests after a failure of the engine's parser: the session asks again for raw text and parses it itself. Pure.
 
-A model may write half of a surrogate pair as an escape into the arguments of a call. SGLang's parser makes a text of it
-that no JSON can hold, answers 500, and loses all that was sampled.
+Source: SGLang 0.5.23, `serving_chat.py`. A model may write half of a surrogate pair as an escape in the arguments of a
+call. SGLang's parser decodes it to a string that cannot be encoded as JSON. SGLang answers 500, and the sampled tokens
+are lost.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from miles_router.engines.openai.chat_parts import constraint_of, looks_for_call
 from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.parsers import Parsers
 
-#: The status of such an answer.
+#: The HTTP status if the engine's parser fails.
 PARSER_FAILED = 500
 
 
-def may_be_raw(fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> bool:
-    """Return whether the session can parse the answer of one choice itself."""
+def can_parse_locally(fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> bool:
+    """Return True if the session can parse the answer, of one choice, itself."""
     reads = looks_for_calls(fields, facts) and TextReader(fields, parsers, facts).missing is None
     return reads and constraint_of(fields, facts) is None
 
 
 def prompt_request(fields: Mapping[str, Any]) -> bytes:
-    """Return a request for the ids of the prompt. It samples one token, at which no parser fails."""
+    """Return a request for the ids of the prompt. It samples one token, so that no parser fails."""
     left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "rid")
     sent = {name: value for name, value in fields.items() if name not in left_out}
     return orjson.dumps({**sent, "max_tokens": 1, PROMPT_OF_WHOLE: True})
@@ -47,5 +47,5 @@ def prompt_of(answer: Any) -> list[int]:
     except MALFORMED as error:
         raise UnreadableAnswer("incomplete", in_words(error)) from error
     if not isinstance(ids, list) or not ids:
-        raise UnreadableAnswer("incomplete", "the prompt's ids are not told")
+        raise UnreadableAnswer("incomplete", "the ids of the prompt are missing")
     return ids

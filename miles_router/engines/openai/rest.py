@@ -1,7 +1,7 @@
-"""What a stream's client still lacks of a message (SGLang 0.5.23, `serving_chat.py`). Pure.
+"""Computes the deltas that a stream's client still lacks of a message. Pure.
 
-A stream shows what its parsers are certain of; a whole text is read by other parsers, which trim the text around tool
-calls. So what is left is found by comparing the two.
+Source: SGLang 0.5.23, `serving_chat.py`. The parsers of a stream show only certain text. A whole text is read by other
+parsers, which trim the text around tool calls. So the missing deltas come from a comparison of both messages.
 """
 
 from __future__ import annotations
@@ -14,36 +14,47 @@ from miles_router.engines.answers import UnreadableAnswer
 EMPTY_DELTA: Mapping[str, Any] = {"role": None, "content": None, "reasoning_content": None}
 
 
-def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
-    """The deltas that make `message` of the message `shown`; `text` is what content and calls were read from.
+def missing_deltas(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
+    """Yield the deltas that complete the message `shown` to `message`.
+
+    Args:
+        text: the text from which the content and calls of `message` were parsed.
 
     Raises:
-        UnreadableAnswer: something was shown that the message has not.
+        UnreadableAnswer: `shown` contains something that `message` does not contain.
     """
-    reasoning = _behind(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
+    reasoning = _missing_text(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
     if reasoning:
         yield {**EMPTY_DELTA, "reasoning_content": reasoning}
-    content = _content_behind(shown.get("content") or "", _as_streamed(message, text))
+    content = _missing_content(shown.get("content") or "", _as_streamed(message, text))
     if content:
         yield {**EMPTY_DELTA, "content": content}
-    yield from calls_behind(shown.get("tool_calls") or [], message.get("tool_calls") or [])
+    yield from missing_call_deltas(shown.get("tool_calls") or [], message.get("tool_calls") or [])
 
 
-def calls_behind(begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The deltas that make these calls of those that have begun. Raises as `deltas_behind`."""
+def missing_call_deltas(
+    begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the deltas that complete the tool calls `begun` to `calls`.
+
+    Raises:
+        UnreadableAnswer: a call in `begun` has another function, or other arguments.
+    """
     for place, call in enumerate(calls):
-        yield from _of_call(place, begun[place] if place < len(begun) else None, call)
+        yield from _missing_call_delta(place, begun[place] if place < len(begun) else None, call)
 
 
-def _of_call(place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _missing_call_delta(
+    place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     function, arguments = call["function"], call["function"]["arguments"]
     if begun is None:
         named = {"id": call["id"], "index": place, "type": "function"}
         yield _call_delta({**named, "function": {"name": function["name"], "arguments": ""}})
     elif begun["function"]["name"] != function["name"]:
-        raise UnreadableAnswer("tokens_taken_back", "a tool call of another function was shown")
+        raise UnreadableAnswer("tokens_taken_back", "the streamed tool call names another function than the parsed")
     else:
-        arguments = arguments_behind(begun["function"]["arguments"], arguments)
+        arguments = missing_arguments(begun["function"]["arguments"], arguments)
     if arguments:
         rest = {"name": None, "arguments": arguments}
         yield _call_delta({"id": None, "index": place, "type": "function", "function": rest})
@@ -53,23 +64,23 @@ def _call_delta(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**EMPTY_DELTA, "tool_calls": [call]}
 
 
-def _behind(shown: str, whole: str, what: str) -> str:
+def _missing_text(shown: str, whole: str, what: str) -> str:
     if not whole.startswith(shown):
-        raise UnreadableAnswer("tokens_taken_back", f"other {what} was shown")
+        raise UnreadableAnswer("tokens_taken_back", f"the streamed {what} differs from the parsed {what}")
     return whole[len(shown) :]
 
 
-def _content_behind(shown: str, whole: str) -> str:
-    """What is behind the shown content; whitespace around it does not count."""
+def _missing_content(shown: str, whole: str) -> str:
+    """Return the content that was not shown yet. Differences in whitespace around the content are ignored."""
     if whole.startswith(shown):
         return whole[len(shown) :]
     if shown.strip() == whole.strip():
         return ""
-    return _behind(shown.lstrip(), whole.lstrip(), "content")
+    return _missing_text(shown.lstrip(), whole.lstrip(), "content")
 
 
 def _as_streamed(message: Mapping[str, Any], text: str) -> str:
-    """A message's content as a stream shows it: with the whitespace around it that is trimmed in front of a call."""
+    """Return the content of a message with the surrounding whitespace that parsers trim but a stream shows."""
     content: str = message.get("content") or ""
     begin = text.find(content) if content else len(text) - len(text.lstrip())
     if begin < 0:
@@ -78,8 +89,8 @@ def _as_streamed(message: Mapping[str, Any], text: str) -> str:
     return head[len(head.rstrip()) :] + content + tail[: len(tail) - len(tail.lstrip())]
 
 
-def arguments_behind(shown: str, whole: str) -> str:
-    """What is behind the shown arguments of a call. Parsers may write JSON with other spaces between its parts.
+def missing_arguments(shown: str, whole: str) -> str:
+    """Return the arguments of a call that were not shown yet. Parsers may differ in whitespace outside of strings.
 
     Raises:
         UnreadableAnswer: other arguments were shown.
@@ -93,7 +104,7 @@ def arguments_behind(shown: str, whole: str) -> str:
         while not quoted and whole[at : at + 1].isspace():
             at += 1
         if whole[at : at + 1] != character:
-            raise UnreadableAnswer("tokens_taken_back", "other arguments were shown")
+            raise UnreadableAnswer("tokens_taken_back", "the streamed arguments differ from the parsed arguments")
         at += 1
         if character == '"' and not escaped:
             quoted = not quoted

@@ -1,4 +1,4 @@
-"""Parsing the text of a chat answer as the engine's own parsers would (SGLang 0.5.23). Pure."""
+"""Parses the text of a chat answer with the same result as the engine's own parsers (SGLang 0.5.23). Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
 from miles_router.engines.openai.chat_stream import GrowingMessage
-from miles_router.engines.openai.rest import deltas_behind
-from miles_router.engines.parsers import UNREAD, Parsers
+from miles_router.engines.openai.rest import missing_deltas
+from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
-from miles_router.engines.parsers.reading import ReadCall, tool_calls
+from miles_router.engines.parsers.reading import ParsedCall, tool_calls
 
-#: A growing text is parsed again when it is longer by this fraction. With every token the cost would be quadratic.
-FINENESS = 256
+#: A growing text is parsed again after it grew by 1/256. Parsing with every token would take quadratic time.
+REPARSE_FRACTION = 256
 
 
 class ReadMessage(NamedTuple):
@@ -30,7 +30,8 @@ class TextReader:
     """A parser of the answers to one request.
 
     Args:
-        facts: of the engine; they name the parsers that it would use.
+        fields: the fields of the request.
+        facts: the facts of the engine, which name the parsers that the engine uses.
     """
 
     def __init__(self, fields: Mapping[str, Any], parsers: Parsers, facts: Facts) -> None:
@@ -38,12 +39,12 @@ class TextReader:
         self._facts = facts
         self._tools = tools_by_name(tools_of(fields))
         self._separates, self._looks = separates_reasoning(fields, facts), looks_for_calls(fields, facts)
-        self._thinking = parsers.thinking(facts) if self._separates else None
-        self._calls = parsers.calls(facts) if self._looks else None
+        self._thinking = parsers.reasoning_format(facts) if self._separates else None
+        self._calls = parsers.call_format(facts) if self._looks else None
 
     @property
     def missing(self) -> str | None:
-        """Return the name of a parser that is needed and that the router does not have; None if it has all."""
+        """The name of a parser that is needed and that the router lacks; None if the router has all."""
         if self._separates and self._thinking is None:
             return self._facts.reasoning_parser
         return self._facts.tool_call_parser if self._looks and self._calls is None else None
@@ -59,19 +60,19 @@ class TextReader:
             UnreadableAnswer: the text cannot be parsed.
         """
         if (parser := self.missing) is not None:
-            raise UnreadableAnswer("incomplete", f"no local parser for {parser}")
+            raise UnreadableAnswer("incomplete", f"there is no local parser for {parser}")
         reasoning = ""
         try:
             if self._thinking is not None:
-                split = self._thinking.whole(text, thinking=opened)
+                split = self._thinking.split(text, thinking=opened)
                 reasoning, text = split.reasoning, split.rest or ""
             content, calls = (text, []) if self._calls is None else self._calls.read(text, self._tools)
-        except UNREAD as error:
-            raise UnreadableAnswer("incomplete", f"no local parser can read it: {error}") from error
+        except PARSE_ERRORS as error:
+            raise UnreadableAnswer("incomplete", f"the local parser cannot read the text: {error}") from error
         return ReadMessage(self.message(began, reasoning, content, calls), text)
 
     def message(
-        self, began: Mapping[str, Any], reasoning: str, content: str, calls: Sequence[ReadCall]
+        self, began: Mapping[str, Any], reasoning: str, content: str, calls: Sequence[ParsedCall]
     ) -> dict[str, Any]:
         """Return the message with an id for each call."""
         message = {**began, "content": content, "reasoning_content": reasoning or None}
@@ -110,32 +111,32 @@ class LiveText:
 
     @property
     def is_live(self) -> bool:
-        """Return whether there is an incremental parser."""
+        """True if there is an incremental parser."""
         return self._growing is not None
 
-    def certain(self, text: str, *, at_once: bool = False) -> list[Mapping[str, Any]]:
+    def new_deltas(self, text: str, *, at_once: bool = False) -> list[Mapping[str, Any]]:
         """Return new deltas for all the text so far. More text cannot change them.
 
         Args:
             at_once: parse even if only little is new.
         """
-        waits = not at_once and len(text) - self._read <= len(text) // FINENESS
+        waits = not at_once and len(text) - self._read <= len(text) // REPARSE_FRACTION
         if self._growing is None or waits:
             return []
         self._read = len(text)
         try:
-            return self.behind(*self._growing.message(text))
-        except (UnreadableAnswer, *UNREAD):
+            return self.remaining_deltas(*self._growing.message(text))
+        except (UnreadableAnswer, *PARSE_ERRORS):
             self._growing = None  # only the whole text can be parsed
             return []
 
-    def behind(self, message: Mapping[str, Any], text: str) -> list[Mapping[str, Any]]:
+    def remaining_deltas(self, message: Mapping[str, Any], text: str) -> list[Mapping[str, Any]]:
         """Return the deltas that complete `shown` to this message.
 
         Raises:
             UnreadableAnswer: `shown` has something that the message does not have.
         """
-        deltas: list[Mapping[str, Any]] = [*deltas_behind(self.shown.message(), message, text)]
+        deltas: list[Mapping[str, Any]] = [*missing_deltas(self.shown.message(), message, text)]
         for delta in deltas:
             self.shown.add(delta)
         return deltas

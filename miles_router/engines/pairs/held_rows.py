@@ -1,7 +1,7 @@
-"""Rows that stay what they came as, apart from the JSON around them: an answer may have 60 MB of them. Pure.
+"""Rows kept as base64 apart from the JSON around them, since an answer may contain 60 MB of rows. Pure.
 
-They are taken out of an answer while it comes, which leaves a short one with marks in their place. When that has been
-changed, they are put in again, the first of them from the other half.
+Rows are taken out of an answer while it arrives, and a short mark stays in their place. After the JSON was changed,
+rows replace the marks; the first rows come from the prefill half.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowFields, decode_rows
 
-QUANTUM, CHARS = 3, 4  # bytes, and what base64 spells them with
+QUANTUM, CHARS = 3, 4  # base64 writes 3 bytes as 4 characters
 QUOTE, PAD = b'"', b"="
-#: In place of rows in the one answer, and of those that were taken out of a half's.
+#: The prefix of marks for joined rows. Marks for the rows of one half are plain numbers.
 JOINED = "joined:"
 _MARK = re.compile(rb'"(joined:)?(\d+)"')
 
 
 class HeldString:
-    """The characters of one string, in the pieces in which they came."""
+    """The characters of one JSON string, in the pieces in which they arrived."""
 
     def __init__(self) -> None:
         self.length = 0
         self._pieces: list[bytes] = []
 
     def feed(self, data: memoryview) -> int:
-        """More characters, up to a quotation mark; how many they are."""
+        """Append the characters up to the next quotation mark. Return their number."""
         piece = bytes(data)
         end = piece.find(QUOTE)
         self._pieces.append(piece if end < 0 else piece[:end])
@@ -38,22 +38,22 @@ class HeldString:
         return len(self._pieces[-1])
 
     def end(self) -> None:
-        """It has ended."""
+        """Do nothing: only the `Taker` protocol needs this method."""
 
     @property
     def decoded_length(self) -> int:
-        """The bytes that base64 spells.
+        """The number of bytes that the base64 decodes to.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the length is not that of base64.
         """
         if self.length % CHARS:
-            raise UnreadableAnswer("incomplete", "rows are no base64")
-        last = b"".join(self.part(self.length - 2, self.length)) if self.length else b""
+            raise UnreadableAnswer("incomplete", "the rows are not base64")
+        last = b"".join(self.slice(self.length - 2, self.length)) if self.length else b""
         return self.length // CHARS * QUANTUM - last.count(PAD)
 
-    def part(self, start: int, stop: int) -> Iterator[bytes]:
-        """Some of its characters, in pieces."""
+    def slice(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the characters from `start` to `stop`, in pieces."""
         at = 0
         for piece in self._pieces:
             if at < stop and at + len(piece) > start:
@@ -62,72 +62,78 @@ class HeldString:
 
 
 class JoinedString(NamedTuple):
-    """The decode half's rows, the first of which are the prefill half's; where the decode half has none, all are."""
+    """The rows of both halves as one string: all of `prefill`, then the rest of `decode`, unless that is None."""
 
-    prompts: HeldString
-    own: HeldString | None
+    prefill: HeldString
+    decode: HeldString | None
 
     def pieces(self) -> Iterator[bytes]:
-        """Its characters. Only what both have a part of is decoded.
+        """Yield the characters. Only the quantum of 3 bytes that contains the boundary is decoded.
 
         Raises:
-            UnreadableAnswer: one of them is no base64.
+            UnreadableAnswer: one of the strings is not base64.
         """
-        prompts, own = self
-        if own is None:
-            yield from prompts.part(0, prompts.length)
+        prefill, decode = self
+        if decode is None:
+            yield from prefill.slice(0, prefill.length)
             return
-        whole, rest = divmod(min(prompts.decoded_length, own.decoded_length), QUANTUM)
+        whole, rest = divmod(min(prefill.decoded_length, decode.decoded_length), QUANTUM)
         at = behind = whole * CHARS
-        yield from prompts.part(0, at)
+        yield from prefill.slice(0, at)
         if rest:
             behind += CHARS
-            theirs, ours = (decode_rows(b"".join(each.part(at, behind)).decode("latin-1")) for each in (prompts, own))
+            theirs, ours = (
+                decode_rows(b"".join(each.slice(at, behind)).decode("latin-1")) for each in (prefill, decode)
+            )
             yield base64.b64encode(theirs[:rest] + ours[rest:])
-        yield from own.part(behind, own.length)
+        yield from decode.slice(behind, decode.length)
 
 
 class RowStrings:
-    """The rows of some kinds, taken out of one half's answer, and joined ones put into the one answer."""
+    """The rows of the given kinds that were taken out of one half's answer, and the joined rows of the final answer."""
 
     def __init__(self, kinds: Sequence[RowFields]) -> None:
         self._extractors = {fields: Extractor(fields.rows, HeldString) for fields in kinds}
         self._joined: list[JoinedString] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes that came; gives what remains of them, as far as that is clear. Raises as `Extractor.feed`."""
+        """Return `data` without its rows; bytes that may begin a row field are returned later.
+
+        Raises:
+            UpstreamInvalidResponse: kilobytes of space follow a field's name.
+        """
         for extractor in self._extractors.values():
             data = extractor.feed(data)
         return data
 
     def end(self) -> bytes:
-        """What is withheld, once nothing more comes."""
+        """Return the bytes that are still withheld, at the end of the answer."""
         rest = b""
         for extractor in self._extractors.values():
             rest = (extractor.feed(rest) if rest else b"") + extractor.end()
         return rest
 
-    def of(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
-        """What was taken out of an answer's `meta_info`."""
+    def held(self, fields: RowFields, meta: Mapping[str, Any]) -> HeldString | None:
+        """Return the rows that were taken out of this `meta_info`; None if it had none."""
         return self._extractors[fields].consumer_of(fields.of(meta))
 
-    def put(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
-        """Have rows in an answer's `meta_info`."""
+    def insert(self, fields: RowFields, meta: dict[str, Any], joined: JoinedString) -> None:
+        """Write a mark for joined rows into `meta`."""
         meta[fields.rows.name] = f"{JOINED}{len(self._joined)}"
         self._joined.append(joined)
 
-    def whole(self, written: bytes) -> list[bytes]:
-        """An answer with rows in place of their marks, in pieces.
+    def with_joined_rows(self, written: bytes) -> list[bytes]:
+        """Return an answer with joined rows in place of their marks, in pieces.
 
         Raises:
-            UnreadableAnswer: rows are no base64, or stood where no answer has any.
+            UnreadableAnswer: rows are not base64, or stood outside of every `meta_info`.
         """
         pieces = list(self._pieces(written, joined=True))
         self._joined = []
         return pieces
 
-    def as_it_came(self, remains: bytes) -> list[bytes]:
-        """An answer with its own rows, in pieces."""
+    def with_own_rows(self, remains: bytes) -> list[bytes]:
+        """Return an answer with its own rows put back, in pieces."""
         return list(self._pieces(remains, joined=False))
 
     def _pieces(self, written: bytes, *, joined: bool) -> Iterator[bytes]:
@@ -138,12 +144,12 @@ class RowStrings:
             if mark is None:
                 continue
             if joined and mark[1] is None:
-                raise UnreadableAnswer("incomplete", "rows that are no answer's")
+                raise UnreadableAnswer("incomplete", "rows stand outside of every answer")
             yield written[at : place + 1]
             if joined:
                 yield from self._joined[int(mark[2])].pieces()
             else:
-                own = extractor.consumers[int(mark[2])]
-                yield from own.part(0, own.length)
+                string = extractor.consumers[int(mark[2])]
+                yield from string.slice(0, string.length)
             at = mark.end() - 1
         yield written[at:]

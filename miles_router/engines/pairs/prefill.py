@@ -1,4 +1,4 @@
-"""What a prefill half says in its answer. Pure."""
+"""Readers for the answer of the prefill half of a pair. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Outcome = Literal["handed_over", "aborted", "partly_aborted", "failed"]
 
 @dataclass(frozen=True)
 class PrefillAnswer:
-    """What the prefill half says.
+    """The answer of the prefill half.
 
     Attributes:
-        outcome: `handed_over`: the decode half has what it needs; `aborted`: all of its generations were;
-            `partly_aborted`; `failed`: it says why, in place of an answer.
-        version: the weights that sampled the first tokens; None where it does not say.
-        several_versions: not all were sampled by the same.
+        outcome: `handed_over`: the decode half has what it needs; `aborted`: all generations were aborted;
+            `partly_aborted`: some were; `failed`: the answer contains an error.
+        version: the weight version that sampled the first tokens; None if the answer has none, or several.
+        several_versions: whether the first tokens have different weight versions.
     """
 
     body: bytes
@@ -39,29 +39,32 @@ class PrefillAnswer:
 
     @classmethod
     def read(cls, path: str, body: bytes, rows: RowStrings, *, streamed: bool) -> PrefillAnswer:
-        """What an answer with status 200 says, without parsing it; `rows` were taken out of it.
+        """Read an answer with status 200 without parsing all of it.
+
+        Args:
+            rows: the rows that were taken out of `body`.
 
         Raises:
-            UnreadableAnswer: it is none, or has more than the first token.
+            UnreadableAnswer: the JSON is incomplete, or a generation has more than one token.
         """
         try:
             finishes = [finish for finish in FINISH_REASON.values(body) if finish is not None]
             versions = {str(version) for version in VERSION_NAMED.values(body) if version is not None}
             if path in (paths.GENERATE, paths.CHAT) and any(count > 1 for count in _counts(body)):
-                raise UnreadableAnswer("token_counts_disagree", "more than the first token: it is no prefill half")
+                raise UnreadableAnswer("token_counts_disagree", "more than one token: the worker is not a prefill half")
         except Incomplete as error:
             raise UnreadableAnswer("incomplete", str(error)) from error
         version = versions.pop() if len(versions) == 1 else None
         return cls(body, rows, _outcome(finishes, body, streamed=streamed), version, bool(versions), streamed)
 
     def metas(self) -> dict[int, Mapping[str, Any]]:
-        """`meta_info` of each of its answers, by its place.
+        """Return the `meta_info` of each generation, by its index.
 
         Raises:
-            UnreadableAnswer: it is none of the engine's.
+            UnreadableAnswer: the answer does not have the engine's form.
         """
         if not self.streamed:
-            return dict(enumerate(metas_of(loads(self.body))))
+            return dict(enumerate(metas_of(parse_answer(self.body))))
         reader = EventReader()
         events = [Event.read(raw).parse() for raw in reader.feed(self.body)]
         return {index_of(event): meta_of(event) for event in events if event is not None}
@@ -69,23 +72,23 @@ class PrefillAnswer:
 
 def _outcome(finishes: Sequence[object], body: bytes, *, streamed: bool) -> Outcome:
     aborted = sum(map(is_abort, finishes))
-    if any(map(_fails, finishes)) or (streamed and _tells_error(body)):
+    if any(map(_is_engine_failure, finishes)) or (streamed and _has_error_event(body)):
         return "failed"
     if not aborted:
         return "handed_over"
     return "aborted" if aborted == len(finishes) else "partly_aborted"
 
 
-def fails(event: bytes) -> bool:
-    """Whether the beginning of a stream says that an engine has failed."""
+def has_error(event: bytes) -> bool:
+    """Return True if the beginning of a stream contains an error of the engine."""
     try:
-        return any(map(_fails, FINISH_REASON.values(event))) or _tells_error(event)
+        return any(map(_is_engine_failure, FINISH_REASON.values(event))) or _has_error_event(event)
     except Incomplete:
         return False
 
 
-def says_aborted(refusal: bytes) -> bool:
-    """Whether a half says that somebody has aborted what it did for the other one (SGLang, `KVTransferError`)."""
+def reports_abort(refusal: bytes) -> bool:
+    """Return True if an error says that the transfer between the halves was aborted (SGLang, `KVTransferError`)."""
     return ABORTED in refusal
 
 
@@ -93,20 +96,20 @@ def _counts(body: bytes) -> Iterator[int]:
     return (count for count in COMPLETION_TOKENS.values(body) if isinstance(count, int))
 
 
-def _fails(finish: object) -> bool:
-    """Whether an abort is the engine's own failure."""
+def _is_engine_failure(finish: object) -> bool:
+    """Return True for an abort with a status code: the engine failed, and no client aborted the generation."""
     return isinstance(finish, Mapping) and finish.get("status_code") is not None
 
 
-def _tells_error(body: bytes) -> bool:
+def _has_error_event(body: bytes) -> bool:
     return any(Event.read(raw).is_error for raw in EventReader().feed(body))
 
 
 def metas_of(parsed: Any) -> Sequence[dict[str, Any]]:
-    """`meta_info` of each answer, or of each choice that has one.
+    """Return the `meta_info` of each answer, or of each choice that has one.
 
     Raises:
-        UnreadableAnswer: it is none of the engine's.
+        UnreadableAnswer: the answer does not have the engine's form.
     """
     try:
         if isinstance(parsed, list):
@@ -119,7 +122,11 @@ def metas_of(parsed: Any) -> Sequence[dict[str, Any]]:
 
 
 def meta_of(event: Any) -> dict[str, Any]:
-    """`meta_info` of an event. Raises as `metas_of`."""
+    """Return the `meta_info` of a parsed event.
+
+    Raises:
+        UnreadableAnswer: the event has no `meta_info`.
+    """
     try:
         meta: dict[str, Any] = event["meta_info"]
     except MALFORMED as error:
@@ -128,13 +135,17 @@ def meta_of(event: Any) -> dict[str, Any]:
 
 
 def index_of(event: Any) -> int:
-    """Which generation an event is about."""
+    """Return the index of the generation that a parsed event belongs to."""
     index: int = event.get("index", 0)
     return index
 
 
-def loads(body: bytes) -> Any:
-    """An answer, parsed. Raises as `metas_of`."""
+def parse_answer(body: bytes) -> Any:
+    """Parse an answer.
+
+    Raises:
+        UnreadableAnswer: the body is not JSON.
+    """
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""What both halves of a pair are asked. Pure."""
+"""The request that both halves of a pair receive. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from miles_router.engines.rows import RowFields
 from miles_router.engines.scan import Field, Incomplete
 
-#: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.
+#: The number of bits of a room. A request with several prompts uses consecutive rooms, one for each prompt.
 ROOM_BITS = 62
 
 
 @dataclass(frozen=True)
 class PairedRequest:
-    """One request to both halves.
+    """A request to both halves.
 
     Attributes:
-        body: as both are sent it, but for the room.
-        rows: the kinds of rows that are wanted.
-        prompt_logprobs: whether logprobs are wanted that the prefill half alone has.
+        body: the body for both halves, without the room.
+        rows: the kinds of rows that the client wants.
+        prompt_logprobs: whether the client wants logprobs that only the prefill half has.
     """
 
     body: bytes
@@ -29,10 +29,10 @@ class PairedRequest:
 
 
 def has_value(body: bytes, field: Field, wanted: Callable[[Any], bool]) -> bool:
-    """Whether a field has a value of this kind somewhere in a request."""
+    """Return True if `field` has a value that `wanted` accepts, at any depth of the body. False for unreadable JSON."""
     if field.quoted not in body:
         return False
     try:
         return any(map(wanted, field.values(body)))
     except Incomplete:
-        return False  # the engine says what is wrong with it
+        return False  # the engine reports the error

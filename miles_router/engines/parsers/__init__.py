@@ -1,10 +1,19 @@
-"""What model families write: reasoning and tool calls in a text, a file for each family. Pure.
+"""Local parsers for the reasoning and tool calls of each model family. Pure.
 
-A local parser reads a whole text as the engine's does: it makes the same message of it. Where how the engine would
-read a text is not certain, it says so (`Unparsable`).
+A local parser makes the same message of a whole text as the engine's own parser. If the engine's result is not
+certain, the local parser raises `Unparsable`.
 """
 
 from miles_router.engines.parsers.local import FAMILIES, LocalParser, Parsers, reasoning_marks
-from miles_router.engines.parsers.reading import UNREAD, ReadCall, ReadCalls, Unparsable
+from miles_router.engines.parsers.reading import PARSE_ERRORS, ParsedCall, ParsedCalls, Unparsable
 
-__all__ = ["FAMILIES", "UNREAD", "LocalParser", "Parsers", "ReadCall", "ReadCalls", "Unparsable", "reasoning_marks"]
+__all__ = [
+    "FAMILIES",
+    "PARSE_ERRORS",
+    "LocalParser",
+    "ParsedCall",
+    "ParsedCalls",
+    "Parsers",
+    "Unparsable",
+    "reasoning_marks",
+]

@@ -1,4 +1,4 @@
-"""The families of models, and which parsers read them. Pure."""
+"""The table of model families and their local parsers, and the choice between local and engine parsers. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PLAIN = Thinking()
 
 
 class LocalParser(NamedTuple):
-    """How a family writes reasoning and tool calls."""
+    """The formats in which a family writes reasoning and tool calls."""
 
     thinking: ReasoningFormat
     calls: CallFormat
 
 
-#: By the names that `tito_model` takes, and those of the library behind it.
+#: Parsers by family: the names that `tito_model` accepts, and those of the library behind it.
 FAMILIES: Mapping[str, LocalParser] = {
     **dict.fromkeys(("qwen3", "qwen3-next", "qwennext"), LocalParser(_QWEN, Hermes())),
     **dict.fromkeys(("qwen3.5", "qwen35"), LocalParser(_QWEN, QwenCoder())),
@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, LocalParser] = {
     "deepseekv4": LocalParser(DeepSeekV4Thinking(), DeepSeekV4()),
     "gpt-oss": LocalParser(Harmony(), Harmony()),
 }
-#: By the engine's names for its parsers.
+#: Formats by the engine's name of the parser.
 CALLS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("qwen", "qwen25"), Hermes()),
     **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige"), QwenCoder()),
@@ -67,8 +67,8 @@ THINKING: Mapping[str, ReasoningFormat] = {
     "deepseek-v4": DeepSeekV4Thinking(),
     "gpt-oss": Harmony(),
 }
-#: How reasoning begins and ends; and how where the engine's parser is none of these, and not as usual. No prompt opens
-#: that of gpt-oss.
+#: The marks around reasoning: the usual ones, and those of engine parsers that differ. A prompt never opens the
+#: reasoning of gpt-oss.
 USUAL_MARKS = (_PLAIN.begin, _PLAIN.end)
 MARKS: Mapping[str, tuple[str, str]] = {
     "gpt-oss": ("", "<|end|>"),
@@ -79,45 +79,46 @@ MARKS: Mapping[str, tuple[str, str]] = {
 
 
 def reasoning_marks(parser: str) -> tuple[str, str]:
-    """How reasoning begins and ends for one of the engine's parsers."""
+    """Return the marks that begin and end reasoning for one of the engine's parsers."""
     return MARKS.get(parser, USUAL_MARKS)
 
 
 @dataclass(frozen=True)
 class Parsers:
-    """What makes messages of texts.
+    """The setting that decides which parsers turn texts into messages.
 
     Attributes:
-        mode: the engine's own parsers, local ones, or local ones where the engine has none or fails.
-        family: the model's, for the local ones.
+        mode: `engine`: the engine's own parsers; `local`: local parsers; `hybrid`: local parsers only if the engine has
+            none or fails.
+        family: the family of the model, for local parsers.
     """
 
     mode: Mode = "hybrid"
     family: str | None = None
 
     @classmethod
-    def of(cls, mode: str, family: str | None) -> Parsers:
-        """Those of a setting.
+    def from_settings(cls, mode: str, family: str | None) -> Parsers:
+        """Return the parsers for these settings.
 
         Raises:
-            ValueError: no such mode, or no local parser for the family.
+            ValueError: the mode is unknown, or `local` has no parser for the family.
         """
         if mode not in MODES:
-            raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
+            raise ValueError(f"parsers: {mode!r} is not one of {', '.join(MODES)}")
         if mode == "local" and family not in FAMILIES:
             known = ", ".join(FAMILIES)
-            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {known}")
+            raise ValueError(f"parsers: there is no local parser for tito_model {family!r}; choose one of: {known}")
         return cls(mode, family)  # type: ignore[arg-type]
 
-    def calls(self, facts: Facts) -> CallFormat | None:
-        """How calls are read here; None where nobody knows."""
+    def call_format(self, facts: Facts) -> CallFormat | None:
+        """Return the local format of tool calls; None if there is none, or if the engine parses."""
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
         return CALLS.get(facts.tool_call_parser or "", family.calls if family is not None else None)
 
-    def thinking(self, facts: Facts) -> ReasoningFormat | None:
-        """How reasoning is read here; None where nobody knows."""
+    def reasoning_format(self, facts: Facts) -> ReasoningFormat | None:
+        """Return the local format of reasoning; None if there is none, or if the engine parses."""
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
@@ -125,7 +126,7 @@ class Parsers:
 
 
 def tools_by_name(tools: Sequence[Any]) -> Tools:
-    """The parameters of each tool."""
+    """Return the parameters' schema of each tool, by the tool's name."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return {
         each["name"]: each.get("parameters")

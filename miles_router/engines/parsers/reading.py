@@ -1,4 +1,4 @@
-"""What every family's parser shares: what was read, marks that are still coming, and the schemas of tools. Pure."""
+"""The protocol of tool call formats, and helpers that the parsers of all families share. Pure."""
 
 from __future__ import annotations
 
@@ -13,51 +13,56 @@ Tools = Mapping[str, Any]
 
 
 class Unparsable(ValueError):
-    """A text that a local parser cannot read as the engine's would; says why."""
+    """A text for which the result of the engine's parser is not certain."""
 
 
-#: What reading calls raises where a text, or a tool's schema, is beyond it: arguments nested too deep, numbers of too
-#: many digits, literals that are no JSON, schemas that are none. The engine's parsers fail at them, too.
-UNREAD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+#: Errors of a parser: arguments nested too deep, numbers with too many digits, literals that are not JSON, invalid tool
+#: schemas. The engine's parsers fail at these texts too.
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
-class ReadCall(NamedTuple):
-    """A tool call: the function's name, and its arguments as JSON."""
+class ParsedCall(NamedTuple):
+    """A tool call: the name of the function, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-class ReadCalls(NamedTuple):
-    """The content of a text, and the calls in it."""
+class ParsedCalls(NamedTuple):
+    """The content of a text, and its tool calls."""
 
     content: str
-    calls: list[ReadCall]
+    calls: list[ParsedCall]
 
 
 class CallFormat(Protocol):
-    """How a family writes tool calls."""
+    """The format in which a family writes tool calls."""
 
-    #: What the first call begins with, and what each ends with.
+    #: The mark that begins the first call, and the mark that ends each call.
     begin: str
     end: str
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """A whole text, as the engine's parser reads it.
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
+        """Parse a whole text as the engine's parser does.
 
         Raises:
-            Unparsable: how the engine would is not known.
-            UNREAD: one of them, where it is beyond what can be read. So with `unfinished`.
+            Unparsable: the result of the engine's parser is not certain.
+            PARSE_ERRORS: one of these, if the text cannot be read. The same applies to `unfinished`.
         """
         ...
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """The call that a text ends within, as far as it goes; None where it ends elsewhere, or before a name."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
+        """Return the incomplete call at the end of a text; None if there is none, or if it has no name yet."""
         ...
 
 
-def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, begin: int = 0) -> list[dict[str, Any]]:
-    """Calls as a message has them, from the place `begin` on; `name` names one, of a function and in its place."""
+def tool_calls(calls: Sequence[ParsedCall], name: Callable[[str, int], str], *, begin: int = 0) -> list[dict[str, Any]]:
+    """Return the `tool_calls` of a message.
+
+    Args:
+        name: returns the id of a call, from the function's name and the call's index.
+        begin: the index of the first call.
+    """
     return [
         {
             "id": name(call.name, place),
@@ -69,54 +74,58 @@ def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, be
     ]
 
 
-def written(value: object) -> str:
-    """JSON as the engine's parsers write it; but half of a surrogate pair, which they cannot write, as U+FFFD."""
+def to_json(value: object) -> str:
+    """Return JSON in the form of the engine's parsers. Lone surrogates, at which they fail, become U+FFFD."""
     return replace_half_surrogates(json.dumps(value, ensure_ascii=False))
 
 
-def begun(values: Mapping[str, Any]) -> str:
-    """Arguments that are not complete."""
-    return written(values)[:-1] if values else ""
+def open_json(values: Mapping[str, Any]) -> str:
+    """Return the JSON of incomplete arguments, without the closing brace."""
+    return to_json(values)[:-1] if values else ""
 
 
-def overlap(text: str, mark: str) -> int:
-    """How much of a mark a text ends with, short of all of it."""
+def partial_mark_length(text: str, mark: str) -> int:
+    """Return the length of the longest proper prefix of `mark` at the end of `text`."""
     longest = min(len(mark) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def up_to_last(text: str, end: str) -> str:
-    """A text up to the last of these marks: behind it nothing can be closed, and nobody need look for it again and
-    again."""
+    """Return the text up to and with the last `end` mark; empty if there is none.
+
+    The text behind has no closed block. Leaving it out keeps lazy regular expressions from quadratic search.
+    """
     return text[: text.rfind(end) + len(end)] if end in text else ""
 
 
 def open_block(text: str, begin: str, end: str) -> str:
-    """What a text ends within: what follows its last `begin`, without an `end`; empty where it ends elsewhere."""
+    """Return the text behind the last `begin` mark if no `end` mark follows; otherwise an empty string."""
     _, found, block = text.rpartition(begin)
     return block if found and end not in block else ""
 
 
-def known(calls: Sequence[ReadCall], tools: Tools) -> list[ReadCall]:
-    """Those of tools that there are: the engine drops the others."""
+def known_calls(calls: Sequence[ParsedCall], tools: Tools) -> list[ParsedCall]:
+    """Return the calls of known tools. The engine drops all others."""
     return [call for call in calls if call.name in tools]
 
 
-def of_json(parsed: Any, tools: Tools) -> list[ReadCall]:
-    """Calls that were written as JSON, one or a list (SGLang 0.5.23, `parse_base_json`).
+def calls_from_json(parsed: Any, tools: Tools) -> list[ParsedCall]:
+    """Return the calls in parsed JSON, an object or a list of objects (SGLang 0.5.23, `parse_base_json`).
 
     Raises:
-        Unparsable: they are no objects.
+        Unparsable: a call is not an object.
     """
     found = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(each, Mapping) for each in found):
-        raise Unparsable("a tool call is no object")
-    calls = [ReadCall(each.get("name"), written(each.get("parameters") or each.get("arguments", {}))) for each in found]
-    return known(calls, tools)
+        raise Unparsable("a tool call is not an object")
+    calls = [
+        ParsedCall(each.get("name"), to_json(each.get("parameters") or each.get("arguments", {}))) for each in found
+    ]
+    return known_calls(calls, tools)
 
 
 def properties_of(schema: Any) -> Mapping[str, Any]:
-    """The parameters of a tool, those of alternatives too."""
+    """Return the schema of each parameter of a tool, merged over `anyOf`, `oneOf` and `allOf`."""
     if not isinstance(schema, Mapping):
         return {}
     if isinstance(schema.get("properties"), Mapping):
@@ -129,13 +138,13 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return merged
 
 
-def plain_type(schema: Any) -> str:
-    """The type of a parameter that has one.
+def single_type(schema: Any) -> str:
+    """Return the type of a parameter.
 
     Raises:
-        Unparsable: it may be of several. Each of the engine's parsers has rules of its own for that.
+        Unparsable: the schema has no single type. Each of the engine's parsers has its own rules for this case.
     """
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if not isinstance(kind, str):
-        raise Unparsable("a tool's parameter has no plain type")
+        raise Unparsable("a tool's parameter has no single type")
     return kind.strip().lower()

@@ -1,47 +1,52 @@
-"""Reasoning in front of an answer: `<think>` ... `</think>`, or up to a tool call (SGLang 0.5.23, `BaseReasoning...`).
-Pure."""
+"""Parses reasoning in front of an answer: `<think>` ... `</think>`, or up to a tool call. Pure.
+
+Source: SGLang 0.5.23, `BaseReasoning...`.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from miles_router.engines.parsers.reading import overlap
+from miles_router.engines.parsers.reading import partial_mark_length
 
 
 class Split(NamedTuple):
-    """The reasoning in a text, and the rest of it; None while it is not certain that there is one. `begun`: a call
-    that is not complete, and stands in neither."""
+    """The reasoning in a text, and the rest of the text.
+
+    Attributes:
+        rest: None while the text may still be inside its reasoning.
+        open_call: an incomplete call, which is in neither part.
+    """
 
     reasoning: str
     rest: str | None
-    begun: str = ""
+    open_call: str = ""
 
 
 class ReasoningFormat(Protocol):
-    """How a family writes reasoning. `thinking`: the prompt has opened it.
+    """The format in which a family writes reasoning.
 
-    Raises:
-        Unparsable: with either, how the engine would read the text is not known.
+    Both methods raise `Unparsable` if the result of the engine's parser is not certain. `thinking`: whether the prompt
+    opened the reasoning.
     """
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
-        """Of a text that is over."""
+    def split(self, text: str, *, thinking: bool) -> Split:
+        """Split a complete text."""
         ...
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
-        """Of a text that goes on: what it says for certain."""
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
+        """Split the certain part of a text that continues."""
         ...
 
 
 class Thinking(NamedTuple):
-    """How a family writes its reasoning; `call` is the mark of a tool call that ends it, too."""
+    """Reasoning between two marks. The mark `call` of a tool call ends the reasoning too."""
 
     begin: str = "<think>"
     end: str = "</think>"
     call: str = ""
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
+    def split(self, text: str, *, thinking: bool) -> Split:
         if not thinking and self.begin not in text:
             return Split("", text)
         while text.startswith(self.begin):
@@ -52,8 +57,7 @@ class Thinking(NamedTuple):
             return Split(text[:at], text[at:])
         return Split(reasoning, rest)
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
         if text.startswith(self.begin):
             thinking, text = True, text[len(self.begin) :]
         elif self.begin.startswith(text):
@@ -64,5 +68,5 @@ class Thinking(NamedTuple):
         if ends:
             at = min(ends)
             return Split(text[:at], text[at:].removeprefix(self.end))
-        held = max(overlap(text, mark) for mark in (self.end, self.call, self.begin))
+        held = max(partial_mark_length(text, mark) for mark in (self.end, self.call, self.begin))
         return Split(text[: len(text) - held], None)

@@ -1,1 +1,1 @@
-"""SGLang-Jax, the engine for TPUs. Pure."""
+"""The SGLang-Jax engine for TPUs. Pure."""

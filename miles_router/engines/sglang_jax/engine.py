@@ -1,4 +1,4 @@
-"""SGLang-Jax as the router deals with it. Pure."""
+"""The `Engine` for SGLang-Jax. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from miles_router.engines.sglang.engine import SGLang
 from miles_router.engines.sglang.facts import model_and_server
 from miles_router.engines.sglang_jax.generate import translate, translate_without_adapters
 
-#: Of `/get_server_info`: an argument that no other engine has.
-MARK = "precompile_token_paddings"
+#: A field of `/get_server_info` that no other engine has.
+JAX_ONLY_FIELD = "precompile_token_paddings"
 
 
 class SGLangJax(SGLang):
-    """An engine that says about itself what SGLang says, and of which some requests and answers are translated.
+    """An engine with SGLang's documents, whose requests and answers need some translation.
 
     Args:
-        adapters: whether it was started with `--enable-lora`.
+        adapters: whether the server was started with `--enable-lora`.
     """
 
     kind = "sglang-jax"
-    deep = Order("GET", paths.HEALTH_GENERATE[0].encode(), b"")  # `/health` says 200 whatever happens
+    deep = Order("GET", paths.HEALTH_GENERATE[0].encode(), b"")  # `/health` always answers 200
     ready = well = None
     tells_version = False
-    pauses: ClassVar[Mapping[str, str]] = {"abort": "retract"}  # it waits for ever for what it aborts in its queue
-    sleeps = False  # it ends over it
-    returns_aborted = False  # one that was retracted forgets what it has sampled
+    # In mode `abort` the engine waits forever for the queued requests that it aborts.
+    pauses: ClassVar[Mapping[str, str]] = {"abort": "retract"}
+    sleeps = False  # the server process ends when it releases memory
+    returns_aborted = False  # a retracted generation loses its sampled tokens
     chats_by_ids = False
     translates = True
 
@@ -40,14 +41,14 @@ class SGLangJax(SGLang):
 
     @classmethod
     def recognized(cls, documents: Documents) -> SGLang | None:
-        """Return it where an engine was started with an argument that it alone has."""
+        """Return the engine if the server reports an argument that only SGLang-Jax has."""
         _, server = model_and_server(documents)
-        if MARK not in server:
+        if JAX_ONLY_FIELD not in server:
             return None
         return WITH_ADAPTERS if server.get("enable_lora") else WITHOUT_ADAPTERS
 
     def facts(self, documents: Documents) -> Facts:
-        return replace(super().facts(documents), incremental_streaming=False)  # each event says all so far
+        return replace(super().facts(documents), incremental_streaming=False)  # each event repeats everything so far
 
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | None:
         return translate(path, body, parse) if self._adapters else translate_without_adapters(path, body, parse)

@@ -1,1 +1,1 @@
-"""vLLM. Pure."""
+"""The vLLM engine. Pure."""

@@ -1,6 +1,7 @@
-"""vLLM's control requests, read and written. Pure.
+"""Reads and writes vLLM's control requests. Pure.
 
-Source: vLLM 0.32.0, `entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`: most have a query and no body.
+Source: vLLM 0.32.0, `entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`. Most requests have a query and
+no body.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from miles_router.engines.engine import CannotServe
 from miles_router.engines.vllm.facts import Flags
 
 PAUSE, CONTINUE, FLUSH = "/pause", "/resume", "/reset_prefix_cache"
-#: The first ends those that are named, the second all where none is named. An empty list is never sent to the first.
+#: `ABORT` ends the named requests. `ABORT_ALL` ends every request. The router never sends an empty list to `ABORT`.
 ABORT, ABORT_ALL = "/inference/v1/abort_requests", "/abort_requests"
 SLEEP, WAKE, RELEASE_CACHE = "/sleep", "/wake_up", "/release_kv_cache_memory"
 UPDATE_VERSION, CALL_WORKERS = "/update_weight_version", "/collective_rpc"
@@ -38,13 +39,13 @@ BEGIN_UPDATE, UPDATE, END_UPDATE = "/start_weight_update", "/update_weights", "/
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 MODE, CLEARS, NAMES, LEVEL, PARTS = "mode", "clear_cache", "request_ids", "level", "tags"
-#: What it puts in front of a request's name, by path: `/inference/v1/generate`, chat, completions, responses.
+#: vLLM's prefix for a request id, by path: `/inference/v1/generate`, chat, completions, responses.
 PREFIXES = ("generate-tokens-", "chatcmpl-", "cmpl-", "resp_")
-#: What its engine calls a generation of that name, which alone an abort finds: completions and responses count the
-#: generations of one request.
+#: The id of a generation inside the engine, in the same order. An abort finds no other id. Completions and responses
+#: number the generations of one request.
 ENGINE_NAMES = ("generate-tokens-{}", "chatcmpl-{}", "cmpl-{}-0", "{}_0")
-#: By the router's words. Without `clear_cache` running generations keep their keys and values, and so does the cache;
-#: with it they are computed anew. (Its own documentation says that `keep` ignores it, and it does not.)
+#: vLLM's parameters for each pause mode of the router. With `clear_cache` the prefix cache and the KV of running
+#: generations are dropped and recomputed. (vLLM's documentation says that mode `keep` ignores it; in fact it does not.)
 PAUSES: Mapping[str, Mapping[str, str]] = {
     "abort": {MODE: "abort", CLEARS: "false"},
     "retract": {MODE: "keep", CLEARS: "true"},
@@ -54,12 +55,12 @@ _TRUE = frozenset({"true", "1", "yes", "on"})
 
 
 def order(action: Action, flags: Flags) -> Order:
-    """Return the request for an action.
+    """Return vLLM's request for an action.
 
     Raises:
-        CannotServe: it has none.
+        CannotServe: vLLM has no such request, or a flag is missing.
     """
-    if not flags.controlled:
+    if not flags.dev_mode:
         raise CannotServe("it was started without VLLM_SERVER_DEV_MODE=1")
     match action:
         case Pause(mode):
@@ -67,8 +68,8 @@ def order(action: Action, flags: Flags) -> Order:
         case Continue():
             return _order(CONTINUE)
         case Abort(name):
-            if flags.servers > 1:
-                raise CannotServe("it has several API servers, of which one alone knows the name: --api-server-count 1")
+            if flags.api_servers > 1:
+                raise CannotServe("only one of its API servers knows the request: start it with --api-server-count 1")
             named = name.startswith(PREFIXES)
             own = (name, f"{name}-0", f"{name}_0") if named else tuple(each.format(name) for each in ENGINE_NAMES)
             return _order(ABORT, fields={NAMES: own})
@@ -85,13 +86,13 @@ def order(action: Action, flags: Flags) -> Order:
         case ChangeAdapter(str() as name, path, loads):
             return _adapter(name, path, loads=loads)
         case Update():
-            raise CannotServe(f"its weights change by {BEGIN_UPDATE}, {UPDATE} and {END_UPDATE}, or by {CALL_WORKERS}")
+            raise CannotServe(f"to update its weights use {BEGIN_UPDATE}, {UPDATE} and {END_UPDATE}, or {CALL_WORKERS}")
         case _:
-            raise CannotServe("this control request has no equal there")
+            raise CannotServe("it has no control request for this")
 
 
 def refused(answer: bytes) -> bool:
-    """Return whether an answer with status 200 says that nothing was done."""
+    """Return True if an answer with status 200 reports failure (`"success": false`)."""
     try:
         said = orjson.loads(answer) if b'"success"' in answer else None
     except orjson.JSONDecodeError:
@@ -108,10 +109,10 @@ def _order(path: str, query: Mapping[str, str] | None = None, *, fields: object 
 def _sleep(parts: object, flags: Flags) -> Order:
     if parts == {"kv_cache"}:
         return _order(RELEASE_CACHE)
-    if not flags.sleeps:
+    if not flags.sleep_mode:
         raise CannotServe("it was started without --enable-sleep-mode")
     if parts != MEMORY:
-        raise CannotServe("it releases all of its memory, or its kv_cache alone")
+        raise CannotServe("it can release all of its memory, or only its kv_cache")
     return _order(SLEEP, {LEVEL: "1"})
 
 
@@ -119,7 +120,7 @@ def _adapter(name: str, path: str | None, *, loads: bool | None) -> Order:
     if loads is False:
         return _order(UNLOAD_ADAPTER, fields={"lora_name": name})
     if not loads or path is None:
-        raise CannotServe("it loads adapters from a lora_path alone")
+        raise CannotServe("it can load an adapter only from a lora_path")
     return _order(LOAD_ADAPTER, fields={"lora_name": name, "lora_path": path})
 
 
@@ -129,7 +130,7 @@ def _read_pause(arguments: Arguments) -> Action:
     if mode == "abort":
         return Pause("abort")
     if mode != "keep":
-        raise BadArguments(f"{MODE} must be abort or keep: the router holds what is new, so nothing is waited for")
+        raise BadArguments(f"{MODE} must be abort or keep: the router holds new requests, so nothing is waited for")
     return Pause("retract" if clears else "in_place")
 
 
@@ -138,19 +139,19 @@ def _read_abort(arguments: Arguments) -> Abort | EndGroup:
         return group
     names = arguments.fields.get(NAMES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise BadArguments(f"{NAMES} must be a list of one name: abort each by a request of its own")
+        raise BadArguments(f"{NAMES} must be a list with one id: send an abort for each id")
     name: str = names[0]
     return Abort(next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name))
 
 
 def _read_abort_of_all(arguments: Arguments) -> Abort | AbortAll | EndGroup:
-    """An empty list is refused, though vLLM ends all then: who has sent it meant none."""
+    """Read an abort of all requests. Refuse an empty list of ids, with which vLLM would abort everything."""
     return _read_abort(arguments) if arguments.fields.keys() & {NAMES, GROUP} else AbortAll()
 
 
 def _read_sleep(arguments: Arguments) -> Action:
     if arguments.query.get(LEVEL, "1") not in ("1", "2"):
-        raise BadArguments(f"{LEVEL} must be 1 or 2; {PAUSE}?{MODE}=keep stops without a release of memory")
+        raise BadArguments(f"{LEVEL} must be 1 or 2; to pause without a release of memory use {PAUSE}?{MODE}=keep")
     return Sleep(MEMORY)
 
 
@@ -174,7 +175,7 @@ def _read_end_of_update(arguments: Arguments) -> Action:
 
 
 def _read_call(arguments: Arguments) -> Action:
-    """A method of the engine's workers, as `reload_weights`: what has weights in its name changes them."""
+    """Read a call of an engine method. A method with "weight" in its name, such as `reload_weights`, is an update."""
     method = arguments.fields.get("method")
     return Update(None) if isinstance(method, str) and "weight" in method else other(CALL_WORKERS).read(arguments)
 

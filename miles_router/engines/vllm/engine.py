@@ -1,4 +1,4 @@
-"""vLLM as the router deals with it. Pure."""
+"""The `Engine` for vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles_router.engines.actions import Action, Order
 from miles_router.engines.engine import Documents, Engine, Headers, Parse, Parts, Translation
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
-from miles_router.engines.openai.by_ids import chat_by_ids, gives_ids
+from miles_router.engines.openai.by_ids import chat_by_ids, has_input_ids
 from miles_router.engines.questions import EngineQuestion
 from miles_router.engines.sglang.adapters import listed_adapters
 from miles_router.engines.vllm import control, facts, openai, paths, refusals
@@ -26,10 +26,10 @@ MAX_RANKS = 1024
 
 
 class VLLM(Engine):
-    """An engine that samples behind ids; all that is SGLang's is translated.
+    """An engine that generates from prompt ids; the router translates SGLang's requests for it.
 
     Args:
-        flags: what it was started with.
+        flags: the flags that the server was started with.
     """
 
     kind = "vllm"
@@ -50,7 +50,7 @@ class VLLM(Engine):
     name_fields: ClassVar[Mapping[str, str]] = {paths.SAMPLE: "request_id"}
     adapter_by_model: ClassVar[frozenset[str]] = frozenset({paths.SAMPLE})
     tokenize = (paths.TOKENIZE,)
-    unwanted_headers = frozenset({b"x-request-id"})  # it wins over the request's own name
+    unwanted_headers = frozenset({b"x-request-id"})  # vLLM prefers it to `request_id`
     control = control.REQUESTS
     overflow = staticmethod(refusals.overflow)
     stateful = frozenset(CONSTRAINTS)
@@ -72,9 +72,11 @@ class VLLM(Engine):
         return cls(facts.flags(documents)) if facts.is_vllm(documents) else None
 
     def facts(self, documents: Documents) -> Facts:
-        """Read what the documents say. Before all of them came, nothing is known of its flags."""
+        """Read the engine's facts. `engine` and `lacks` are None until all documents were answered."""
         engine = self if self.has_said_all(documents) else None
-        return replace(facts.read_facts(documents), engine=engine, lacks=tuple(self.flags.lacks()) if engine else None)
+        return replace(
+            facts.read_facts(documents), engine=engine, lacks=tuple(self.flags.missing()) if engine else None
+        )
 
     def has_said_all(self, documents: Documents) -> bool:
         return None not in (documents.get(paths.SERVER_INFO[0]), documents.get(paths.SAMPLE))
@@ -124,7 +126,7 @@ class VLLM(Engine):
     def translate(self, path: str, body: bytes, parse: Parse) -> Translation | Parts | None:
         if path == own_paths.GENERATE:
             return translate(GenerateRequest.read(parse(body)), self.flags)
-        if path == own_paths.CHAT and gives_ids(body, parse):
+        if path == own_paths.CHAT and has_input_ids(body, parse):
             return chat_by_ids(body, parse, lambda sent: self._sampling(parse(sent)))
         return openai.translate(path, body, parse, self.flags) if path in openai.PATHS else None
 

@@ -1,8 +1,8 @@
-"""What vLLM says about itself. Pure.
+"""Reads the flags and facts of a vLLM server from its own documents. Pure.
 
-Source: vLLM 0.32.0. `/server_info` (with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) has the
-configuration of the engine, `/v1/models` its names. Flags of its HTTP server are told nowhere: whoever starts
-a worker says those that matter in its `--additional-config`, which vLLM shows and does not read.
+Source: vLLM 0.32.0. `/server_info` (only with `VLLM_SERVER_DEV_MODE=1`; its first answer takes up to 10 s) contains
+the engine's configuration, `/v1/models` the model names. No document contains the flags of the HTTP server. The user
+repeats the relevant ones in `--additional-config`, which vLLM shows and otherwise ignores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles_router.engines.vllm.paths import CLIENT_PATHS, MODEL_LIST, SAMPLE, SE
 
 OWNER = "vllm"
 RAW = "raw_logprobs"
-#: Its names of parsers that SGLang has under others.
+#: vLLM's names of parsers, and SGLang's names of the same parsers.
 REASONING: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
     "deepseek_v3": "deepseek-v3",
@@ -35,91 +35,91 @@ CALLS: Mapping[str, str] = {
     "minimax_m2": "minimax-m2",
     "openai": "gpt-oss",
 }
-#: In `--additional-config`: the name of the tool parser, and whether tokens in logprobs are named by their ids.
+#: Keys in `--additional-config`: the name of the tool parser, and whether logprobs contain ids in place of token texts.
 CALL_PARSER, IDS_AS_TOKENS = "tool_call_parser", "return_tokens_as_token_ids"
-#: In place of that name where there is none: the model's family tells the parser, where that is set.
-UNTOLD_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
+#: Stands for an unknown tool parser. A `tito_model` setting, if there is one, still decides how calls are parsed.
+UNKNOWN_PARSER = "its --tool-call-parser: start it with --additional-config '{\"tool_call_parser\": NAME}'"
 
 
 class Flags(NamedTuple):
-    """What a server was started with, as far as requests depend on it."""
+    """The flags of a server on which the handling of requests depends."""
 
-    samples: bool = True
+    scale_out: bool = True
     """`--enable-scale-out`"""
-    controlled: bool = True
+    dev_mode: bool = True
     """`VLLM_SERVER_DEV_MODE=1`"""
     raw_logprobs: bool = False
     """Without `--logprobs-mode processed_logprobs`"""
     experts: bool = False
     """`--enable-return-routed-experts`"""
-    sleeps: bool = False
+    sleep_mode: bool = False
     """`--enable-sleep-mode`"""
-    servers: int = 1
+    api_servers: int = 1
     """`--api-server-count`, by default as many as ranks"""
     seed: int | None = None
     """`--seed`"""
-    names_ids: bool = False
+    token_ids_in_logprobs: bool = False
     """`--return-tokens-as-token-ids`"""
 
-    def lacks(self) -> Iterator[str]:
-        """Yield which flags are missing, and what is refused for that."""
-        if not self.samples:
+    def missing(self) -> Iterator[str]:
+        """Yield a text for each missing flag, with what is refused without that flag."""
+        if not self.scale_out:
             yield "--enable-scale-out: without it /generate and sessions are refused"
-        if not self.controlled:
+        if not self.dev_mode:
             yield "VLLM_SERVER_DEV_MODE=1 in its environment: without it pauses, flushes and versions are refused"
         elif self.raw_logprobs:
             yield "--logprobs-mode processed_logprobs: without it logprobs of a temperature other than 1 are refused"
-        if self.servers > 1:
+        if self.api_servers > 1:
             yield "--api-server-count 1: with several, aborts by name are refused"
         if self.seed == 0:
             yield "a --seed of its own: by default all workers begin with the same samples"
 
 
 def flags(documents: Documents) -> Flags:
-    """Return what the documents say of flags."""
+    """Read the flags from the documents."""
     config = _config(documents)
-    # Where the models are withheld too, it is a key that is missing, and a client may have it.
-    samples = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
+    # If the model list is withheld too, only the API key is missing, and a client may have that key.
+    scale_out = documents.get(SAMPLE) != WITHHELD or documents.get(MODEL_LIST[0]) == WITHHELD
     if not config:
-        return Flags(samples=samples, controlled=False, raw_logprobs=True)
+        return Flags(scale_out=scale_out, dev_mode=False, raw_logprobs=True)
     return Flags(
-        samples=samples,
-        raw_logprobs=_at(config, "model_config", "logprobs_mode") != "processed_logprobs",
-        experts=_at(config, "aux_output_config", "enable_return_routed_experts") is True,
-        sleeps=_at(config, "model_config", "enable_sleep_mode") is True,
-        servers=_count(_at(config, "parallel_config", "_api_process_count")) or 1,
-        seed=_at(config, "model_config", "seed"),
-        names_ids=_at(config, "additional_config", IDS_AS_TOKENS) is True,
+        scale_out=scale_out,
+        raw_logprobs=_config_value(config, "model_config", "logprobs_mode") != "processed_logprobs",
+        experts=_config_value(config, "aux_output_config", "enable_return_routed_experts") is True,
+        sleep_mode=_config_value(config, "model_config", "enable_sleep_mode") is True,
+        api_servers=_count(_config_value(config, "parallel_config", "_api_process_count")) or 1,
+        seed=_config_value(config, "model_config", "seed"),
+        token_ids_in_logprobs=_config_value(config, "additional_config", IDS_AS_TOKENS) is True,
     )
 
 
 def is_vllm(documents: Documents) -> bool:
-    """Return whether these are vLLM's; its own cheap check alone is enough."""
+    """Return True if a vLLM server answered. `/weight_info` is enough if `/version` was not asked."""
     if VERSION[0] not in documents:
         return weight_version(documents.get(WEIGHT_INFO[0])) is not None
     return bool(_config(documents)) or any(model.get("owned_by") == OWNER for model in _models(documents))
 
 
 def read_facts(documents: Documents) -> Facts:
-    """Read what the documents say; what cannot be read says nothing."""
+    """Read the facts from the documents. A fact that cannot be read is left unknown."""
     config, models = _config(documents), _models(documents)
     base = next((model for model in models if model.get("parent") is None), {})
-    reasoning = _text(_at(config, "structured_outputs_config", "reasoning_parser"))
-    calls = _text(_at(config, "additional_config", CALL_PARSER)) or UNTOLD_PARSER
-    blocks, size = (_at(config, "cache_config", name) for name in ("num_gpu_blocks", "block_size"))
+    reasoning = _text(_config_value(config, "structured_outputs_config", "reasoning_parser"))
+    calls = _text(_config_value(config, "additional_config", CALL_PARSER)) or UNKNOWN_PARSER
+    blocks, size = (_config_value(config, "cache_config", name) for name in ("num_gpu_blocks", "block_size"))
     instance = config.get("instance_id")
     return Facts(
         version=_text(_object(documents.get(VERSION[0])).get("version")),
-        model_path=_text(_at(config, "model_config", "model")) or _text(base.get("root")),
+        model_path=_text(_config_value(config, "model_config", "model")) or _text(base.get("root")),
         served_model_name=_text(base.get("id")),
-        tokenizer_path=_text(_at(config, "model_config", "tokenizer")),
+        tokenizer_path=_text(_config_value(config, "model_config", "tokenizer")),
         weight_version=weight_version(documents.get(WEIGHT_INFO[0])),
-        dp_size=_count(_at(config, "parallel_config", "data_parallel_size")),
+        dp_size=_count(_config_value(config, "parallel_config", "data_parallel_size")),
         tool_call_parser=CALLS.get(calls, calls) if config else None,
         reasoning_parser=None if reasoning is None else REASONING.get(reasoning, reasoning),
-        incremental_streaming=False,  # as they are translated
+        incremental_streaming=False,  # in the translated streams
         preferred_sampling_params={},
-        sampling_defaults="openai",  # chat of sessions is /generate, which takes none of the model's defaults
+        sampling_defaults="openai",  # session chat is sent as /generate, which ignores the model's defaults
         lora=config.get("lora_config") is not None if config else None,
         auto_truncate=False,
         context_length=_count(base.get("max_model_len")),
@@ -130,11 +130,11 @@ def read_facts(documents: Documents) -> Facts:
 
 
 def weight_version(said: bytes | None) -> str | None:
-    """Return the version in an answer to `/weight_info`; None where it names none."""
+    """Return the weight version in an answer to `/weight_info`; None if there is none."""
     return _text(_object(said).get("weight_version"))
 
 
-@functools.lru_cache(maxsize=8)  # each of these readers looks at it
+@functools.lru_cache(maxsize=8)  # several readers parse the same document
 def _object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")
@@ -153,7 +153,7 @@ def _models(documents: Documents) -> list[Mapping[str, Any]]:
     return [each for each in models if isinstance(each, dict)] if isinstance(models, list) else []
 
 
-def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
+def _config_value(config: Mapping[str, Any], part: str, name: str) -> Any:
     found = config.get(part)
     return found.get(name) if isinstance(found, dict) else None
 

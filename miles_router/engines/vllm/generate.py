@@ -1,10 +1,10 @@
-"""`/generate` as vLLM samples it, behind ids at `/inference/v1/generate`, and its answers in the form of `/generate`.
+"""Translation of `/generate` to vLLM's `/inference/v1/generate`, and of the answers back to the form of `/generate`.
 Pure.
 
-Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. It leaves fields that it does not know out without a
-word, so that only those pass which are known here. It is asked for texts (`output_mode`), in which logprobs have the
-texts of tokens and no ids: these stand beside them, one for each. Those of top logprobs it names by ids alone, where
-it was started so.
+Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out/`. vLLM silently ignores unknown fields, so the router
+refuses every field that is not listed here. `output_mode` asks for text: logprobs then contain the token texts, and
+`token_ids` beside them has one id for each. Top logprobs contain ids only with `--return-tokens-as-token-ids`, and then
+no texts.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
 from miles_router.engines.vllm.paths import SAMPLE
-from miles_router.engines.vllm.rows import rows_of
+from miles_router.engines.vllm.rows import converted_rows
 from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
-#: Of one list: each prompt takes a connection.
+#: The most prompts in one request: each prompt takes a connection.
 MAX_PROMPTS = 512
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
 TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
@@ -53,7 +53,7 @@ PLACEHOLDER = "token_id:"
 SALT = "cache_salt"
 CACHE_KEYS = ("extra_key", SALT)
 NEW_TOKENS = "max_new_tokens"
-#: Sampling parameters, by their names in `/generate`.
+#: Sampling parameters: the name in `/generate`, and vLLM's name.
 SAMPLING: Mapping[str, str] = {
     **{
         name: name
@@ -66,45 +66,46 @@ SAMPLING: Mapping[str, str] = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-#: Those that bind the answer to a form: from its first token only where reasoning is said to have ended, whichever
-#: reasoning parser the engine has.
+#: Parameters that constrain the form of the answer. They apply from the first token only if the request contains
+#: `reasoning_ended`, whichever reasoning parser the engine has.
 CONSTRAINTS: Mapping[str, str] = {
     "regex": "regex",
     "json_schema": "json",
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
-#: With these and raw logprobs, tokens are sampled from another distribution than is told.
-SHIFTS: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-#: Fields beside them that are read here, or of no consequence to what is sampled.
+#: Penalties and their neutral values. With any other value, raw logprobs are not those of the sampling distribution.
+NEUTRAL_PENALTIES: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+#: Other accepted fields: the translation reads them, or they do not affect the sampled tokens.
 FIELDS = frozenset(
     (
         *(TEXT, IDS, IDS_ALIAS, PARAMS, RID, MODEL, ADAPTER, "stream", *CACHE_KEYS),
         *(WANTED, START_LEN, WITH_TEXT, TOP, EXPERT_FIELDS.wanted, EXPERT_FIELDS.start, "log_metrics", "return_bytes"),
     )
 )
-#: What a token says whose logprob vLLM does not know.
+#: The logprob that vLLM reports for a token whose logprob it does not know.
 NO_LOGPROB = -9999.0
 
 
 def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
-    """Return a request as it is asked: a list of prompts as one request for each.
+    """Return the translation of a request. A list of prompts becomes one request for each prompt.
 
     Raises:
-        CannotServe: it would be answered otherwise than is meant.
+        CannotServe: vLLM does not support the request.
+        BadRequest: a field has an invalid value.
     """
     if len(request.prompts) > MAX_PROMPTS:
-        raise CannotServe(f"it takes one prompt in a request, and a list has {MAX_PROMPTS} at most: send several lists")
+        raise CannotServe(f"a request may have at most {MAX_PROMPTS} prompts: send several requests")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
 
 class PromptSampling:
-    """All samples of one prompt.
+    """The translation of one prompt of a request, with all its samples.
 
     Args:
-        place: of the prompt among those of the request.
-        incremental: each event of a stream has what is new, as vLLM's own; otherwise it has all so far.
+        place: the index of the prompt in the request.
+        incremental: whether a translated event contains only new tokens, as vLLM's own, or everything so far.
     """
 
     heeds_cache_key = True
@@ -119,58 +120,59 @@ class PromptSampling:
         start = request.field(START_LEN, place) if self._wants_logprobs else None
         self._prompt_from = None if start == -1 else _count(START_LEN, start)
         self._check(place, flags)
-        self._cut = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
+        self._wants_no_tokens = self._prompt.params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS) == 0
         self._name = uuid.uuid4().hex
         given = request.rid(self._first) if request.samples == 1 else request.body.get(RID)
         self._rid = given if isinstance(given, str) else self._name
-        #: Several samples have one name at the engine, and each its own in its answer.
+        #: The `id` in the answer of each sample. The engine has one name for all samples.
         self._ids = [self._rid] if request.samples == 1 else [f"{self._rid}_{n}" for n in range(request.samples)]
         self.rids: Mapping[str, str] = dict.fromkeys(sorted({self._rid, *self._ids} - {self._name}), self._name)
         self.target: bytes | None = TARGET
-        self.body = orjson.dumps(self._asked(place))
+        self.body = orjson.dumps(self._request_body(place))
         self._choices = [
             VLLMSample(self._entry if self._wants_logprobs else None, self._tops) for _ in range(request.samples)
         ]
 
     def _check(self, place: int, flags: Flags) -> None:
-        """See that all of it can be asked for.
+        """Check that vLLM, started with these flags, supports the request.
 
         Raises:
-            CannotServe: something cannot.
+            CannotServe: vLLM lacks a field, or the server lacks a flag.
+            BadRequest: `stop` or a count has an invalid value.
         """
-        if not flags.samples:
+        if not flags.scale_out:
             raise CannotServe("it was started without --enable-scale-out")
         body, params = self._request.body, self._prompt.params
         unknown = [name for name in body if name not in FIELDS and not _is_default(self._request.field(name, place))]
         known = SAMPLING.keys() | CONSTRAINTS.keys() | {NEW_TOKENS, "stop"}
         unknown += [name for name, value in params.items() if name not in known and not is_absent(value)]
         if unknown:
-            raise CannotServe(f"it takes no {unknown[0]}")
+            raise CannotServe(f"it does not support {unknown[0]}")
         if self._prompt.ids is None:
-            raise CannotServe("it samples behind ids, and the text has not been made some")
+            raise CannotServe("it generates from input_ids only, and the text prompt was not tokenized")
         if not self._prompt.ids:
-            raise CannotServe("it samples behind one token at least")
+            raise CannotServe("the prompt must have at least one token")
         if body.get(EXPERT_FIELDS.wanted):
             _count(f"{EXPERT_FIELDS.start}", EXPERT_FIELDS.start_of(body))
             if not flags.experts:
-                raise CannotServe(f"it tells no routed experts: {EXPERT_FIELDS.remedy}")
+                raise CannotServe(f"it returns no routed experts: {EXPERT_FIELDS.remedy}")
         stop = params.get("stop") or []
         if not isinstance(stop, (str, list)) or not all(isinstance(each, str) for each in stop):
-            raise BadRequest("stop must be a text, or a list of texts")
-        if self._tops and not flags.names_ids:
+            raise BadRequest("stop must be a string or a list of strings")
+        if self._tops and not flags.token_ids_in_logprobs:
             raise CannotServe(
-                f"it names no ids of top logprobs: start it with --return-tokens-as-token-ids, and --additional-config "
-                f"'{{\"{IDS_AS_TOKENS}\": true}}'"
+                "its top logprobs contain no token ids: start it with --return-tokens-as-token-ids and "
+                f"--additional-config '{{\"{IDS_AS_TOKENS}\": true}}'"
             )
         if self._prompt_from is not None and self._request.stream:
-            raise CannotServe(f"it tells no logprobs of the prompt in a stream, and {START_LEN} asks for them")
-        if self._wants_logprobs and flags.raw_logprobs and shifts(params):
+            raise CannotServe(f"it returns no prompt logprobs in a stream: send {START_LEN} only without stream")
+        if self._wants_logprobs and flags.raw_logprobs and changes_distribution(params):
             raise CannotServe(
                 "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
                 "processed_logprobs"
             )
 
-    def _asked(self, place: int) -> dict[str, Any]:
+    def _request_body(self, place: int) -> dict[str, Any]:
         body = self._request.body
         adapter = self._request.field(ADAPTER, place)
         keys = [str(key) for name in CACHE_KEYS if not is_absent(key := self._request.field(name, place))]
@@ -199,7 +201,7 @@ class PromptSampling:
         }
         limit = params.get(NEW_TOKENS, DEFAULT_MAX_NEW_TOKENS)
         if limit is not None:
-            asked["max_tokens"] = 1 if self._cut else limit  # it samples one at least
+            asked["max_tokens"] = 1 if self._wants_no_tokens else limit  # vLLM samples at least one token
         if stops := stop_strings(params.get("stop")):
             asked["stop"] = stops
         bound = {own: params[name] for name, own in CONSTRAINTS.items() if params.get(name) is not None}
@@ -208,7 +210,7 @@ class PromptSampling:
         if self._request.samples > 1:
             asked["n"] = self._request.samples
         if self._wants_logprobs:
-            asked["logprobs"] = self._tops + 1 if self._tops else 0  # the one that was sampled counts
+            asked["logprobs"] = self._tops + 1 if self._tops else 0  # vLLM counts the sampled token as one of them
             if self._prompt_from is not None:
                 asked["prompt_logprobs"] = self._tops
         return asked
@@ -219,11 +221,11 @@ class PromptSampling:
             choices, usage = told["choices"], told["usage"]
             if sorted(choice["index"] for choice in choices) != [*range(self._request.samples)]:
                 raise UnreadableAnswer("incomplete", f"{len(choices)} answers to {self._request.samples} generations")
-            for told_choice in choices:
-                self._choices[told_choice["index"]].add(told_choice)
+            for new_choice in choices:
+                self._choices[new_choice["index"]].add(new_choice)
             self._check_usage(usage)
             meta = {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")}
-            meta = {name: value for name, value in meta.items() if value is not None} | self._of_prompt(told)
+            meta = {name: value for name, value in meta.items() if value is not None} | self._prompt_logprobs(told)
             answers = [self._answer(place, version, meta) for place in range(len(self._choices))]
             return orjson.dumps(answers if self._request.indexed else answers[0])
 
@@ -235,12 +237,12 @@ class PromptSampling:
             if not told["choices"]:
                 self._check_usage(told["usage"])
                 return b""
-            (told_choice,) = told["choices"]
-            index = told_choice["index"]
+            (new_choice,) = told["choices"]
+            index = new_choice["index"]
             if type(index) is not int or not 0 <= index < len(self._choices):
-                raise UnreadableAnswer("incomplete", "an event of no generation")
+                raise UnreadableAnswer("incomplete", "the index of an event is invalid")
             begin, said = len(self._choices[index].ids), len(self._choices[index].text)
-            self._choices[index].add(told_choice)
+            self._choices[index].add(new_choice)
             answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
             place = {"index": self._first + index} if self._request.indexed else {}
             return write_event({**answer, **place})
@@ -248,77 +250,95 @@ class PromptSampling:
     def _check_usage(self, usage: Mapping[str, Any]) -> None:
         sampled, prompt = sum(len(choice.ids) for choice in self._choices), len(self._prompt.ids or ())
         if (usage["prompt_tokens"], usage["completion_tokens"]) != (prompt, sampled):
-            raise UnreadableAnswer("token_counts_disagree", f"{usage}, and {sampled} ids behind {prompt}")
+            detail = f"the usage is {usage}, but {prompt} tokens were sent and {sampled} received"
+            raise UnreadableAnswer("token_counts_disagree", detail)
         if not all(choice.finish for choice in self._choices):
-            raise UnreadableAnswer("incomplete", "the counts came, and a generation has not ended")
+            raise UnreadableAnswer("incomplete", "the usage arrived before every generation ended")
 
     def _answer(
         self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
     ) -> dict[str, Any]:
-        """Return what has come of a sample, or what is new behind so many tokens and characters."""
+        """Return the answer of one sample so far, without its first `begin` tokens and `said_text` characters."""
         choice = self._choices[index]
-        ids, prompt = ([] if self._cut else choice.ids), len(self._prompt.ids or ())
+        ids, prompt = ([] if self._wants_no_tokens else choice.ids), len(self._prompt.ids or ())
         count = len(ids)
-        said: dict[str, Any] = {"id": self._ids[index], "finish_reason": choice.reason(cut=self._cut)}
+        said: dict[str, Any] = {
+            "id": self._ids[index],
+            "finish_reason": choice.finish_reason(no_tokens=self._wants_no_tokens),
+        }
         said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
         if self._wants_logprobs:
             said |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
             said |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
             said.setdefault("input_token_logprobs", [])
         spans = choice.versions
-        if spans and not self._cut:
+        if spans and not self._wants_no_tokens:
             said |= {VERSIONS: spans, VERSION: spans[-1]["version"]}
             version_runs(said, count)
         elif version is not None:
             said[VERSION] = version
-        # What is aborted before its first token was not computed: there are no rows.
+        # A generation that is aborted before its first token was not computed and has no rows.
         if choice.finish and choice.ids and self._request.body.get(EXPERT_FIELDS.wanted):
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
-            said[EXPERT_FIELDS.rows.name] = rows_of(choice.experts, rows, rows - 1 if self._cut else rows)
-        return {"text": "" if self._cut else choice.text[said_text:], "output_ids": ids[begin:], "meta_info": said}
+            said[EXPERT_FIELDS.rows.name] = converted_rows(
+                choice.experts, rows, rows - 1 if self._wants_no_tokens else rows
+            )
+        return {
+            "text": "" if self._wants_no_tokens else choice.text[said_text:],
+            "output_ids": ids[begin:],
+            "meta_info": said,
+        }
 
     @property
-    def _aborted_at_once(self) -> bool:
-        """Whether nothing was sampled, so that the prompt may not have been computed."""
+    def _sampled_nothing(self) -> bool:
+        """True if no sample has a token: the prompt may not have been computed."""
         return not any(choice.ids for choice in self._choices)
 
-    def _of_prompt(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the logprobs of the prompt. Of its first token, and of the first that is asked for, there is none."""
+    def _prompt_logprobs(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the logprobs of the prompt from the first requested token on, whose own logprob is None.
+
+        Raises:
+            UnreadableAnswer: the number of logprobs is not that of prompt tokens.
+        """
         begin, ids = self._prompt_from, self._prompt.ids or ()
-        if begin is None or self._aborted_at_once:
+        if begin is None or self._sampled_nothing:
             return {}
         each = told["prompt_logprobs"]
         if len(each) != len(ids):
-            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs of {len(ids)} tokens of prompt")
+            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs for {len(ids)} prompt tokens")
         entries: list[list[Any]] = []
         tops: list[list[list[Any]] | None] = []
         for token, said in zip(ids[begin:], each[begin:], strict=True):
             known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
             ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
-            tops.append([self._of_prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
-            entries.append(self._of_prompt_entry(token, known))
+            tops.append([self._prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
+            entries.append(self._prompt_entry(token, known))
         return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
 
-    def _of_prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
+    def _prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
         return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
 
     def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
-        """Return a logprob as `/generate` has it: of a token that was sampled, or of the one that it names."""
+        """Return a logprob entry of `/generate`. Without `token`, the entry itself must contain the id.
+
+        Raises:
+            UnreadableAnswer: vLLM does not know the logprob.
+        """
         named = told["token"].startswith(PLACEHOLDER)
         if token is None:
             token = int(told["token"].removeprefix(PLACEHOLDER))
         if told["logprob"] <= NO_LOGPROB:
-            raise UnreadableAnswer("incomplete", "the logprob of a token")
+            raise UnreadableAnswer("incomplete", f"the logprob of token {token} is missing")
         return [told["logprob"], token, told["token"] if self._with_text and not named else None]
 
 
 class VLLMSample:
-    """One sample as it grows: each event has what is new, and a whole answer is one event.
+    """One sample, put together from events that contain new tokens only. A whole answer counts as one event.
 
     Args:
-        entry: makes an entry for a token of what is told of it; None where no logprobs are wanted.
-        tops: how many of the likeliest are wanted.
+        entry: converts vLLM's logprob entry; None if the client wants no logprobs.
+        tops: how many top logprobs the client wants for each token.
     """
 
     def __init__(self, entry: Callable[..., list[Any]] | None, tops: int) -> None:
@@ -333,23 +353,23 @@ class VLLMSample:
         self._entry, self._tops = entry, tops
 
     def add(self, told: Mapping[str, Any]) -> None:
-        """Take an event.
+        """Append the tokens of an event.
 
         Raises:
-            UnreadableAnswer: it contradicts itself, or comes behind the end.
+            UnreadableAnswer: the event contradicts itself, or follows the finish reason.
             One of `MALFORMED`.
         """
         if self.finish:
-            raise UnreadableAnswer("incomplete", "an event behind the finish reason")
+            raise UnreadableAnswer("incomplete", "an event follows the finish reason")
         ids, text = told["token_ids"], told["text"]
         if not isinstance(text, str) or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
-            raise TypeError("ids or a text that are none")
+            raise TypeError("token_ids is not a list of integers, or text is not a string")
         if self._entry is not None:
             content = (told["logprobs"] or {"content": []})["content"]
             if len(content) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} tokens, {len(content)} logprobs")
             self.entries += map(self._entry, content, ids)
-            if self._tops:  # the sampled one stands among them, wherever it ranks
+            if self._tops:  # vLLM adds the sampled token to the list, whatever its rank
                 ranked = (sorted(each["top_logprobs"], key=lambda one: -one["logprob"]) for each in content)
                 self.tops += [[*map(self._entry, each[: self._tops])] for each in ranked]
         self.ids += ids
@@ -357,38 +377,41 @@ class VLLMSample:
         finish = told["finish_reason"]
         if finish is not None:
             if finish not in ("stop", "length", "abort"):
-                raise UnreadableAnswer("incomplete", f"it ended by {str(finish)[:64]!r}")
+                raise UnreadableAnswer("incomplete", f"unknown finish reason {str(finish)[:64]!r}")
             self.finish, self._matched = finish, told["stop_reason"]
             self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
 
-    def reason(self, *, cut: bool) -> dict[str, Any] | None:
-        """Return the finish reason. vLLM names no token where the model's own end stopped it: it is the last."""
+    def finish_reason(self, *, no_tokens: bool) -> dict[str, Any] | None:
+        """Return the finish reason in the form of `/generate`; None before the end.
+
+        vLLM reports no stop token if the model's own end token stopped the sample: that is the last token.
+        """
         match self.finish:
             case "":
                 return None
-            case "stop" if not cut:
+            case "stop" if not no_tokens:
                 return {"type": "stop", "matched": self.ids[-1] if self._matched is None else self._matched}
             case "abort":
                 return {"type": "abort", "message": "Aborted"}
             case _:
-                return {"type": "length", "length": 0 if cut else len(self.ids)}
+                return {"type": "length", "length": 0 if no_tokens else len(self.ids)}
 
 
 def salt_of(*keys: str) -> str:
-    """Return a salt that tells these keys from all others: vLLM takes 128 characters, and not all of them."""
+    """Return a cache salt for these keys. vLLM accepts at most 128 characters, and not every character."""
     return hashlib.sha256("/".join(keys).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _is_default(value: object) -> bool:
-    """Return whether a field asks for nothing: absent, 0 or -1, as counts and places are where none is meant."""
+    """Return True if a field is absent, 0 or -1, the defaults of counts and positions."""
     return is_absent(value) or (type(value) is int and value in (0, -1))
 
 
 def _count(name: str, value: object) -> int | None:
-    """Return a field that counts; None where it is absent.
+    """Return the value of a count; None if it is absent.
 
     Raises:
-        BadRequest: it counts nothing.
+        BadRequest: the value is not a whole number of at least 0.
     """
     if is_absent(value):
         return None
@@ -397,7 +420,7 @@ def _count(name: str, value: object) -> int | None:
     return value
 
 
-def shifts(params: Mapping[str, Any]) -> bool:
-    """Return whether tokens are sampled from another distribution than that of temperature 1. Greedy ones are not."""
-    changed = any(params.get(name) not in (None, neutral) for name, neutral in SHIFTS.items())
+def changes_distribution(params: Mapping[str, Any]) -> bool:
+    """Return True if the sampling distribution differs from temperature 1 without penalties. False for greedy."""
+    changed = any(params.get(name) not in (None, neutral) for name, neutral in NEUTRAL_PENALTIES.items())
     return changed or params.get("temperature") not in (None, 0, 1) or bool(params.get("logit_bias"))

@@ -1,6 +1,7 @@
-"""Requests of the APIs of others that go to vLLM: what it would leave out without a word is refused. Pure.
+"""Translation of OpenAI and Anthropic API requests for vLLM, which refuses fields that vLLM silently ignores. Pure.
 
-Source: vLLM 0.32.0, `entrypoints/openai/`. An adapter is a model there, and its own names are other than SGLang's.
+Source: vLLM 0.32.0, `entrypoints/openai/`. vLLM names an adapter in `model`, and has other names for some of SGLang's
+fields.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from miles_router.engines.events import Event
 from miles_router.engines.generate import RID, is_absent
 from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.vllm.facts import Flags
-from miles_router.engines.vllm.generate import SALT, salt_of, shifts
+from miles_router.engines.vllm.generate import SALT, changes_distribution, salt_of
 
 PATHS = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES})
-#: SGLang's fields that it does not know. Without them it would be another answer.
+#: SGLang's fields that vLLM does not know. Ignoring one would change the answer.
 IGNORED = (
     *("input_ids", "return_meta_info", "return_prompt_token_ids", "return_output_ids_in_sglext"),
     *("return_input_ids_in_sglext", "return_routed_experts", "return_indexer_topk", "return_hidden_states"),
@@ -30,36 +31,40 @@ IGNORED = (
     *("sampling_logprobs_mode", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
 )
 CACHE_KEY = "extra_key"
-#: How responses are asked for logprobs, in `include`.
+#: The element of `include` that asks for logprobs in the responses API.
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
-#: SGLang's names that it has under others. The name of a request stands in that of its answer.
+#: SGLang's field names, and vLLM's names for the same fields. The answer's id contains the request's id.
 NAMES: Mapping[str, str] = {RID: "request_id", ADAPTER: MODEL, CACHE_KEY: SALT}
 
 
-def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> Renamed | None:
-    """Return how a request is asked; None where it goes as it came.
+def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> VLLMRequest | None:
+    """Return the translation of a request; None if the request goes to the engine unchanged.
 
     Raises:
-        CannotServe: something would be left out without a word.
+        CannotServe: vLLM would silently ignore a field, or return logprobs of another distribution.
         What `parse` raises.
     """
     fields = parse(body)
     if not isinstance(fields, Mapping):
-        return None  # the engine says what is wrong with it
+        return None  # the engine reports the error
     if unknown := [name for name in IGNORED if not is_absent(fields.get(name))]:
-        raise CannotServe(f"it takes no {unknown[0]} at {path}")
-    if flags.raw_logprobs and _wants_logprobs(path, fields) and (shifts(fields) or not _names_neutral(fields)):
+        raise CannotServe(f"it does not support {unknown[0]} at {path}")
+    if (
+        flags.raw_logprobs
+        and _wants_logprobs(path, fields)
+        and (changes_distribution(fields) or not _has_neutral_values(fields))
+    ):
         raise CannotServe(
-            "its logprobs are those of temperature 1 without penalties, and a model may have other defaults, so that "
-            "temperature and repetition_penalty must be named: start it with --logprobs-mode processed_logprobs"
+            "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
+            "processed_logprobs, or send temperature 0 or 1 and repetition_penalty 1, since models have other defaults"
         )
     versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
     renamed = any(not is_absent(fields.get(name)) for name in NAMES)
-    return Renamed(fields, versions=versions) if renamed or versions else None
+    return VLLMRequest(fields, versions=versions) if renamed or versions else None
 
 
 def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether an answer is to have logprobs. In completions 0 asks for those of the sampled tokens alone."""
+    """Return True if the request asks for logprobs. In completions, 0 asks for those of sampled tokens only."""
     if path == paths.RESPONSES:
         included = fields.get("include")
         return isinstance(included, list) and OUTPUT_LOGPROBS in included
@@ -67,15 +72,15 @@ def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
     return wanted is not None and wanted is not False
 
 
-def _names_neutral(fields: Mapping[str, Any]) -> bool:
+def _has_neutral_values(fields: Mapping[str, Any]) -> bool:
     return fields.get("temperature") in (0, 1) and fields.get("repetition_penalty") == 1
 
 
-class Renamed:
-    """A request with vLLM's names for fields, whose answers pass but for the request's name.
+class VLLMRequest:
+    """The translation of a request to vLLM's field names. In answers only the request's id is translated back.
 
     Args:
-        versions: whether a whole answer is to name the weights, as SGLang's completions do where ids are wanted.
+        versions: whether to add the weight version to a whole answer, as SGLang's completions with ids do.
     """
 
     heeds_cache_key = True
@@ -85,29 +90,33 @@ class Renamed:
         self._versions = versions
         given, name = fields.get(RID), uuid.uuid4().hex
         if isinstance(given, list):
-            raise CannotServe("it names a request by one rid")
+            raise CannotServe("its rid must be one string, not a list")
         kept = {each: value for each, value in fields.items() if each not in NAMES}
         own = {own: fields[each] for each, own in NAMES.items() if not is_absent(fields.get(each))}
         if CACHE_KEY in fields and SALT in own:
             own[SALT] = salt_of(str(own[SALT]), str(fields.get(SALT)))
         self.rids: Mapping[str, str] = {given: name} if isinstance(given, str) else {}
-        self._outward = {name.encode(): orjson.dumps(each)[1:-1] for each, name in self.rids.items()}
+        self._client_names = {name.encode(): orjson.dumps(each)[1:-1] for each, name in self.rids.items()}
         self.body = orjson.dumps({**kept, **own, **({NAMES[RID]: name} if self.rids else {})})
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
-        """Return a whole answer with the client's name."""
+        """Return a whole answer with the client's request id.
+
+        Raises:
+            UnreadableAnswer: the weight version cannot be added, since the answer is not a JSON object.
+        """
         if not self._versions or version is None:
             return self._named(answer)
         try:
             return orjson.dumps({**orjson.loads(self._named(answer)), "metadata": {VERSION: version}})
         except (orjson.JSONDecodeError, *MALFORMED) as error:
-            raise UnreadableAnswer("incomplete", "completions that are no JSON object") from error
+            raise UnreadableAnswer("incomplete", "the answer is not a JSON object") from error
 
     def event(self, event: Event, version: str | None) -> bytes:
-        """Return an event of a stream with the client's name."""
+        """Return an event of a stream with the client's request id."""
         return self._named(event.raw)
 
     def _named(self, said: bytes) -> bytes:
-        for name, given in self._outward.items():
+        for name, given in self._client_names.items():
             said = said.replace(name, given)
         return said

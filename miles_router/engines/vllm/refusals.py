@@ -1,4 +1,4 @@
-"""How vLLM says that a request does not fit (0.32.0, `v1/engine/input_processor.py`, `renderers/params.py`). Pure."""
+"""Reads vLLM's context window errors (0.32.0, `v1/engine/input_processor.py`, `renderers/params.py`). Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AT_LEAST = re.compile(r"maximum context length is (\d+) tokens\. .*prompt conta
 
 
 def overflow(message: str) -> Overflow | None:
-    """Return what an error says of the context window; None where it is about something else."""
+    """Return the token counts in a context window error; None for any other error."""
     if (found := _TOO_LONG.search(message)) is not None:
         return Overflow(int(found[1]), int(found[2]))
     if (found := _AT_LEAST.search(message)) is not None:

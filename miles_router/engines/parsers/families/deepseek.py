@@ -1,4 +1,4 @@
-"""DeepSeek until V3.2: JSON between marks, then tags (SGLang 0.5.23, `deepseekv3_detector.py`,
+"""DeepSeek V3 to V3.2: JSON between marks until V3.1, tags since V3.2 (SGLang 0.5.23, `deepseekv3_detector.py`,
 `deepseekv31_detector.py`, `deepseekv32_detector.py`). Pure."""
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ import re
 from typing import Any
 
 from miles_router.engines.parsers.reading import (
-    ReadCall,
-    ReadCalls,
+    ParsedCall,
+    ParsedCalls,
     Tools,
-    begun,
-    known,
-    of_json,
+    calls_from_json,
+    known_calls,
     open_block,
+    open_json,
+    to_json,
     up_to_last,
-    written,
 )
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
-#: What stands between the name of a function and its arguments, and behind them.
+#: The text between the name of a function and its arguments, and the text behind the arguments.
 _FENCE, _FENCE_END = "\n```json\n", "\n```"
 _DSML = "｜DSML｜"
 _SECTION = re.compile(r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", re.DOTALL)
@@ -36,7 +36,7 @@ _PARAMETER_END = "</｜DSML｜parameter>"
 
 
 class DeepSeekMarks:
-    """The format until V3.1; `fenced`: that of V3."""
+    """The format until V3.1; `fenced` selects that of V3."""
 
     begin = "<｜tool▁calls▁begin｜>"
     end = "<｜tool▁call▁end｜>"
@@ -44,26 +44,27 @@ class DeepSeekMarks:
     def __init__(self, *, fenced: bool = False) -> None:
         self._between = _FENCE if fenced else _SEPARATOR
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         content, begin, rest = text.partition(self.begin)
         if not begin:
-            return ReadCalls(text, [])
-        calls: list[ReadCall] = []
+            return ParsedCalls(text, [])
+        calls: list[ParsedCall] = []
         try:
             for block in _CALL.findall(up_to_last(begin + rest, self.end)):
                 parts = self._parts(block[len(_BEGIN) : -len(self.end)])
                 if parts is None:
-                    return ReadCalls(text, [])
+                    return ParsedCalls(text, [])
                 name, arguments = parts
-                calls += of_json({"name": name, "parameters": json.loads(arguments)}, tools)
+                calls += calls_from_json({"name": name, "parameters": json.loads(arguments)}, tools)
         except json.JSONDecodeError:
-            return ReadCalls(text, [])
-        return ReadCalls(content.strip(), calls)
+            return ParsedCalls(text, [])
+        return ParsedCalls(content.strip(), calls)
 
     def _parts(self, call: str) -> tuple[str, str] | None:
-        """The name and the arguments of a call; None for one that is none. Of several marks the last count, as in the
-        engine's regular expression."""
+        """Return the name and the arguments of a call; None if the text is not a call.
+
+        If a mark occurs several times, the last one counts, as in the engine's regular expression.
+        """
         if self._between == _SEPARATOR:
             name, mark, arguments = call.rpartition(_SEPARATOR)
             return (name, arguments) if mark else None
@@ -71,13 +72,12 @@ class DeepSeekMarks:
         _, mark, name = head.rpartition(_SEPARATOR)
         return (name, arguments) if mark and call.endswith(_FENCE_END) else None
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         head, begin, arguments = open_block(text, _BEGIN, self.end).partition(self._between)
         name = head.rpartition(_SEPARATOR)[2]
         if not begin or name not in tools:
             return None
-        return ReadCall(name, arguments.partition(_FENCE_END)[0] if self._between == _FENCE else arguments)
+        return ParsedCall(name, arguments.partition(_FENCE_END)[0] if self._between == _FENCE else arguments)
 
 
 class DeepSeekTags:
@@ -86,46 +86,44 @@ class DeepSeekTags:
     begin = "<｜DSML｜"
     end = "</｜DSML｜function_calls>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         at = text.find("<｜DSML｜function_calls>")
         if at >= 0:
             sections, content = _SECTION.findall(up_to_last(text, self.end)), text[:at].removesuffix("\n\n")
         else:
             start = text.find("<｜DSML｜invoke")
             if start < 0:
-                return ReadCalls(text, [])
+                return ParsedCalls(text, [])
             before = text[: text.find(_DSML)]
             mark = next((mark for mark in ("</", "<") if before.endswith(mark)), "")
             sections, content = [text[start:]], before.removesuffix(mark).removesuffix("\n\n")
-        calls = [call for section in sections for match in _INVOKE.finditer(section) for call in _invoked(match)]
-        return ReadCalls(content, known(calls, tools))
+        calls = [call for section in sections for match in _INVOKE.finditer(section) for call in _parsed_calls(match)]
+        return ParsedCalls(content, known_calls(calls, tools))
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         found = list(_INVOKE.finditer(text))
         if not found or found[-1]["closed"] or found[-1]["end"] or found[-1]["name"] not in tools:
             return None
         body = found[-1]["body"]
         if body.lstrip().startswith("{"):
-            return ReadCall(found[-1]["name"], body.strip())
-        return ReadCall(found[-1]["name"], begun(_values(body)))
+            return ParsedCall(found[-1]["name"], body.strip())
+        return ParsedCall(found[-1]["name"], open_json(_values(body)))
 
 
-def _invoked(match: re.Match[str]) -> list[ReadCall]:
-    """The call of one tag; none where the engine drops it."""
+def _parsed_calls(match: re.Match[str]) -> list[ParsedCall]:
+    """Return the call of one tag; an empty list if the engine drops the call."""
     name, body = match["name"].strip(), match["body"] or ""
     if not (match["closed"] or match["end"]):
         return []
     try:
         if body.strip().startswith("{"):
-            parsed = json.loads(body.strip(), parse_constant=_no_constant)
-            return [ReadCall(name, written(parsed))]
+            parsed = json.loads(body.strip(), parse_constant=_refuse_constant)
+            return [ParsedCall(name, to_json(parsed))]
         closed = up_to_last(body, _PARAMETER_END)
         rest = _PARAMETER.sub("", closed) + body[len(closed) :]
         if _DSML in rest or (not _PARAMETER.search(closed) and rest.strip()):
             return []
-        return [ReadCall(name, written(_values(body)))]
+        return [ParsedCall(name, to_json(_values(body)))]
     except ValueError:
         return []
 
@@ -141,10 +139,10 @@ def _value(value: str, *, text: bool) -> Any:
     if text:
         return value
     try:
-        return json.loads(value, parse_constant=_no_constant)
+        return json.loads(value, parse_constant=_refuse_constant)
     except ValueError:
         return value
 
 
-def _no_constant(value: str) -> Any:
-    raise ValueError(f"{value} is no JSON")
+def _refuse_constant(value: str) -> Any:
+    raise ValueError(f"{value} is not JSON")

@@ -1,8 +1,8 @@
 """DeepSeek V4: tags in `<｜DSML｜tool_calls>`, read tag by tag (SGLang 0.5.23, `deepseek_recipe_output.py`, and
 deepseek-recipe 0.2.0 behind it). Pure.
 
-The engine writes arguments as they are sampled, of a call that is cut too, and shows calls of tools that there are
-not. What it makes of tags that no model is taught is not followed here.
+The engine passes arguments on as they are sampled, also for a cut call, and does not drop calls of unknown tools. Tags
+in an order that the model is not trained on raise `Unparsable`: the engine's result for them is not reproduced here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, overlap, written
+from miles_router.engines.parsers.reading import (
+    ParsedCall,
+    ParsedCalls,
+    Tools,
+    Unparsable,
+    partial_mark_length,
+    to_json,
+)
 from miles_router.engines.parsers.thinking import Split
 
 _OPEN, _THINK, _THOUGHT = "<｜DSML｜", "<think>", "</think>"
@@ -27,23 +34,21 @@ _SECTION_END, _INVOKE_END, _PARAMETER_END = "</｜DSML｜tool_calls>", "</｜DSM
 
 
 class DeepSeekV4Thinking:
-    """Its reasoning; lines around it and around the content count for nothing."""
+    """The format of reasoning. Newlines around the reasoning, and in front of the content, are dropped."""
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
+    def split(self, text: str, *, thinking: bool) -> Split:
         at = _end_of_reasoning(text) if thinking else 0
         reasoning = text[:at].strip("\n") if at < len(text) else text.lstrip("\n")
         rest = text[at:].removeprefix(_THOUGHT) if thinking else text
         if _THOUGHT in rest or _THINK in text:
-            raise Unparsable("reasoning that begins or ends twice")
+            raise Unparsable("reasoning begins or ends twice")
         return Split(reasoning, rest.lstrip("\n"))
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
         at = _end_of_reasoning(text) if thinking else 0
         if not thinking or at < len(text):
-            return self.whole(text, thinking=thinking)
-        held = max(overlap(text, _THOUGHT), overlap(text, _OPEN))
+            return self.split(text, thinking=thinking)
+        held = max(partial_mark_length(text, _THOUGHT), partial_mark_length(text, _OPEN))
         return Split(text[: len(text) - held].strip("\n"), None)
 
 
@@ -53,29 +58,28 @@ def _end_of_reasoning(text: str) -> int:
 
 
 class DeepSeekV4:
-    """The format."""
+    """The format of tool calls."""
 
     begin = _OPEN
     end = "</｜DSML｜invoke>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         text = text.lstrip("\n")
         at = text.find(_OPEN)
         if at < 0:
-            return ReadCalls(text, [])
-        return ReadCalls(text[:at].rstrip("\n"), list(_calls(text[at:])))
+            return ParsedCalls(text, [])
+        return ParsedCalls(text[:at].rstrip("\n"), list(_calls(text[at:])))
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`. None: the engine shows it among the calls."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
+        """Return None: `read` returns incomplete calls too, as the engine does."""
         return None
 
 
-def _calls(text: str) -> Iterator[ReadCall]:
-    """The calls of a section, the last of them as far as it goes.
+def _calls(text: str) -> Iterator[ParsedCall]:
+    """Yield the calls of a section. The last one may be incomplete.
 
     Raises:
-        Unparsable: something stands where it is not taught.
+        Unparsable: the text does not follow the format.
     """
     section = _SECTION.match(text)
     at = section.end() if section is not None else 0
@@ -83,23 +87,23 @@ def _calls(text: str) -> Iterator[ReadCall]:
         arguments, at = "", invoke.end()
         while parameter := _PARAMETER.match(text, at):
             name, kind, value = parameter.groups()
-            arguments += f'{_lead(arguments)}"{name}": {_value(value, kind)}' + ('"' if kind == "true" else "")
+            arguments += f'{_separator(arguments)}"{name}": {_value(value, kind)}' + ('"' if kind == "true" else "")
             at = parameter.end()
         end = _INVOKED.match(text, at)
         if end is None:
-            yield ReadCall(invoke[1], arguments + _begun(text[at:], _lead(arguments)))
+            yield ParsedCall(invoke[1], arguments + _unfinished_arguments(text[at:], _separator(arguments)))
             return
         at = end.end()
-        yield ReadCall(invoke[1], (arguments or "{") + "}")
+        yield ParsedCall(invoke[1], (arguments or "{") + "}")
     name = _NAME.fullmatch(text, at)
     if name is not None and name[2]:
-        yield ReadCall(name[1], "")
+        yield ParsedCall(name[1], "")
     elif name is None and not text.startswith(_SECTION_END, at):
         _expect(text[at:], _SECTION_END, '<｜DSML｜invoke name="', *([] if at else ["<｜DSML｜tool_calls>"]))
 
 
-def _begun(text: str, lead: str) -> str:
-    """What the engine shows of a parameter, or of a call's end, that is cut."""
+def _unfinished_arguments(text: str, lead: str) -> str:
+    """Return the JSON that the engine shows for an incomplete parameter, or for an incomplete end of a call."""
     head = _HEAD.match(text)
     if head is None:
         _expect(text, _INVOKE_END, "<｜DSML｜parameter name=")
@@ -117,18 +121,18 @@ def _begun(text: str, lead: str) -> str:
     return f"{lead}{key}: {_value(value, kind[1])}" + ('"' if closed and kind[1] == "true" else "")
 
 
-def _lead(arguments: str) -> str:
+def _separator(arguments: str) -> str:
     return ", " if arguments else "{"
 
 
 def _value(value: str, kind: str) -> str:
-    """A value without its end. What is no text is not looked at."""
+    """Return the JSON of a value, for a string without the closing quote. Other values pass unchecked."""
     if "｜DSML｜" in value:
-        raise Unparsable("a tag within a value")
-    return written(value)[:-1] if kind == "true" else value
+        raise Unparsable("a tag inside a value")
+    return to_json(value)[:-1] if kind == "true" else value
 
 
 def _expect(text: str, *ways: str) -> None:
-    """Raises Unparsable where a text is not the beginning of one of these."""
+    """Raise `Unparsable` if the text is not a prefix of one of `ways`."""
     if not any(way.startswith(text) for way in ways):
-        raise Unparsable("a call that is not written as it is taught")
+        raise Unparsable("a tool call does not follow the format")

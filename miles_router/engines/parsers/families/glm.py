@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from miles_router.engines.parsers.reading import (
-    ReadCall,
-    ReadCalls,
+    ParsedCall,
+    ParsedCalls,
     Tools,
-    begun,
-    known,
+    known_calls,
     open_block,
-    plain_type,
+    open_json,
+    single_type,
+    to_json,
     up_to_last,
-    written,
 )
 
 _BLOCK = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
@@ -27,26 +27,22 @@ _BETWEEN = re.compile(r"</arg_key>(?:\\n|\s)*<arg_value>")
 
 
 class Glm:
-    """The format."""
-
     begin = "<tool_call>"
     end = "</tool_call>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         if self.begin not in text:
-            return ReadCalls(text, [])
+            return ParsedCalls(text, [])
         closed = up_to_last(text, self.end)
         parts = [match for block in _BLOCK.findall(closed) if (match := _PARTS.search(block)) is not None]
-        calls = [ReadCall(each[1], written(_values(each[1], each[2] or "", tools))) for each in parts]
-        return ReadCalls((_BLOCK.sub("", closed) + text[len(closed) :]).strip(), known(calls, tools))
+        calls = [ParsedCall(each[1], to_json(_values(each[1], each[2] or "", tools))) for each in parts]
+        return ParsedCalls((_BLOCK.sub("", closed) + text[len(closed) :]).strip(), known_calls(calls, tools))
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         name, begin, rest = open_block(text, self.begin, self.end).partition(_KEY)
         if not begin or name not in tools:
             return None
-        return ReadCall(name, begun(_values(name, begin + rest, tools)))
+        return ParsedCall(name, open_json(_values(name, begin + rest, tools)))
 
 
 def _values(name: str, arguments: str, tools: Tools) -> dict[str, Any]:
@@ -54,14 +50,14 @@ def _values(name: str, arguments: str, tools: Tools) -> dict[str, Any]:
     properties = schema.get("properties") or {}
     values: dict[str, Any] = {}
     for key, value in _pairs(arguments):
-        kind = plain_type(properties[key.strip()]) if key.strip() in properties else None
+        kind = single_type(properties[key.strip()]) if key.strip() in properties else None
         parsed = _parsed(value, kind or "string")
         values[key.strip()] = value if kind == "string" and not isinstance(parsed, str) else parsed
     return values
 
 
 def _pairs(arguments: str) -> Iterator[tuple[str, str]]:
-    """Each key with its value. One expression for both would look for each end again from each beginning."""
+    """Yield each key with its value. A single regular expression would take quadratic time."""
     at = 0
     while (begin := arguments.find(_KEY, at)) >= 0:
         between = _BETWEEN.search(arguments, begin + len(_KEY))

@@ -1,4 +1,4 @@
-"""gpt-oss: channels between marks (SGLang 0.5.23, `harmony_parser.py`, `gpt_oss_detector.py`). Pure."""
+"""gpt-oss: channels that are separated by marks (SGLang 0.5.23, `harmony_parser.py`, `gpt_oss_detector.py`). Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, known, overlap, written
+from miles_router.engines.parsers.reading import (
+    ParsedCall,
+    ParsedCalls,
+    Tools,
+    Unparsable,
+    known_calls,
+    partial_mark_length,
+    to_json,
+)
 from miles_router.engines.parsers.thinking import Split
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _MARKS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _CALL, _RETURN)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
-#: What a block ends with, by its channel; one without a channel is a tool's answer.
+#: The marks that end a block, by its channel. A block without a channel is a tool's answer.
 _ENDS = {"analysis": (_END, _CALL), "commentary": (_END, _CALL), "final": (_RETURN,), "": (_END, _CALL, _RETURN)}
 _FILLER = "commentary"
 _NAMED = re.compile(r"analysis|commentary|assistantfinal", re.IGNORECASE)
@@ -24,7 +32,7 @@ _INVOKED = re.compile(
 
 
 class _Part(NamedTuple):
-    """A mark, or the text between two, which has no mark."""
+    """A mark, or the text between two marks, with an empty `mark`."""
 
     mark: str
     begin: int
@@ -32,72 +40,70 @@ class _Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What one channel says; of a call, with its marks."""
+    """The content of one block. The content of a call includes its marks."""
 
     kind: Literal["reasoning", "text", "call"]
     content: str
 
 
 class Harmony:
-    """Reasoning and calls in one format: the reasoning is read first, and leaves the calls with their marks."""
+    """The format of reasoning and calls. Reasoning is read first, and calls stay in the rest with their marks."""
 
-    #: Content ends at the first mark that it has.
+    #: Content ends at its first mark.
     begin = "<|"
     end = _CALL
 
-    def whole(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
+    def split(self, text: str, *, thinking: bool) -> Split:
         return _split(*_read(text))
 
-    def growing(self, text: str, *, thinking: bool) -> Split:
-        """See `ReasoningFormat`."""
-        certain = text[: len(text) - _held(text)]
+    def split_certain(self, text: str, *, thinking: bool) -> Split:
+        certain = text[: len(text) - _partial_mark_length(text)]
         if _START not in certain and _CHANNEL not in certain:
             return Split("", None)
         return _split(*_read(certain))
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         if "<|start|>assistant<|channel|>commentary" not in text:
-            return ReadCalls(text, [])
+            return ParsedCalls(text, [])
         blocks, _ = _read(text)
         content = " ".join(each.content for each in blocks if each.kind == "text").strip()
-        return ReadCalls(content, [call for each in blocks if each.kind == "call" for call in _invoked(each, tools)])
+        return ParsedCalls(
+            content, [call for each in blocks if each.kind == "call" for call in _parsed_calls(each, tools)]
+        )
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         block = text.rpartition(_CHANNEL)[2]
         found = None if _CALL in block or _END in block else _INVOKED.search(block)
         name = found[1].rpartition(".")[2] if found is not None else ""
-        return ReadCall(name, found[2]) if found is not None and name in tools else None
+        return ParsedCall(name, found[2]) if found is not None and name in tools else None
 
 
-def _split(blocks: Sequence[_Block], begun: str) -> Split:
+def _split(blocks: Sequence[_Block], open_call: str) -> Split:
     reasoning = "".join(each.content for each in blocks if each.kind == "reasoning")
-    return Split(reasoning, "".join(each.content for each in blocks if each.kind != "reasoning"), begun)
+    return Split(reasoning, "".join(each.content for each in blocks if each.kind != "reasoning"), open_call)
 
 
-def _invoked(block: _Block, tools: Tools) -> list[ReadCall]:
-    """The call of a block; none where the engine drops it."""
+def _parsed_calls(block: _Block, tools: Tools) -> list[ParsedCall]:
+    """Return the call of a block; an empty list if the engine drops the call."""
     found = _INVOKED.search(block.content)
     if found is None:
         return []
     try:
-        call = ReadCall(found[1].rpartition(".")[2], written(json.loads(found[2]) if found[2].strip() else {}))
+        call = ParsedCall(found[1].rpartition(".")[2], to_json(json.loads(found[2]) if found[2].strip() else {}))
     except json.JSONDecodeError:
         return []
-    return known([call], tools)
+    return known_calls([call], tools)
 
 
 def _read(text: str) -> tuple[list[_Block], str]:
-    """The blocks of a text, and one that it ends within, which may become a call.
+    """Return the blocks of a text, and the incomplete block at its end, which may become a call.
 
     Raises:
-        Unparsable: channels are named in it, without marks.
+        Unparsable: the text contains names of channels, but no marks.
     """
     if _START not in text and _CHANNEL not in text:
         if _NAMED.search(text):
-            raise Unparsable("channels without marks")
+            raise Unparsable("the text names channels, but has no marks")
         return [], ""  # the engine waits for the first mark
     parts, at = list(_parts(text)), 0
     blocks: list[_Block] = []
@@ -114,7 +120,7 @@ def _read(text: str) -> tuple[list[_Block], str]:
             blocks.append(block)
             continue
         if at == len(parts) - 1:
-            content = content[: len(content) - _held(content)]
+            content = content[: len(content) - _partial_mark_length(content)]
         elif content.strip() in _MARKS or (at and parts[at - 1].mark == _CALL and content.strip().lower() == _FILLER):
             content = ""
         if content:
@@ -123,13 +129,13 @@ def _read(text: str) -> tuple[list[_Block], str]:
     return _without_filler(blocks, text), ""
 
 
-def _held(text: str) -> int:
-    """How much of a mark a text ends with."""
-    return max(overlap(text, mark) for mark in _MARKS)
+def _partial_mark_length(text: str) -> int:
+    """Return the length of the longest beginning of a mark at the end of `text`."""
+    return max(partial_mark_length(text, mark) for mark in _MARKS)
 
 
 def _parts(text: str) -> Iterator[_Part]:
-    """The marks, and the texts between them. A mark that is none of these takes all in with it up to the next one."""
+    """Yield the marks and the texts between them. An unknown mark becomes text, with all text up to the next mark."""
     at, odd, last_close = 0, False, text.rfind("|>")
     while (begin := text.find("<|", at)) >= 0:
         if begin > at:
@@ -150,8 +156,10 @@ def _parts(text: str) -> Iterator[_Part]:
 
 
 def _heading(text: str, parts: Sequence[_Part], at: int) -> tuple[int, str | None]:
-    """Of the block that begins here: where its message does, and its channel; None where it has no message, or one of
-    no channel that there is."""
+    """Return the index of the message mark (-1 if missing) and the channel of the block that begins at part `at`.
+
+    The channel is "" for a block without one; None without a message mark, or for an unknown channel.
+    """
     at += parts[at].mark == _START
     message = next((place for place in range(at, len(parts)) if parts[place].mark == _MESSAGE), -1)
     channel = next((part for part in parts[at:message] if part.mark == _CHANNEL), None) if message >= 0 else None
@@ -162,7 +170,7 @@ def _heading(text: str, parts: Sequence[_Part], at: int) -> tuple[int, str | Non
 
 
 def _block(text: str, parts: Sequence[_Part], at: int, message: int, channel: str | None) -> tuple[_Block, int] | None:
-    """The block that begins here, and where the next part is; None for one that is not complete."""
+    """Return the block that begins at part `at`, and the index of the next part; None if the block is incomplete."""
     if channel is None:
         return None
     begin = parts[message].end
@@ -179,7 +187,7 @@ def _block(text: str, parts: Sequence[_Part], at: int, message: int, channel: st
 
 
 def _without_filler(blocks: Sequence[_Block], text: str) -> list[_Block]:
-    """Without the word `commentary` behind a call, in one block or in several."""
+    """Return the blocks without the word `commentary` behind a call, which may be spread over several blocks."""
     kept: list[_Block] = []
     ends, behind_call, word = text.rstrip().endswith(_CALL), False, ""
     for block in blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, open_block, up_to_last
+from miles_router.engines.parsers.reading import ParsedCall, ParsedCalls, Tools, Unparsable, open_block, up_to_last
 
 _BEGIN, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _CALL = re.compile(
@@ -14,31 +14,27 @@ _ID = re.compile(r"^(?:functions\.)?([\w.\-]+):\d+$")
 
 
 class Kimi:
-    """The format."""
-
     begin = "<|tool_calls_section_begin|>"
     end = "<|tool_call_end|>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         content, begin, rest = text.partition(self.begin)
         found = [
             (_name(call, tools), arguments) for call, arguments in _CALL.findall(up_to_last(begin + rest, self.end))
         ]
-        return ReadCalls(content, [ReadCall(name, arguments) for name, arguments in found if name is not None])
+        return ParsedCalls(content, [ParsedCall(name, arguments) for name, arguments in found if name is not None])
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         call, begin, arguments = open_block(text, _BEGIN, self.end).partition(_ARGUMENTS)
         name = _name(call.strip(), tools) if begin else None
-        return None if name is None else ReadCall(name, arguments.lstrip())
+        return None if name is None else ParsedCall(name, arguments.lstrip())
 
 
 def _name(call: str, tools: Tools) -> str | None:
-    """The function that a call's name means.
+    """Return the function's name in a call's id; None if the id has another form.
 
     Raises:
-        Unparsable: it is a number, and the engine would guess.
+        Unparsable: the id is only a number, and there are several tools: the engine guesses.
     """
     match = _ID.match(call)
     if match:
@@ -46,5 +42,5 @@ def _name(call: str, tools: Tools) -> str | None:
     if not call.isdigit():
         return None
     if len(tools) != 1:
-        raise Unparsable("a tool call that names no function")
+        raise Unparsable("a tool call names no function")
     return next(iter(tools))

@@ -7,16 +7,16 @@ import re
 from typing import Any
 
 from miles_router.engines.parsers.reading import (
-    ReadCall,
-    ReadCalls,
+    ParsedCall,
+    ParsedCalls,
     Tools,
-    begun,
-    known,
+    known_calls,
     open_block,
-    plain_type,
+    open_json,
     properties_of,
+    single_type,
+    to_json,
     up_to_last,
-    written,
 )
 
 _INVOKE = re.compile(r'<invoke name="(.*?)</invoke>|<invoke name="(.*)$', re.DOTALL)
@@ -26,32 +26,28 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class MiniMax:
-    """The format."""
-
     begin = "<minimax:tool_call>"
     end = "</minimax:tool_call>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
-        content, calls, cursor = "", list[ReadCall](), 0
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
+        content, calls, cursor = "", list[ParsedCall](), 0
         while (at := text.find(self.begin, cursor)) >= 0 and (end := text.find(self.end, at)) >= 0:
             content += text[cursor:at]
             cursor = end + len(self.end)
             calls += _calls(text[at:cursor], tools)
-        return ReadCalls(content + text[cursor:], known(calls, tools))
+        return ParsedCalls(content + text[cursor:], known_calls(calls, tools))
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         block = open_block(text, self.begin, self.end)
         name, head, body = block.rpartition('<invoke name="')[2].partition('">')
         if "</invoke>" in body or not head or name not in tools:
             return None
         closed = up_to_last(body, "</parameter>")
         values = {key: _value(value.strip("\n"), key, tools[name]) for key, value in _CLOSED.findall(closed)}
-        return ReadCall(name, begun(values))
+        return ParsedCall(name, open_json(values))
 
 
-def _calls(block: str, tools: Tools) -> list[ReadCall]:
+def _calls(block: str, tools: Tools) -> list[ParsedCall]:
     calls = []
     for first, second in _INVOKE.findall(block):
         name, head, body = (first or second).partition('">')
@@ -62,7 +58,7 @@ def _calls(block: str, tools: Tools) -> list[ReadCall]:
         values = {
             key.strip(): _value(value.strip("\n"), key.strip(), tools.get(name)) for key, at, value in pairs if at
         }
-        calls.append(ReadCall(name, written(values)))
+        calls.append(ParsedCall(name, to_json(values)))
     return calls
 
 
@@ -70,7 +66,7 @@ def _value(value: str, key: str, schema: Any) -> Any:
     properties = properties_of(schema)
     if value.lower() in ("null", "none", "nil"):
         return None
-    kind = plain_type(properties[key]) if key in properties else "string"
+    kind = single_type(properties[key]) if key in properties else "string"
     try:
         if kind in ("integer", "int"):
             return int(value)

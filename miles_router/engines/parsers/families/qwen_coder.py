@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_router.engines.parsers.reading import (
-    ReadCall,
-    ReadCalls,
+    ParsedCall,
+    ParsedCalls,
     Tools,
-    begun,
     open_block,
-    plain_type,
+    open_json,
     properties_of,
+    single_type,
+    to_json,
     up_to_last,
-    written,
 )
 
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -33,33 +33,29 @@ _BOOLEANS = ("boolean", "bool", "binary")
 
 
 class QwenCoder:
-    """The format."""
-
     begin = "<tool_call>"
     end = "</tool_call>"
 
-    def read(self, text: str, tools: Tools) -> ReadCalls:
-        """See `CallFormat`."""
+    def read(self, text: str, tools: Tools) -> ParsedCalls:
         if self.begin not in text:
-            return ReadCalls(text, [])
+            return ParsedCalls(text, [])
         blocks = _BLOCK.findall(up_to_last(text, self.end)) or ([text] if "<function=" in text else [])
         bodies = [first or second for block in blocks for first, second in _FUNCTION.findall(block)]
         calls = [_call(body, tools) for body in bodies if ">" in body]
-        return ReadCalls(text[: text.index(self.begin)], calls)
+        return ParsedCalls(text[: text.index(self.begin)], calls)
 
-    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
-        """See `CallFormat`."""
+    def unfinished(self, text: str, tools: Tools) -> ParsedCall | None:
         block = open_block(text, self.begin, self.end)
         name, head, body = block.partition("<function=")[2].partition(">")
         if not head:
             return None
-        return ReadCall(name, begun(_values(name, _CLOSED.findall(up_to_last(body, _PARAMETER_END)), tools)))
+        return ParsedCall(name, open_json(_values(name, _CLOSED.findall(up_to_last(body, _PARAMETER_END)), tools)))
 
 
-def _call(body: str, tools: Tools) -> ReadCall:
+def _call(body: str, tools: Tools) -> ParsedCall:
     name, _, parameters = body.partition(">")
     pairs = [each.partition(">")[::2] for each in _PARAMETER.findall(parameters) if ">" in each]
-    return ReadCall(name, written(_values(name, pairs, tools)))
+    return ParsedCall(name, to_json(_values(name, pairs, tools)))
 
 
 def _values(name: str, pairs: list[Any], tools: Tools) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _value(value: str, key: str, schemas: Mapping[str, Any]) -> Any:
         return None
     if key not in schemas:
         return value
-    kind = plain_type(schemas[key])
+    kind = single_type(schemas[key])
     if kind in _TEXTS:
         return value
     try:
