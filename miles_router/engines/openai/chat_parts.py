@@ -2,7 +2,7 @@
 
 Source: SGLang 0.5.23, `serving_chat.py`. Parsers must see a whole answer. So the request for the rest turns parsers
 off and has the prompt ids with the sampled ids as input: the engine then returns the text that its own answer would
-continue with. Between attempts an answer has the form of `/generate`, in which parts are joined (`partial_rollouts`).
+continue with. Between attempts an answer has the form of `/generate`, in which parts are joined (`generation/`).
 The third element of each logprob triple is then chat's logprob entry.
 """
 
@@ -31,7 +31,7 @@ DROPPED_FIELDS = (
 KEEP_SPECIAL = frozenset({"apertus2509", "kimi_k3", "inkling", "muse", "gpt-oss", "gemma4", "mistral"})
 #: Parsers of tool calls for which the engine constrains the sampling of every turn with tools.
 CONSTRAINED = frozenset({"glm47", "response_template", "inkling", "kimi_k3"})
-#: Sampling parameters with the same name in `/generate` that `partial_rollouts` reads.
+#: Sampling parameters with the same name in `/generate` that `generation/` reads.
 PARAMS = (
     *("regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "no_stop_trim"),
