@@ -1,7 +1,7 @@
-"""Call ids that an agent's library gives anew, the same for a call and its result.
+"""Matching of tool calls whose ids an agent library has replaced, in a call and in its result alike.
 
-Where a template cannot tell two ids apart, a history with renamed ids is the one that is held. A call that came back
-without an id may be any. Pure.
+If the chat template cannot tell the old id from the new one, a history with replaced ids is the recorded history.
+A call that comes back without an id matches any call at its position. Pure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from middleware_hub.openai_session.sessions.named_calls import is_unnamed
 if TYPE_CHECKING:
     from middleware_hub.openai_session.sessions.history import HistoryNode
 
-#: `(held, sent)`: whether the template cannot tell two ids of a call apart.
+#: `(held, sent)`: True if the chat template cannot tell these two call ids apart.
 SameId = Callable[[object, object], bool]
 
 
 def as_held(begin: HistoryNode, messages: Sequence[Message], equal: Equality, same_id: SameId) -> Sequence[Message]:
-    """Return messages with the ids under which their calls are held; the same list if none is renamed.
+    """Return the messages with the recorded ids of their calls; the same object if no id changes.
 
     Args:
-        begin: the place in the tree that the messages begin behind.
+        begin: the node whose children the first message is compared with.
     """
     places: Sequence[HistoryNode] = [begin]
-    names: dict[object, object] = {}  # of the calls in front of a message: as sent, as held
+    names: dict[object, object] = {}  # sent id to recorded id, for the calls of the last answer
     renamed: list[Message] = []
     changed = False
     for message in messages:
@@ -53,7 +53,7 @@ def _ids(message: Message) -> list[object]:
 
 
 def _names(held: Message, sent: Message, same_id: SameId) -> dict[object, object]:
-    """Return which held id each id stands for; nothing if they are not as many, or two are one."""
+    """Return the recorded id for each sent id; {} if the numbers of calls differ, or a message repeats an id."""
     ones, others = _ids(held), _ids(sent)
     alike = len(ones) == len(others) == len(set(map(str, ones))) == len(set(map(str, others)))
     if not alike or not all(is_unnamed(other) or same_id(one, other) for one, other in zip(ones, others, strict=True)):

@@ -1,5 +1,7 @@
-"""Why a turn is not simply the next one of its parent, and what its agent changed: a pure function of the history in
-front of it, computed when it is read."""
+"""Why a turn is a branch of its session's tree, and what its agent changed.
+
+This is a pure function of the turns recorded before, computed when the classification is first read.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def classify(history: SessionHistory, turn: Turn, equal: Equality, conversation: Turn | None) -> Classification:
-    """Return what a turn is that is neither the first root of its session nor the first child of its parent.
+    """Classify a turn that is neither the first root of its session nor the first child of its parent.
 
     Args:
-        conversation: that of its parent; None for a root.
+        conversation: the conversation of its parent; None for a root.
     """
     branch = _Branch(history, turn, equal)
     conversation = branch.conversation() if conversation is None else conversation
@@ -29,7 +31,7 @@ def classify(history: SessionHistory, turn: Turn, equal: Equality, conversation:
 
 
 class _Branch:
-    """A turn that is not its parent's first child, or the session's first root."""
+    """A turn that is neither its parent's first child nor the session's first root."""
 
     def __init__(self, history: SessionHistory, turn: Turn, equal: Equality) -> None:
         self._history, self._turn, self._equal = history, turn, equal
@@ -40,20 +42,23 @@ class _Branch:
         self._same = [each for each in asked if each.parent is turn.parent and each.context == turn.context]
 
     def first(self) -> Turn | None:
-        """Return the first turn that was asked the same."""
+        """Return the first turn with the same request; None if this turn is the first."""
         if not self._same:
             return None
         return self._history.classify(self._same[0]).first or self._same[0]
 
     def conversation(self) -> Turn:
-        """Return the root of the conversation that this root goes on with, or itself."""
+        """Return the root of the conversation that this root belongs to: an earlier root, or this turn."""
         kin = (root for root in self._roots if _kin(root, self._turn, self._equal))
         found = next(kin, None)
         return self._history.classify(found).conversation if found is not None else self._rewritten() or self._turn
 
     def _rewritten(self) -> Turn | None:
-        """Return the conversation whose first question the agent wrote anew, as where it appends a remark to it: the
-        answers behind the question are still those recorded there. A system message says whose conversation it is."""
+        """Return the conversation whose first user message the agent rewrote; None if there is none.
+
+        Agents append remarks to that message. The answers behind it are still the recorded ones and identify the
+        conversation. A turn with a system message is not tried here: the system message identifies its conversation.
+        """
         turn = self._turn
         if turn.side_call or not turn.appended or turn.appended[0].get("role") != "user":
             return None
@@ -63,10 +68,10 @@ class _Branch:
         return found if shows_tools(found.context) == shows_tools(turn.context) else None
 
     def reason(self, conversation: Turn) -> str:
-        """Return why the turn is not the next one."""
+        """Return the reason of the branch, one of `session.REASONS` or the `segment` of the turn."""
         turn = self._turn
         if turn.request != turn.number:
-            return "choice"  # of one answer (`n` above 1)
+            return "choice"  # a further choice of the same answer (`n` above 1)
         if any(not _together(turn, other) for other in self._same):
             return "retry"
         if turn.parent is None:
@@ -89,7 +94,7 @@ class _Branch:
         return "compaction" if longest.parent is not None and len(messages) < longest.messages else "edited_history"
 
     def edit(self, reason: str) -> Mapping[str, Any] | None:
-        """Return what the agent changed, where the reason is a change."""
+        """Return what the agent changed in the recorded history; None if the reason is not a change."""
         turn = self._turn
         if reason == "changed_tools":
             other = next(each for each in _asked_before(self._match) if each.context != turn.context)
@@ -109,7 +114,7 @@ def _before(turn: Turn, others: Sequence[Turn]) -> list[Turn]:
 
 
 def _asked_before(match: HistoryMatch) -> Iterator[Turn]:
-    """Iterate over turns whose history a request begins with, or that were asked just this as a root."""
+    """Yield the turns whose whole history begins this request, then the roots with exactly these messages."""
     yield from match.turns()
     yield from (turn for turn in match.asked() if turn.parent is None)
 
@@ -119,8 +124,12 @@ def _equal_messages(held: Sequence[Message], sent: Sequence[Message], equal: Equ
 
 
 def _kin(root: Turn, turn: Turn, equal: Equality) -> bool:
-    """Return whether two roots begin one conversation: with the same message, or with another one in front of the same
-    question and with the same tools, as where a day has passed. Prompts of completions do not say whose they are."""
+    """Return True if two roots begin the same conversation.
+
+    They do if their first messages are equal. They also do if only the first messages differ, while the second messages
+    and the tools are the same: a system message changes when it contains the date. All completions prompts count as one
+    conversation, because a prompt does not identify its conversation.
+    """
     one, other = root.appended, turn.appended
     if one[0].get("role") == other[0].get("role") == "prompt" or equal(one[0], other[0]):
         return True
@@ -129,5 +138,5 @@ def _kin(root: Turn, turn: Turn, equal: Equality) -> bool:
 
 
 def _together(turn: Turn, other: Turn) -> bool:
-    """Return whether both were asked before either was answered."""
+    """Return True if the request of `turn` came before `other` was answered."""
     return bool(turn.facts.get("asked_at", 0) < other.facts.get("answered_at", 0))
