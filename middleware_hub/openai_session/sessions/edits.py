@@ -1,4 +1,4 @@
-"""What an agent changed in a history that was held: the first message that is another, its field, and both texts."""
+"""Description of an agent's change to the recorded history: the first message that differs, its field, both texts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ import orjson
 from middleware_hub.openai_session.sessions.equality import MEANING, STRICT, Difference
 from middleware_hub.openai_session.sessions.messages import Message, alike
 
-#: Characters that are shown of either text, and how many of them stand before the first that differs.
+#: How many characters of each text are shown, and how many of them precede the first difference.
 SHOWN, BEFORE = 160, 40
 
 
 def edit_of(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
-    """The message at a place of the history is another, or left out, or there is one more."""
+    """Describe a changed, removed or added message.
+
+    Args:
+        place: the index of the message in the history.
+        held: the recorded message; None if the agent added one.
+        sent: the message of the request; None if the agent removed one.
+    """
     if held is None or sent is None:
         return _edit(place, Difference("message", held, sent))
     found = MEANING.difference(held, sent) or STRICT.difference(held, sent)
-    # An operator's equality may see what ours does not.
+    # A `message_equality` that the operator wrote may see a difference where ours sees none.
     return _edit(place, found or Difference("message", held, sent))
 
 
 def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
-    """The tools or the template's settings are others."""
+    """Describe changed tools or chat template settings, from the recorded context and the one sent."""
     (tools, settings), (new_tools, new_settings) = (
         orjson.loads(context) if context.startswith(b"[") else (None, context.decode()) for context in (held, sent)
     )

@@ -1,8 +1,8 @@
-"""When a message that an agent sends back is the one that is held, and if it is not, what of it differs.
+"""Comparison of a message that an agent sends back with the recorded one, and the first field that differs.
 
-Agents send the whole history with every turn, and their libraries change its spelling on the way: null for an empty
-string, text in parts, arguments written anew, thinking in blocks, marks for a cache that move. What a model reads
-decides, not the spelling.
+Agents send the whole history with every turn, and their libraries change its spelling: null for an empty string, text
+in parts, reformatted arguments, thinking in blocks, cache marks that move. Two messages are equal if a model reads the
+same in both.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message,
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 from miles_router.engines import paths
 
-#: `(held, sent)`: whether the message sent is the one held.
+#: `(held, sent)`: True if the sent message is the recorded one.
 Equality = Callable[[Message, Message], bool]
 
-#: What chat templates read of a message as it is, beside its content, reasoning and calls.
+#: Fields that chat templates read unchanged, besides content, reasoning and calls.
 READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
-#: Where clients keep the reasoning of an answer.
+#: Fields in which clients keep the reasoning of an answer.
 REASONING = ("reasoning_content", "reasoning")
 THINKING_PARTS = ("thinking", "redacted_thinking", "reasoning")
 INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-#: What parts of a text are put together with.
+#: Separators with which clients join the parts of a text.
 JOINTS = ("", "\n", " ", "\n\n")
-#: Notes that harnesses put into a message, now before its text and now behind.
+#: Tags around notes that harnesses put into a message, sometimes before its text and sometimes behind it.
 REMINDER = ("<system-reminder>", "</system-reminder>")
 
 
 class Difference(NamedTuple):
-    """The first field in which two messages differ, and what either has there."""
+    """The first field in which two messages differ, and both values."""
 
     field: str
     held: object
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a message says: its reasoning, its content as texts and other parts, its calls."""
+    """The compared parts of a message: reasoning, content as texts and other parts, and tool calls."""
 
     reasoning: Sequence[object]
     content: Sequence[object]
@@ -50,13 +50,13 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Likeness:
-    """An equality that knows what differs.
+    """An equality that also reports the difference.
 
     Attributes:
-        json: arguments of tool calls are compared as the JSON they spell.
-        parts: it makes no difference how a text is cut into parts, where thinking stands, what an agent calls itself,
-            and where in a message a reminder stands.
-        trims: it makes no difference whether an answer's text is trimmed.
+        json: arguments of tool calls are compared as JSON values, not as text.
+        parts: ignore how a text is divided into parts, where thinking and reminders stand in a message, and the `name`
+            of an assistant message.
+        trims: ignore white space around an answer's text.
     """
 
     json: bool = False
@@ -64,11 +64,11 @@ class Likeness:
     trims: bool = False
 
     def __call__(self, held: Message, sent: Message) -> bool:
-        """Whether the message sent is the one held."""
+        """Return True if the sent message is the recorded one."""
         return held is sent or held == sent or self.difference(held, sent) is None
 
     def difference(self, held: Message, sent: Message) -> Difference | None:
-        """What differs first; None if nothing that a model reads does."""
+        """Return the first difference that a model would read; None if there is none."""
         return next(self._differences(held, sent), None)
 
     def _differences(self, held: Message, sent: Message) -> Iterator[Difference]:
@@ -77,7 +77,7 @@ class Likeness:
             if (held.get(name) or None) != (sent.get(name) or None) and not (self.parts and answers and name == "name"):
                 yield Difference(name, held.get(name), sent.get(name))
         one, other = self._read(held), self._read(sent)
-        # Reasoning may be left out: its tokens are held.
+        # Agents may leave reasoning out: its tokens are recorded.
         if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
             yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
         if not self._same(one.content, other.content, trimmed=self.trims and answers):
@@ -85,7 +85,7 @@ class Likeness:
         yield from self._calls(one.calls, other.calls)
 
     def _read(self, message: Message) -> Reading:
-        told = (message.get(name) for name in REASONING)  # what is no text, such as a summary, is left out
+        told = (message.get(name) for name in REASONING)  # reasoning that is not text, such as a summary, is ignored
         reasoning: list[object] = [next((text for text in told if text and isinstance(text, str)), "")]
         calls = message.get("tool_calls")
         content = _parts_of(message)
@@ -125,7 +125,7 @@ class Likeness:
                 yield Difference(f"{where}.function.arguments", *arguments)
 
 
-#: By default what differs only in spelling is the same; `strict` takes fewer spellings.
+#: The default: messages that differ only in spelling are equal. `strict` accepts fewer spellings.
 MEANING = Likeness(json=True, parts=True, trims=True)
 STRICT, ARGUMENTS_AS_JSON = Likeness(), Likeness(json=True)
 EQUALITIES: Mapping[str, Likeness] = {
@@ -136,24 +136,28 @@ EQUALITIES: Mapping[str, Likeness] = {
 
 
 def equality(name: str) -> Equality:
-    """The equality of this name, or at this dotted path.
+    """Return the equality with this name, or load the function at this dotted path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such name or function.
     """
     known = EQUALITIES.get(name)
     return known if known is not None else load_function(name, "message_equality", EQUALITIES)
 
 
 def equality_on(path: str, equal: Equality) -> Equality:
-    """Return the equality for what comes back over an agent's API. In Messages, white space alone is no block, and
-    clients trim: `trims` always holds there."""
+    """Return the equality for messages that come back over an agent API.
+
+    The Messages API has no blocks of white space alone, and its clients trim: `trims` is always on there.
+    """
     return replace(equal, trims=True) if path == paths.MESSAGES and isinstance(equal, Likeness) else equal
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Return whether two values are the same JSON. Unlike in Python, `true` is not `1`. Numbers are compared as the
-    doubles that JavaScript makes of them: agents written in it round those beyond 2^53."""
+    """Return True if two values are the same JSON. Unlike in Python, `true` is not `1`.
+
+    Numbers are compared as doubles: agents written in JavaScript round those beyond 2^53.
+    """
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -166,19 +170,22 @@ def same_json(one: Any, other: Any) -> bool:
 
 
 def _same_value(held: object, sent: object) -> bool:
-    """Return whether two values of arguments are the same. Libraries write no arguments as 0, false or a text, too."""
+    """Return True if two parsed arguments are the same. Some libraries write empty arguments as 0, false or ""."""
     return same_json(held, sent) or (held == {} and not sent)
 
 
 def words_of(message: Message) -> str:
-    """An answer's text without white space and thinking: the same in every spelling."""
+    """Return an answer's text without white space and thinking, which is the same in every spelling."""
     _, content = _without_thinking(message, [], _parts_of(message))
     return "".join("".join(part for part in content if isinstance(part, str)).split())
 
 
 def _parts_of(message: Message) -> list[object]:
-    """The content as texts and other parts. Beside its text, what a text part has (`cache_control`, annotations) is
-    read by no template, and clients move it from turn to turn."""
+    """Return the content as a list of texts and other parts.
+
+    Other fields of a text part (`cache_control`, annotations) are dropped: no chat template reads them, and clients
+    move them from turn to turn.
+    """
     content = message.get("content")
     return [_part(part) for part in content] if isinstance(content, list) else [content or ""]
 
@@ -194,7 +201,7 @@ def _part(part: object) -> object:
 def _without_thinking(
     message: Message, reasoning: list[object], content: list[object]
 ) -> tuple[list[object], list[object]]:
-    """Reasoning and content, with thinking that stands in parts, blocks or tags of the text taken out of it."""
+    """Return reasoning and content, after moving thinking out of parts, `thinking_blocks` and `<think>` tags."""
     blocks = message.get("thinking_blocks")
     thinking = [part for part in (*content, *(blocks if isinstance(blocks, list) else ())) if _is_thinking(part)]
     rest = [part for part in content if not _is_thinking(part)]
@@ -220,7 +227,7 @@ def _joined(parts: Sequence[Any], joint: str) -> str:
 
 
 def _same_but_for_reminders(held: str, sent: str) -> bool:
-    """Whether two texts have the same reminders, and the same beside them."""
+    """Return True if two texts have the same reminders, in any position, and the same text around them."""
     if REMINDER[0] not in held:
         return False
     (reminders, rest), (others, other_rest) = _apart(held), _apart(sent)
@@ -228,7 +235,7 @@ def _same_but_for_reminders(held: str, sent: str) -> bool:
 
 
 def _apart(text: str) -> tuple[list[str], list[str]]:
-    """The reminders in a text, sorted, and what stands beside them."""
+    """Return the reminders of a text, sorted, and the texts between them, in order."""
     reminders, rest, at = [], [], 0
     while (begin := text.find(REMINDER[0], at)) >= 0 and (end := text.find(REMINDER[1], begin)) >= 0:
         rest.append(text[at:begin].strip())
@@ -242,9 +249,11 @@ def _shown(content: Sequence[object]) -> object:
 
 
 def _value(arguments: object) -> object:
-    """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is.
-    Arguments that are missing, empty or null are those of a call without any, and so is the empty list that PHP writes
-    for them."""
+    """Return the parsed arguments of a call.
+
+    Missing, empty and null arguments become {}, and so does the empty list that PHP writes. Text that is not JSON, or
+    is nested too deep to compare, becomes a tuple, which differs from every JSON value.
+    """
     if not isinstance(arguments, str):
         return {} if arguments in (None, []) else arguments
     try:

@@ -1,8 +1,8 @@
-"""Fields of chat messages that SGLang drops without a word, made into those that it reads.
+"""Conversion of message fields that SGLang drops without an error into fields that it reads.
 
-SGLang 0.5.23 gives a template `content` of a user's message, and of others what `ChatCompletionMessageGenericParam`
-has. Other servers and libraries say more in other fields. What is text there becomes content or reasoning, and the
-record of the turn names what is left.
+SGLang 0.5.23 passes only `content` of a user message to the chat template, and of other messages only the fields of
+`ChatCompletionMessageGenericParam`. Other servers and libraries use more fields. Text in these becomes content or
+reasoning; the record of the turn names the fields that remain.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message
 
 USER, ASSISTANT = "user", "assistant"
-#: What reaches a template, and marks that say nothing to a model.
+#: Fields that reach a chat template, and cache marks, which a model does not read.
 OF_A_USER = frozenset(("role", "content", "cache_control"))
 OF_OTHERS = OF_A_USER | {
     *("tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools", "prefix"),
 }
-#: Where clients keep what the assistant thought, the best first; SGLang reads that of the first name.
+#: Fields in which clients keep the reasoning, the best first; SGLang reads only the first.
 REASONING = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
-#: Of a block of reasoning, where its text is.
+#: Fields that hold the text of a reasoning block.
 TEXTS = ("text", "thinking", "summary")
 SAID = ("refusal", "audio")
 FUNCTION_CALL = "function_call"
-#: Names that the record of a turn has at most, and characters of each.
+#: The most field names in the record of a turn, and the most characters of each.
 MOST_NAMES, LONGEST_NAME = 32, 64
 
 
 class Unread:
-    """The fields of one request that the model is not told of.
+    """The names of fields in one request that the model does not see.
 
     Attributes:
-        first: whether the request is a session's first turn, in which fields that mean much are refused.
-        names: of those that are not refused, each once.
+        first: whether the request is the session's first turn: there, important fields are refused instead.
+        names: the names of unread fields, each once.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -43,22 +43,22 @@ class Unread:
         self.names: list[str] = []
 
     def note(self, names: Iterable[str]) -> None:
-        """Name fields."""
+        """Add names, up to `MOST_NAMES`."""
         for name in names:
             if name[:LONGEST_NAME] not in self.names and len(self.names) < MOST_NAMES:
                 self.names.append(name[:LONGEST_NAME])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record of a turn says of them."""
+        """The facts for the record of the turn."""
         return {"unread_fields": self.names} if self.names else {}
 
 
 def readable_fields(messages: Sequence[Message], media: Media, unread: Unread) -> Sequence[Message]:
-    """Return messages whose text stands in fields that SGLang reads; the same object if it does in all.
+    """Return the messages with their text in fields that SGLang reads; the same object if nothing changes.
 
     Raises:
-        BadRequest: a message has audio without a transcript, and the policy for media refuses it.
+        BadRequest: a message has audio without a transcript, and the media policy refuses it.
     """
     changed = [_message(message, f"messages[{place}]", media, unread) for place, message in enumerate(messages)]
     return messages if all(map(operator.is_, messages, changed)) else changed
@@ -78,7 +78,7 @@ def _message(message: Message, where: str, media: Media, unread: Unread) -> Mess
 
 
 def _assistant(message: Message, others: set[str], where: str, media: Media) -> tuple[Message, set[str]]:
-    """Return an answer with its text in fields that are read, and the other fields that are left."""
+    """Return an answer with its text in fields that SGLang reads, and the names of the fields that remain unread."""
     said = [text for name in SAID if name in others and (text := _said(message[name], name, where, media))]
     thought = {name: text for name in REASONING if (text := _thought(message.get(name)))}
     if not said and not thought.keys() & others:
@@ -100,7 +100,7 @@ def _said(value: object, name: str, where: str, media: Media) -> str:
 
 
 def _thought(value: object) -> str:
-    """Return the text of reasoning, of which clients also keep blocks."""
+    """Return the text of reasoning, given as a string or as a list of blocks."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else ""
     blocks = [block for block in value if isinstance(block, Mapping)]
