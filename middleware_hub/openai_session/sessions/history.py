@@ -191,7 +191,7 @@ class SessionHistory:
 
         Args:
             contexts: the contexts that the parent may have; the first is the context of a new root.
-            same_id: tells whether the chat template can tell two call ids apart; by default ids must be equal.
+            same_id: returns True if the chat template cannot tell two call ids apart; by default ids must be equal.
         """
         best: Turn | None = None
         held, match = messages, self._root.match(messages, equal)
@@ -303,7 +303,7 @@ class SessionHistory:
         if answers or side_call:
             unrecorded = bool(answers) and not self.answers.have(answers, self, turn.number)
             found = found._replace(unrecorded=unrecorded, side_call=side_call)
-        return above if found == above else found  # one shared object along a line of turns saves memory
+        return above if found == above else found  # the turns of one line share an object
 
     def classified(self) -> Sequence[Classification]:
         """Return the classification of every turn. The list stays valid if the session is deleted afterwards."""
