@@ -1,4 +1,4 @@
-"""A streamed turn that is cut: its choices are carried on while the agent reads what comes."""
+"""Resumption of a streamed turn: the agent reads each cut choice further while it is sampled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from miles_router.middlewares.generation import (
 )
 
 NO_TEXT: Mapping[str, Any] = {"reasoning_content": None}
-#: Shows what an attempt has said so far: its text, and the entries of its logprobs.
+#: Sends an attempt's output so far to the agent: its text, and its logprob entries.
 ShowMore = Callable[[str, Sequence[Any]], Awaitable[None]]
 
 
 class RestStream(FollowingStream):
-    """The stream of an attempt that carries one choice on, as raw text."""
+    """The stream of an attempt that resumes one choice, with unparsed text."""
 
     layer = "openai_sessions"
 
@@ -49,11 +49,15 @@ class RestStream(FollowingStream):
 
     @property
     def choice(self) -> GrowingChatChoice | None:
-        """The choice; None while nothing has come of it."""
+        """The choice; None before its first chunk."""
         return self.growing.growing.get(0)
 
     async def event(self, event: Event) -> bytes:
-        """Take an event, and show what it brings."""
+        """Add an event to the choice and show the new text; return b"" because nothing is relayed as it came.
+
+        Raises:
+            CannotResume: the event is not a chunk.
+        """
         if event.data and not event.is_last:
             self.keep(0, len(event.raw), more=True)
             try:
@@ -77,11 +81,11 @@ class RestStream(FollowingStream):
             await self._show("".join(certain), self.choice.entries)
 
     def part(self) -> dict[str, Any]:
-        """Return all of it in the form of `/generate`.
+        """Return the attempt's output in the form of `/generate`.
 
         Raises:
-            CannotResume: it had no end.
-            UnreadableAnswer: it did not tell its ids.
+            CannotResume: the stream had no finish reason.
+            UnreadableAnswer: the stream did not contain its token ids.
         """
         if self._end is None or self.choice is None:
             raise CannotResume("the worker's stream had no end")
@@ -93,10 +97,10 @@ class RestStream(FollowingStream):
         return {**self.growing.part(0, self._generation.given, end), "text": "".join(self._text)}
 
     async def lost_part(self, names: NameTokens) -> dict[str, Any] | None:
-        """Return what there is of it where its worker was lost; None for nothing.
+        """Return the output of an attempt whose worker was lost, in the form of `/generate`; None if there is none.
 
         Raises:
-            CannotResume: its ids are not certain.
+            CannotResume: the token ids are ambiguous.
         """
         if self.choice is None:
             return None
@@ -105,11 +109,13 @@ class RestStream(FollowingStream):
 
 
 class CarriedStream(CarriedTurn):
-    """A turn whose answer comes chunk by chunk. What the agent has seen stays: a choice that cannot be carried on ends
-    with the finish reason `abort`."""
+    """A cut turn whose answer is streamed.
+
+    The agent keeps what it has seen: a choice that cannot be resumed ends with the finish reason `abort`.
+    """
 
     def carries(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
-        """Go on from this stream, the first attempt's."""
+        """Set the stream of the first attempt, from which the turn will resume."""
         self._stream = stream
         assert isinstance(stream.growing, GrowingChat)
         self._growing = stream.growing
@@ -117,14 +123,14 @@ class CarriedStream(CarriedTurn):
         self._reply = reply
         self._names = names
         self._live: dict[int, LiveText] = {}
-        self._told: dict[int, int] = {}  # of each choice, for how many tokens the agent has had the logprobs
+        self._told: dict[int, int] = {}  # by choice: the number of tokens whose logprobs the agent has
         self._by_engine = False
 
     async def lose(self) -> None:
-        """Learn what a lost worker has not told of the stream.
+        """Recover token ids and prompt ids that a lost worker did not send.
 
         Raises:
-            UpstreamBroken: that cannot be known.
+            UpstreamBroken: they cannot be recovered.
         """
         growing, router = self._growing, self.services.router
         try:
@@ -143,7 +149,7 @@ class CarriedStream(CarriedTurn):
             self._attempt.facts = next(iter(await router.fleet.all_facts()), Facts())
 
     async def run(self) -> None:
-        """Carry the choices that were cut on, and show their ends."""
+        """Resume the cut choices, and show the agent how they end."""
         cut, grown = self._stream.cut_choices, self._growing.growing
         answers: dict[int, Any] = {}
         began = [grown[index] for index in cut if index in grown]
@@ -160,7 +166,7 @@ class CarriedStream(CarriedTurn):
         self._stream.end_carried()
 
     async def _said_by_engine(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
-        """Return whether the engine itself says that it has the weights that the router noted while it streamed."""
+        """Return True if the engine confirms the weight version that the router noted while it streamed."""
         versions = {run.version for choice in choices for run in choice.versions.runs}
         if url is None or len(versions) != 1:
             return False
@@ -175,10 +181,14 @@ class CarriedStream(CarriedTurn):
         self._watch(generation)
         return generation
 
-    # What follows, as it comes
+    # Resumed attempts
 
     def _watch(self, generation: ChatGeneration) -> None:
-        """Find out whether what follows can be read as it comes: once something was shown of the choice."""
+        """Find out whether the rest of the choice can be parsed while it streams.
+
+        Raises:
+            CannotResume: the agent has seen a tool call without a function name.
+        """
         index = generation.index
         if index not in self._live or not self._live[index].is_live:
             try:
@@ -190,7 +200,7 @@ class CarriedStream(CarriedTurn):
         generation.watched = self._live[index].is_live
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Have a worker carry a choice on, as a stream where that can be read, else as a whole."""
+        """Resume a choice on a worker: as a stream if it can be parsed while it streams, else as a whole answer."""
         assert isinstance(generation, ChatGeneration)
         if not generation.live:
             await super().sample(attempt, generation, seam, body)
@@ -226,7 +236,7 @@ class CarriedStream(CarriedTurn):
             self._watch(generation)
 
     async def _more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
-        """Show what has come, as far as it is certain."""
+        """Show the part of the new text whose parse cannot change any more."""
         index, before = generation.index, generation.answer
         deltas = self._live[index].certain((before["text"] if before is not None else "") + text)
         said = [*(entries_of(before) if before is not None else ()), *entries]
@@ -234,7 +244,7 @@ class CarriedStream(CarriedTurn):
         generation.shown_ids = self._growing.growing[index].tokens = self._told[index]
 
     def _show(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
-        """Return deltas of a choice as they are shown, with the logprobs that it has now and had not before."""
+        """Return the chunks for deltas of a choice, with the logprob entries that the agent does not have yet."""
         new = entries[self._told[index] :]
         self._told[index] += len(new)
         shown = deltas or ([NO_TEXT] if new else [])
@@ -245,7 +255,7 @@ class CarriedStream(CarriedTurn):
     # The end
 
     async def _rest(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
-        """Return what is left to show of a choice."""
+        """Return the last chunks of a choice, up to its finish reason; `abort` if there is no complete answer."""
         if answer is None:
             return self._stream.show(index, NO_TEXT, finish_reason=ABORT)
         self._stream.carried_by_engine[index] = self._by_engine
@@ -262,7 +272,7 @@ class CarriedStream(CarriedTurn):
         return shown + self._stream.show(index, NO_TEXT, **end)
 
     def _show_of_all(self, answers: Mapping[int, Any]) -> None:
-        """Show what the stream tells of all choices at its end."""
+        """Write the chunks at the stream's end that belong to all choices: ids, rows and usage."""
         growing, stream = self._growing, self._stream
         extension = {**growing.extension}
         if extension.get("output_ids"):
@@ -289,10 +299,10 @@ class CarriedStream(CarriedTurn):
 
 
 async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
-    """Return the ids of a stream that has not told them, by the bytes of its tokens.
+    """Return the token ids of a choice in a stream: from its logprob entries, or else from the bytes of its tokens.
 
     Raises:
-        CannotResume: they may be those of other tokens.
+        CannotResume: the bytes are missing or ambiguous.
     """
     told = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
     if told and len(told) == len(choice.entries):
