@@ -1,4 +1,4 @@
-"""Holds turns to the contract of their session: what they may still have, what they must carry, and when they end."""
+"""Enforcement of session contracts on turns: budgets, fixed fields, weight freshness, deadlines and group aborts."""
 
 from __future__ import annotations
 
@@ -33,36 +33,41 @@ from miles_router.engines.refusals import Overflow
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
 
-#: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
-#: have had it yet.
+#: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
+#: engine may not have received the generation yet.
 GRACE, AGAIN = 5.0, 0.2
 
 
 class RunningTurn:
-    """A turn from its request to its end, and how it is ended when it is no longer wanted.
+    """A running turn, which its session can stop.
 
-    It ends at its engine: that is told to abort it. What it has sampled until then comes as its answer, where that is
-    to stay. Where it is not, or where the engine does not end it, its connection is broken off too.
+    To stop a turn, the router asks the engine to abort it; the engine then answers with the tokens sampled so far. The
+    router cancels the request if these tokens are not wanted, or if the engine does not end the turn in time.
     """
 
     def __init__(self, session: Session, exchange: Exchange, router: Router) -> None:
         self.session = session
-        #: Its name at the engine, by which it is aborted; None where the engine knows it by others.
+        #: The rid by which the engine can abort the turn; None if the router did not choose one.
         self.rid: str | None = None
-        #: The error for which its session ended it; None while the session goes on.
+        #: The error with which the session stopped the turn; None if the session did not stop it.
         self.stopped_by: RouterError | None = None
-        #: Tells the tokens of its stream that have come; None for a whole answer.
+        #: Returns the number of tokens that have streamed; None for a whole answer.
         self.streamed_tokens: Callable[[], int | None] = lambda: None
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router
-        #: Where its request is.
+        #: The request context.
         self.flight = exchange.flight
         self._task = asyncio.current_task()
         self._ended = asyncio.Event()
 
     def stop(self, error: RouterError, *, keep: bool) -> None:
-        """End it; `keep`: what was sampled until now stays. `error` is what its agent is told where nothing does."""
+        """Stop the turn.
+
+        Args:
+            error: the agent gets this error if the turn has no answer.
+            keep: whether the tokens sampled so far are recorded and returned.
+        """
         self.flight.aborted = True
         if self.rid is None or self.flight.worker_url is None:
             self._break_off(error)
@@ -71,7 +76,7 @@ class RunningTurn:
             spawn(end, name=f"abort {self.rid}")
 
     def over(self) -> None:
-        """It has ended."""
+        """Note that the turn has ended."""
         self._ended.set()
 
     async def _abort(self, rid: str, error: RouterError) -> None:
@@ -93,7 +98,7 @@ class RunningTurn:
         self._break_off(error)
 
     async def _tell(self, rid: str) -> None:
-        with suppress(RouterError):  # who cannot be told is broken off
+        with suppress(RouterError):  # `_break_off` ends the turn if the engine cannot be reached
             await self._router.control.abort(rid, self._exchange.request_id)
 
     def _break_off(self, error: RouterError) -> None:
@@ -102,14 +107,21 @@ class RunningTurn:
             self._task.cancel()
 
     def cancelled(self) -> RouterError | None:
-        """Why its task was cancelled, if it was from here."""
+        """Return the error for which `stop` cancelled the task, or None if the cancellation came from elsewhere.
+
+        The cancellation is undone (Python 3.11 and later), so that the task can raise the error instead.
+        """
         if self._error is not None and sys.version_info >= (3, 11) and self._task is not None:
             self._task.uncancel()
         return self._error
 
 
 class EpisodeKeeper:
-    """Keeps the contracts of all sessions. `clock` is the one by which they began."""
+    """The enforcement of all sessions' contracts.
+
+    Args:
+        clock: the monotonic clock that the deadlines of sessions refer to.
+    """
 
     def __init__(
         self, router: Router, store: SessionStore, archive: SessionArchive, clock: Callable[[], float]
@@ -122,11 +134,11 @@ class EpisodeKeeper:
 
     @contextmanager
     def running(self, session: Session, exchange: Exchange) -> Iterator[RunningTurn]:
-        """While a turn runs, what ends its episode ends it.
+        """Register a turn as running, so that the end of its episode stops it.
 
         Raises:
-            ContextOverflow: the episode ends meanwhile.
-            SessionNotFound: the session is deleted meanwhile, together with what runs in it.
+            ContextOverflow: the episode ended during the turn.
+            SessionNotFound: the session and its running turns were deleted during the turn.
         """
         episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
         if (until := episode.deadline()) is not None:
@@ -143,7 +155,7 @@ class EpisodeKeeper:
         except AnswerCut:
             if running.stopped_by is None:
                 raise
-            raise running.stopped_by from None  # its agent need not ask again
+            raise running.stopped_by from None  # AnswerCut would invite the agent to retry, which is useless now
         finally:
             running.over()
             episode.running.discard(running)
@@ -152,7 +164,7 @@ class EpisodeKeeper:
                 timer.cancel()
 
     def check(self, session: Session) -> None:
-        """See whether a turn may begin.
+        """Check that a turn may begin.
 
         Raises:
             ContextOverflow: the episode is over.
@@ -165,7 +177,7 @@ class EpisodeKeeper:
             raise stopped(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
-        """End an episode, and what runs in it. What was sampled until now stays, unless the session is discarded."""
+        """End an episode and its running turns. Tokens sampled so far are kept, unless the session is discarded."""
         self._store.end(session, status)
         keep = status is not SessionStatus.DISCARDED
         if keep:
@@ -175,8 +187,10 @@ class EpisodeKeeper:
             running.stop(running.stopped_by, keep=keep)
 
     async def _end_group(self, group: object) -> None:
-        """End every episode of a group that is aborted, whether something runs in it or not: first those in memory,
-        whatever the disk says."""
+        """End every episode of an aborted group, running or not.
+
+        The episodes in memory end first, so that a failing disk cannot prevent that.
+        """
         ended: set[Session] = set()
         await self._stop_all(group, ended)
         await self._archive.load_all(lambda head: head["group"] == str(group))
@@ -194,22 +208,25 @@ class EpisodeKeeper:
             await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:
-        """What is not traced cannot be held to a contract.
+        """Refuse a request that would not be recorded, if the session has a contract.
 
         Raises:
-            OutsideContract: the session has one.
+            OutsideContract: the session has a contract, which cannot be enforced on such a request.
         """
         if session.episode.given:
             raise OutsideContract(f"{why}, and the session has a contract")
 
     async def grant(self, face: Face, request: AgentRequest, key: RepeatKey | None, running: RunningTurn) -> TurnGrant:
-        """Return what the session's contract allows of a request, with a name by which it can be ended at its engine.
+        """Return the request as the session's contract allows it, with a rid by which the engine can abort it.
+
+        Args:
+            key: equal for a request and its repetitions; None without a turn id.
 
         Raises:
-            ContextOverflow: nothing is left for it.
-            StaleWeights: the weights that would have a part in it are too old.
-            OutsideContract: its prompt's length is not known.
-            BadRequest: nobody can tell how much it asks for.
+            ContextOverflow: the budget is used up.
+            StaleWeights: weights that are too old would take part in the turn.
+            OutsideContract: the contract limits the context, and the prompt's length is not known.
+            BadRequest: a length field or `n` is invalid, so that the needed budget is not known.
         """
         session, contract = request.session, request.session.episode.contract
         fields, asked_for = contract.fixed(request.fields)
@@ -220,11 +237,13 @@ class EpisodeKeeper:
         return replace(grant, fields=self._named(request, grant.fields, running))
 
     def _named(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
-        """Give a turn a name at its engine, so that it can be ended there. Where only a deletion would end it, the
-        agent's own name stays. Of several choices each gets another name, which the router does not learn (SGLang,
-        `TokenizerManager._handle_batch_request`)."""
+        """Return the fields with a rid by which the turn can be aborted at its engine.
+
+        The agent's own rid stays if nothing but a deletion would stop the turn. With several choices the router cannot
+        know the rids: SGLang makes one for each choice (`TokenizerManager._handle_batch_request`).
+        """
         episode, own = request.session.episode, fields.get(RID)
-        if isinstance(own, str) and is_made(own):  # it passes for one of ours, and other agents may send it too
+        if isinstance(own, str) and is_made(own):  # looks like a rid of the router; other agents may send the same
             fields, own = {**fields, RID: secrets.token_hex(16)}, None
         ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
         ends = ends or episode.contract.budget.counts
@@ -236,8 +255,10 @@ class EpisodeKeeper:
     async def _measured(
         self, face: Face, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
     ) -> TurnGrant:
-        """Return the grant, cut to what is left. Where that is less than the request asks for and other turns hold the
-        rest, it waits for them. Raises as `grant`."""
+        """Return the grant, limited to the budget that is left, and reserve it. Raises like `grant`.
+
+        If too little is left because other running turns have reserved the rest, wait until they end.
+        """
         session, budget = request.session, request.session.episode.contract.budget
         ledger, prompt, window = session.episode.ledger, None, None
         lengths = face.endpoint.length_fields
@@ -262,19 +283,23 @@ class EpisodeKeeper:
             raise _overflow(left, prompt, ledger.tokens)
         if short and left.tokens is not None:
             grant = replace(grant, cut_by=left.end)
-            # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
+            # A limit that only the engine's window sets is not sent: the engine applies it by itself.
             if asked is not None or left.end is not SessionStatus.CONTEXT or left.limit != window:
                 grant = replace(grant, fields=cut(grant.fields, lengths, left.tokens))
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         return replace(grant, reservation=running)
 
     async def _window(self) -> int | None:
-        """Tokens that every engine's context window holds."""
+        """Return the smallest context window of the fleet in tokens; None if none is known."""
         known = [facts.context_length for facts in await self._router.fleet.all_facts()]
         return min((length for length in known if length is not None), default=None)
 
     def _check_freshness(self, session: Session, parent: Turn | None) -> None:
-        """Refuse a turn that goes on from tokens of weights that are too old, or would be sampled with such."""
+        """Refuse a turn whose prompt was sampled by weights that are too old, or whose answer would be.
+
+        Raises:
+            StaleWeights: the contract refuses such turns.
+        """
         freshness = session.episode.contract.freshness
         if freshness.oldest_version is None or freshness.otherwise != REFUSE:
             return
@@ -288,7 +313,7 @@ class EpisodeKeeper:
 
 
 def stopped(session: Session, status: SessionStatus) -> RouterError:
-    """What an agent is told whose episode is over."""
+    """Return the error for an agent whose episode is over."""
     budget = session.episode.contract.budget
     words = {
         SessionStatus.TURNS: f"its contract allows {budget.max_turns} turns",

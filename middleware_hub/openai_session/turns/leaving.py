@@ -1,7 +1,8 @@
-"""Turns whose client leaves, in a session with a budget: what was sampled for them counts.
+"""Turns whose client disconnects, in a session with a budget: the sampled tokens still count.
 
-Otherwise an agent that reads all but the end of its answers would sample without a bound. The engine is told to end the
-turn, and what it has sampled until then is recorded as aborted; where it does not tell that, the turn is counted.
+Otherwise an agent that disconnects right before the end of every answer could sample without limit. The router aborts
+the turn at the engine and records the tokens sampled so far. If the engine does not return them, the turn is counted
+without being recorded.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ LEFT = "the client left before its answer was complete"
 
 
 class SeenThrough:
-    """Runs one turn to its end, whether its client stays or leaves:
+    """A context that runs one turn to its end even if the client disconnects:
 
         async with SeenThrough(...) as receive:
-            ...  # with this `receive`, which tells nothing of the client
+            ...  # this `receive` never reports a disconnect
 
     Raises:
-        ClientDisconnected: the client has left; the turn is recorded, or counted.
+        ClientDisconnected: the client disconnected; the turn is recorded or counted.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class SeenThrough:
             raise ClientDisconnected(LEFT) from None
 
     def _count(self) -> None:
-        """Count a turn that could not be recorded: what its stream has shown, or what a whole answer may have had."""
+        """Count a turn that could not be recorded: the streamed tokens, or for a whole answer all reserved tokens."""
         running, episode = self._running, self._request.session.episode
         tokens = running.streamed_tokens()
         if tokens is None:
@@ -78,6 +79,6 @@ class SeenThrough:
 
 
 async def _never() -> Message:
-    """Say nothing of the client: its leaving ends the turn at the engine, not the connection to that."""
+    """Wait forever: a disconnect aborts the turn at the engine, and must not close the connection to the engine."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")
