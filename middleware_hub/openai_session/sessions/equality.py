@@ -68,7 +68,7 @@ class Likeness:
         return held is sent or held == sent or self.difference(held, sent) is None
 
     def difference(self, held: Message, sent: Message) -> Difference | None:
-        """Return the first difference that a model would read; None if there is none."""
+        """Return the first difference that a model would read; None without one."""
         return next(self._differences(held, sent), None)
 
     def _differences(self, held: Message, sent: Message) -> Iterator[Difference]:

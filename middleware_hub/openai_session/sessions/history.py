@@ -69,8 +69,8 @@ class HistoryMatch(NamedTuple):
         """Return where the messages leave the tree.
 
         Returns:
-            The number of matching messages, the latest recorded message behind them, and the message sent there; either
-            message is None if there is none.
+            The number of matching messages, the latest recorded message behind them, and the message sent there. Either
+            message may be missing (None).
         """
         count = len(self.places) - 1
         held = [child.message for place in self.places[-1] for child in place.children if child.since < self.before]
@@ -130,7 +130,7 @@ class HistoryNode:
         self.asked, self.children = (), ()
 
     def _behind(self, message: Message, since: int) -> HistoryNode:
-        """Return the child node of a message, which must be the interned object; add the node if there is none."""
+        """Return the child node of a message, which must be the interned object; add the node if it is missing."""
         for child in self.children:
             if child.message is message and child.turn is None:
                 return child

@@ -1,7 +1,7 @@
 """The media policy: images, audio and the like in a request are refused, or replaced by a fixed text.
 
-A session records text only. By default media are refused in the first turn of a session and replaced in later ones,
-because an agent that has begun must be able to go on.
+A session records text only. By default media are refused in the first turn of a session and replaced in later turns:
+an agent that has begun must be able to go on.
 """
 
 from __future__ import annotations

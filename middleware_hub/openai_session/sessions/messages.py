@@ -101,6 +101,6 @@ def load_function(path: str, option: str, names: Mapping[str, object]) -> Callab
 
 
 def function_of(holder: object) -> Mapping[str, Any]:
-    """Return the `function` object of a tool, a tool call or a `tool_choice`; empty if there is none."""
+    """Return the `function` object of a tool, a tool call or a `tool_choice`; empty if it is missing."""
     function = holder.get("function") if isinstance(holder, Mapping) else None
     return function if isinstance(function, Mapping) else {}

@@ -94,7 +94,7 @@ def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _every_tool(request: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools of a request; None if there are none. The engine refuses tools that are not a list."""
+    """Return the tools of a request; None without tools. The engine refuses tools that are not a list."""
     tools = request.get("tools")
     return tools if isinstance(tools, list) and tools else None
 

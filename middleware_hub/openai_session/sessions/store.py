@@ -176,7 +176,7 @@ class SessionStore:
         return session
 
     def find(self, session_id: str) -> Session | None:
-        """Return the session with this id without marking it as used, or None if there is none."""
+        """Return the session with this id without marking it as used, or None if it does not exist."""
         self.expire()
         return self._sessions.get(session_id)
 

@@ -217,8 +217,8 @@ class TurnStream:
     def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Iterator[dict[str, Any]]:
         """Yield the chunks to show now: parts that waited for this chunk, then the part of it that need not wait.
 
-        The last delta of a tool call waits for the next chunk. In a choice that can be resumed, text that may be the
-        token or string that ends the answer waits too, because an engine shows that only in an aborted answer.
+        The last delta of a tool call waits for the next chunk. In a choice that can be resumed, text that may be a stop
+        token or stop string waits too: an engine shows such text only in an aborted answer.
         """
         if self._resume is None and self._raw is not None:
             yield from self._raw.chunks(chunk)
