@@ -331,7 +331,7 @@ def by_role(held: Message, sent: Message) -> bool:
         ("stricter", "must be one of meaning, strict, tool-arguments-as-json or a dotted path, not 'stricter'"),
         ("no_such_module.f", "cannot load 'no_such_module.f'"),
         (f"{__name__}.no_such_function", "cannot load"),
-        (f"{__name__}.ARGUMENTS", "is no function"),
+        (f"{__name__}.ARGUMENTS", "is not a function"),
     ],
 )
 def test_an_equality_that_is_none_stops_the_start(path: str, reason: str) -> None:

@@ -136,7 +136,7 @@ def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_to
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
     message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
-    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is no text, and a session traces text alone"):
+    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is not text, and a session records text only"):
         chat_turn(Scene(), [*START, message])
 
 

@@ -29,7 +29,7 @@ KINDS: Mapping[str, str] = {
 }
 #: The kind of a part with any other type.
 OTHER = "content"
-HINT = "for a text in its place, set the option media of the sessions, or media in the session's contract, to 'replace'"
+HINT = "to send a fixed text instead, set media to 'replace', in openai_session_middleware or the session's contract"
 
 
 class Media:
@@ -51,7 +51,7 @@ class Media:
             MediaNotTraced: the policy refuses media.
         """
         if self.refuses:
-            raise MediaNotTraced(f"{where}: {kind[:64]!r} is no text, and a session traces text alone; {HINT}")
+            raise MediaNotTraced(f"{where}: {kind[:64]!r} is not text, and a session records text only; {HINT}")
         name = KINDS.get(kind, OTHER)
         self.replaced[name] += 1
         return f"[{name} omitted]"
@@ -63,7 +63,7 @@ class Media:
             BadRequest: the policy refuses media.
         """
         if self.refuses:
-            raise BadRequest(f"{where}: blocks of the type {str(kind)[:64]!r} cannot be traced here; {HINT}")
+            raise BadRequest(f"{where}: a session cannot record blocks of the type {str(kind)[:64]!r}; {HINT}")
         return self.text(str(kind), where)
 
     @property

@@ -96,7 +96,7 @@ def load_function(path: str, option: str, names: Mapping[str, object]) -> Callab
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{where}: cannot load {path!r}: {error}") from None
     if not callable(found):
-        raise ConfigError(f"{where}: {path!r} is no function")
+        raise ConfigError(f"{where}: {path!r} is not a function")
     return found  # type: ignore[no-any-return]  # the operator's own function
 
 

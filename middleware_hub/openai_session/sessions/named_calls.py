@@ -164,7 +164,7 @@ class _CallReader:
         if found is None and len(self._calls) > 1 and self._run(place) == len(self._calls):
             return self._calls.first()  # as many results as calls: take them in order
         if found is None and not is_function and (self._unread.first or self._writes_ids):
-            reason = f"is missing, and it is the result of one of {len(self._calls)} calls: say of which"
+            reason = f"is missing, and {len(self._calls)} calls are open: name the call of this result"
             raise BadRequest(f"messages[{place}].tool_call_id {reason}")
         return found
 

@@ -196,7 +196,7 @@ class SessionStore:
     def check_lost(self, session_id: str) -> None:
         """Raise SessionLost if a process that has ended had a session with this id."""
         if session_id not in self._sessions and self._names.was_lost(session_id):
-            raise SessionLost(f"session {session_id!r} was lost with the process that had it; begin another")
+            raise SessionLost(f"session {session_id!r} is lost with its router process; start a new session")
 
     def forget_lost(self, session_id: str) -> None:
         """Free the id of a lost session, after its client has learned of the loss."""
@@ -278,7 +278,7 @@ class SessionStore:
             TooManySessions: the store has reached its limit of bytes.
         """
         if len(session.turns) + session.in_flight > self.bounds.turns:
-            under_way = f" and {session.in_flight - 1} under way" if session.in_flight > 1 else ""
+            under_way = f" and {session.in_flight - 1} running" if session.in_flight > 1 else ""
             raise self._full("max_turns", SessionFull, f"the session has {len(session.turns)} turns already{under_way}")
         if session.nbytes >= self.bounds.session_bytes:
             raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
@@ -293,7 +293,11 @@ class SessionStore:
         while len(self._sessions) >= self.bounds.sessions and self._evict("max_sessions", running=running):
             pass
         if len(self._sessions) >= self.bounds.sessions:
-            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
+            raise self._full(
+                "max_sessions",
+                TooManySessions,
+                f"{len(self._sessions)} sessions exist already; delete those you have collected",
+            )
         self._check_room(running=running)
 
     def _evict(self, bound: str, *, running: bool) -> bool:
@@ -317,7 +321,7 @@ class SessionStore:
         while self.nbytes >= self.bounds.total_bytes and self._evict("max_bytes", running=running):
             pass
         if self.nbytes >= self.bounds.total_bytes:
-            message = f"sessions hold {self.nbytes} bytes already; delete those collected"
+            message = f"sessions hold {self.nbytes} bytes already; delete those you have collected"
             raise self._full("max_bytes", TooManySessions, message)
 
     def _full(self, bound: str, error: type[RouterError], message: str) -> RouterError:

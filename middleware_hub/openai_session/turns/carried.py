@@ -140,7 +140,7 @@ class CarriedTurn(ContinuedRequest):
         if sent := self.fields.get("input_ids"):
             return sent  # type: ignore[no-any-return]
         if not isinstance(told, list) or not told or not all(type(each) is int for each in told):
-            raise CannotResume("the worker did not tell the ids of the prompt")
+            raise CannotResume("the worker did not return the ids of the prompt")
         return told
 
     def begin(

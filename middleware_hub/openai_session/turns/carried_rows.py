@@ -118,6 +118,6 @@ def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
         or data.min() < kind.least
         or data.max() > np.iinfo(kind.types[-1]).max
     ):
-        raise UnreadableAnswer("incomplete", f"{len(data)} ids are no {count} rows")
+        raise UnreadableAnswer("incomplete", f"{len(data)} ids do not make {count} valid rows")
     fits = next(each for each in kind.types if data.max() <= np.iinfo(each).max)
     return data.reshape(count, -1).astype(fits)

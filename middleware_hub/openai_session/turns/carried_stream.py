@@ -63,7 +63,7 @@ class RestStream(FollowingStream):
             try:
                 await self._read(event.parse())
             except (UnreadableAnswer, *MALFORMED) as error:
-                raise CannotResume("the worker's stream says something that is no chunk") from error
+                raise CannotResume("the worker's stream has an event that is not a chunk") from error
         return b""
 
     async def _read(self, chunk: Any) -> None:
@@ -88,7 +88,7 @@ class RestStream(FollowingStream):
             UnreadableAnswer: the stream did not contain its token ids.
         """
         if self._end is None or self.choice is None:
-            raise CannotResume("the worker's stream had no end")
+            raise CannotResume("the worker's stream ended without a finish reason")
         end = self._end
         if end["type"] == "length":
             end = {"type": "length", "length": len(self.choice.entries)}
@@ -135,7 +135,7 @@ class CarriedStream(CarriedTurn):
         growing, router = self._growing, self.services.router
         try:
             if not self._stream.lose():
-                raise CannotResume("what it said cannot be read")
+                raise CannotResume("its stream so far cannot be read")
             growing.name_ids(
                 {index: await named(choice, self._names) for index, choice in sorted(growing.growing.items())}
             )
@@ -194,7 +194,7 @@ class CarriedStream(CarriedTurn):
             try:
                 shown, begun = self._stream.shown(index), self._stream.begun(index)
             except MALFORMED as error:
-                raise CannotResume("a tool call was shown that names no function") from error
+                raise CannotResume("the agent was sent a tool call without a function name") from error
             growing = self.reader.growing(begun, self._attempt.facts)
             self._live[index] = LiveText(growing, GrowingMessage.of(shown))
         generation.watched = self._live[index].is_live
@@ -228,7 +228,7 @@ class CarriedStream(CarriedTurn):
             joined, stopped = await seam.mend(finished=True)
         generation.verify(joined)
         if stopped:
-            raise CannotResume("a stop string stands across the cut")
+            raise CannotResume("a stop string spans the cut")
         await self.note_end(attempt, generation, meta["finish_reason"])
         if generation.done:
             self.answers[generation.index] = joined
@@ -310,7 +310,7 @@ async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
     try:
         ids = await names([token_bytes(entry) for entry in choice.entries])
     except MALFORMED as error:
-        raise CannotResume("a token of a stream that did not end has no bytes") from error
+        raise CannotResume("the cut stream does not give the bytes of a token") from error
     if ids is None:
-        raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
+        raise CannotResume("the ids of the cut stream are not known, and the bytes of its tokens are ambiguous")
     return ids

@@ -309,7 +309,9 @@ class EpisodeKeeper:
         if old:
             self._store.end(session, SessionStatus.STALE)
             oldest = freshness.oldest_version
-            raise StaleWeights(f"weights of version {old[0]} would take part, and the contract's oldest is {oldest}")
+            raise StaleWeights(
+                f"weights of version {old[0]} would take part, but the contract's oldest_version is {oldest}"
+            )
 
 
 def stopped(session: Session, status: SessionStatus) -> RouterError:
@@ -322,11 +324,11 @@ def stopped(session: Session, status: SessionStatus) -> RouterError:
     }
     if status is SessionStatus.DISCARDED:
         return SessionNotFound(f"session {session.id!r} was deleted")
-    return ContextOverflow(status.reason, f"the session is over, {words[status]}")
+    return ContextOverflow(status.reason, f"the session is over: {words[status]}")
 
 
 def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
     if left.end is SessionStatus.CONTEXT and prompt is not None:
         return ContextOverflow(left.end.reason, overflow=Overflow(prompt, left.limit))
-    why = f"{used} of the {left.limit} tokens of the session's contract are sampled"
+    why = f"the session has sampled {used} of the {left.limit} tokens that its contract allows"
     return ContextOverflow(left.end.reason, why)

@@ -57,9 +57,9 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReader) -> str | None:
     """Return why the router cannot render the request or parse its answer; None if it can."""
     if request.prompt is None and not only_text(fields["messages"]):
-        return "the template of the router renders text only, and a message has another part"
+        return "the router renders text only, and a message has a part that is not text"
     if (parser := reader.missing) is not None:
-        return f"the router has no parser in place of {parser}"
+        return f"the router has no counterpart of the engine's parser {parser}"
     tools = tools_of(fields)
     if tools and fields.get("tool_choice") not in (None, "auto"):
         return "tool_choice other than auto and none needs the engine's own grammar"

@@ -278,16 +278,16 @@ class _Prompts:
         """
         if self._prompt is not None:
             if choice.prompt is not None and not np.array_equal(np.asarray(choice.prompt), self._prompt.ids()):
-                raise UnusableAnswer("the worker says that it was given other ids than it was sent")
+                raise UnusableAnswer("the worker reports a prompt with other ids than it was sent")
             return self._prompt.given
         if not choice.prompt:
-            raise UnusableAnswer("the worker does not tell the ids of the prompt")
+            raise UnusableAnswer("the worker's answer does not contain the ids of the prompt")
         for ids, piece in self._pieces:
             if ids is choice.prompt or ids == choice.prompt:
                 return piece
         try:
             piece = Piece.given(choice.prompt)
         except InvalidTrajectory as error:
-            raise UnusableAnswer(f"the worker's prompt ids are none: {error}") from None
+            raise UnusableAnswer(f"the worker's prompt ids are invalid: {error}") from None
         self._pieces.append((choice.prompt, piece))
         return piece

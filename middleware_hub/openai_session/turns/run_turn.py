@@ -205,7 +205,8 @@ class TurnRunner:
         check_fields(fields)
         if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
             kind = facts.engine.kind if facts.engine is not None else "this engine"
-            raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
+            why = f"the chat endpoint of {kind} has no token ids, and the router cannot add them"
+            raise UnsupportedByEngine(f"{why}: {reason}")
         decode = self._router.tokenizer.decode
         if request.prompt is not None:
             return RawTurn.behind(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written

@@ -325,7 +325,7 @@ class WholeTurn(TurnSampling):
             stream = self.plan.request.stream
             self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.whole(seen))
         except orjson.JSONEncodeError:  # raise before recording, because the agent cannot get the answer
-            raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
+            raise UnusableAnswer("the worker's answer cannot be sent to the agent: it is nested too deep") from None
         except AnswerCut as error:
             return SampledAnswer(choices, read, error=error)
         headers = self._collected.start["headers"] if self._again is None else JSON
@@ -402,7 +402,7 @@ def _whole_answer(answer: Any, choices: int) -> dict[str, Any]:
         UnusableAnswer: the answer is not an object, or does not have `choices` choices.
     """
     if not isinstance(answer, dict):
-        raise UnusableAnswer("the worker's answer is no JSON that can be read")
+        raise UnusableAnswer("the worker's answer is not a JSON object")
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise UnusableAnswer("the worker's answer has no choices")
     if len(answer["choices"]) != choices:

@@ -23,7 +23,7 @@ async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, 
     """
     path = scope["path"]
     if path not in (MODELS, f"{MODELS}/{name}"):
-        raise NotFound(f"there is no model but {name!r} in this session")
+        raise NotFound(f"the only model of this session is {name!r}")
     collected = Collected()
     await collected.call(app, {**scope, "path": MODELS, "raw_path": MODELS.encode(), "query_string": b""}, receive)
     listed = collected.parse() if collected.status == 200 and collected.is_json else None

@@ -58,7 +58,9 @@ class TurnTap(Tap):
             self._attempt.note_engine()
         if self._begun and not (start["status"] == 200 and self.kind is Kind.EVENTS):
             self.refused = True
-            raise UpstreamBroken(f"the worker was lost, and the next one answered {start['status']}, and no stream")
+            raise UpstreamBroken(
+                f"the worker was lost, and the next one answered {start['status']} instead of a stream"
+            )
         return start["status"] != 200 and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
@@ -78,7 +80,7 @@ class TurnTap(Tap):
             UnusableAnswer: the body is an answer, but not a stream of events.
         """
         if self.start["status"] == 200:
-            raise UnusableAnswer("the worker's answer is no stream of events")
+            raise UnusableAnswer("the worker's answer is not an event stream")
         return self._writer.refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
