@@ -84,7 +84,7 @@ def test_a_first_turn_goes_as_messages() -> None:
     turn = chat_turn(Scene(), START, stream=True, n=2)
     assert (turn.places[0].parent, turn.prompt, turn.segment) == (None, None, None)
     assert turn.held_rows(ROUTED_EXPERTS) is None
-    assert (turn.path, turn.stream, turn.several) == ("/v1/chat/completions", True, True)
+    assert (turn.path, turn.stream, turn.has_several_choices) == ("/v1/chat/completions", True, True)
 
 
 def test_a_turn_behind_a_held_one_is_given_what_is_held_and_what_the_template_writes_behind_it() -> None:
@@ -93,10 +93,10 @@ def test_a_turn_behind_a_held_one_is_given_what_is_held_and_what_the_template_wr
     turn = chat_turn(scene, [*history(first), user("more")])
     assert turn.prompt is not None
     held = first.trajectory().tokens.tolist()
-    assert (turn.prompt.held, turn.prompt.length, turn.prompt.dropped) == (len(held) - 1, len(held) + 1, 1)
+    assert (turn.prompt.kept, turn.prompt.length, turn.prompt.dropped) == (len(held) - 1, len(held) + 1, 1)
     assert turn.prompt.ids().tolist() == [*held[:-1], 7, 8]
     assert turn.places[0].parent is first
-    assert (turn.stream, turn.several) == (False, False)
+    assert (turn.stream, turn.has_several_choices) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from miles_router.middlewares import Scope
 
 SESSIONS, PREFIX = "/sessions", "/sessions/"
 #: Paths behind the session id that agents use begin with this.
-WITHIN = "v1/"
+AGENT_PATHS = "v1/"
 #: The header by which a router behind this one keeps the requests of a session on one worker.
-ROUTING = b"x-smg-routing-key"
+ROUTING_HEADER = b"x-smg-routing-key"
 
 
-def within(path: str) -> str:
+def path_in_session(path: str) -> str:
     """Return the part of a path behind the session id; the path must begin with `PREFIX`."""
     return "/" + path[len(PREFIX) :].partition("/")[2]
 
 
-def key_of(store: SessionStore, path: str) -> str | None:
+def session_key(store: SessionStore, path: str) -> str | None:
     """Return the session's own API key for this path, or None if the session has none.
 
     The key opens only the paths that agents use (`/v1/...` and the tokenizer routes), not those that manage a session.
@@ -29,7 +29,7 @@ def key_of(store: SessionStore, path: str) -> str | None:
         SessionLost: the session was lost, and its key with it.
     """
     name, _, rest = path[len(PREFIX) :].partition("/")
-    if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in TOKENIZERS):
+    if not path.startswith(PREFIX) or not (rest.startswith(AGENT_PATHS) or f"/{rest}" in TOKENIZERS):
         return None
     session = store.find(name)
     if session is None:
@@ -37,7 +37,7 @@ def key_of(store: SessionStore, path: str) -> str | None:
     return None if session is None else session.episode.key
 
 
-def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
+def resolve(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     """Return the session that the path names, and the scope without the session prefix.
 
     The new scope has the session id as `x-session-id`, so that the policy keeps the session on its worker.
@@ -53,6 +53,6 @@ def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
     name_bytes = session.id.encode("ascii")
     headers.append((b"x-session-id", name_bytes))
-    if not any(pair[0] == ROUTING for pair in headers):
-        headers.append((ROUTING, name_bytes))
+    if not any(pair[0] == ROUTING_HEADER for pair in headers):
+        headers.append((ROUTING_HEADER, name_bytes))
     return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}

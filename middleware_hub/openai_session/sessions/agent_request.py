@@ -29,18 +29,18 @@ class PromptIds(NamedTuple):
     dropped: int = 0
 
     @property
-    def held(self) -> int:
+    def kept(self) -> int:
         """The number of the parent's ids that the prompt keeps."""
         return self.parent.tokens - self.dropped
 
     @property
     def length(self) -> int:
         """The number of all ids."""
-        return self.held + len(self.given)
+        return self.kept + len(self.given)
 
     def ids(self) -> Tokens:
         """Return all ids, copied into one array."""
-        return np.concatenate([self.parent.trajectory().tokens[: self.held], self.given.tokens])
+        return np.concatenate([self.parent.trajectory().tokens[: self.kept], self.given.tokens])
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class AgentRequest:
         return bool(self.fields.get("stream"))
 
     @property
-    def several(self) -> bool:
+    def has_several_choices(self) -> bool:
         """True if the answer has more than one choice."""
         return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
 
@@ -88,4 +88,4 @@ class AgentRequest:
 
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
         """Return the recorded rows of the prompt's first tokens; None for a root."""
-        return self.prompt.parent.held_rows(kind, self.prompt.held) if self.prompt is not None else None
+        return self.prompt.parent.held_rows(kind, self.prompt.kept) if self.prompt is not None else None

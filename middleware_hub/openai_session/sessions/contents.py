@@ -95,12 +95,13 @@ def _part(part: Any, role: str, where: str, media: Media) -> Any:
 
 def _thinking(part: Mapping[str, Any], where: str, media: Media) -> Any:
     """Return a part with exactly one text, as SGLang requires, or None if the part has no text."""
-    told = [text for name in ("thinking", "text", "reasoning") if isinstance(text := part.get(name), str)]
-    if told:
-        is_plain = len(told) == 1 and part.get("reasoning") is None
-        return part if is_plain else {"type": "thinking", "thinking": told[0]}
+    texts = [text for name in ("thinking", "text", "reasoning") if isinstance(text := part.get(name), str)]
+    if texts:
+        is_plain = len(texts) == 1 and part.get("reasoning") is None
+        return part if is_plain else {"type": "thinking", "thinking": texts[0]}
     if any(part[name] for name in part.keys() - UNREADABLE):
-        media.other(part["type"], where)  # such as a summary: no template renders it, so it is dropped and counted
+        # A part such as a summary: no template renders it, so it is dropped and counted.
+        media.replace_unknown(part["type"], where)
     return None
 
 

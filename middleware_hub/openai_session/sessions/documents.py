@@ -53,8 +53,8 @@ def text_of(block: Mapping[str, Any], where: str, media: Media) -> str:
     if kind == RESOURCE and isinstance(resource, Mapping) and isinstance(resource.get("text"), str):
         return str(resource["text"])
     if isinstance(kind, str) and kind in KINDS:
-        return media.text(kind, where)
-    return media.other(kind, where)
+        return media.replace(kind, where)
+    return media.replace_unknown(kind, where)
 
 
 def _document(source: object, where: str, media: Media) -> str | None:
@@ -74,18 +74,18 @@ def _content(content: object, where: str, media: Media) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        return media.other(type(content).__name__, where)
+        return media.replace_unknown(type(content).__name__, where)
     texts = []
     for place, block in enumerate(content):
         block = block if isinstance(block, Mapping) else {"type": "text", "text": block}
-        kind, text, at = block.get("type"), block.get("text"), f"{where}.{place}"
+        kind, text, path = block.get("type"), block.get("text"), f"{where}.{place}"
         if kind in ("text", None) and isinstance(text, str | None):
             texts.append(text or "")
         else:
-            texts.append(media.text("image", at) if kind == "image" else media.other(kind, at))
+            texts.append(media.replace("image", path) if kind == "image" else media.replace_unknown(kind, path))
     return "\n".join(texts)
 
 
 def _joined(block: Mapping[str, Any], names: tuple[str, ...], text: str) -> str:
-    said = [block[name] for name in names if isinstance(block.get(name), str) and block[name]]
-    return "\n".join([*said, text])
+    heading = [block[name] for name in names if isinstance(block.get(name), str) and block[name]]
+    return "\n".join([*heading, text])

@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.equality import MEANING, STRICT, Difference
-from middleware_hub.openai_session.sessions.messages import Message, alike
+from middleware_hub.openai_session.sessions.messages import Message, common_prefix
 
 #: How many characters of each text are shown, and how many of them precede the first difference.
 SHOWN, BEFORE = 160, 40
 
 
-def edit_of(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
+def message_edit(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
     """Describe a changed, removed or added message.
 
     Args:
@@ -41,8 +41,8 @@ def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
 
 def _edit(place: int | None, difference: Difference) -> Mapping[str, Any]:
     held, sent = _text(difference.held), _text(difference.sent)
-    same = alike(held or "", sent or "")
-    shown = {"held": _around(held, same), "sent": _around(sent, same)}
+    same = common_prefix(held or "", sent or "")
+    shown = {"held": _excerpt(held, same), "sent": _excerpt(sent, same)}
     return {"message": place, "field": difference.field, **shown}
 
 
@@ -50,9 +50,9 @@ def _text(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else orjson.dumps(value, default=dict).decode()
 
 
-def _around(text: str | None, at: int) -> str | None:
+def _excerpt(text: str | None, position: int) -> str | None:
     if text is None:
         return None
-    begin = max(0, at - BEFORE)
+    begin = max(0, position - BEFORE)
     end = begin + SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

@@ -21,15 +21,15 @@ from miles_router.engines import paths
 Equality = Callable[[Message, Message], bool]
 
 #: Fields that chat templates read unchanged, besides content, reasoning and calls.
-READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
+PLAIN_FIELDS = ("role", "tool_call_id", "name", "tools")
 #: Fields in which clients keep the reasoning of an answer.
 REASONING = ("reasoning_content", "reasoning")
 THINKING_PARTS = ("thinking", "redacted_thinking", "reasoning")
 INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 #: Separators with which clients join the parts of a text.
-JOINTS = ("", "\n", " ", "\n\n")
+SEPARATORS = ("", "\n", " ", "\n\n")
 #: Tags around notes that harnesses put into a message, sometimes before its text and sometimes behind it.
-REMINDER = ("<system-reminder>", "</system-reminder>")
+REMINDER_TAGS = ("<system-reminder>", "</system-reminder>")
 
 
 class Difference(NamedTuple):
@@ -73,20 +73,20 @@ class Likeness:
 
     def _differences(self, held: Message, sent: Message) -> Iterator[Difference]:
         answers = held.get("role") == "assistant"
-        for name in READ_AS_IT_IS:
+        for name in PLAIN_FIELDS:
             if (held.get(name) or None) != (sent.get(name) or None) and not (self.parts and answers and name == "name"):
                 yield Difference(name, held.get(name), sent.get(name))
         one, other = self._read(held), self._read(sent)
         # Agents may leave reasoning out: its tokens are recorded.
         if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
-            yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
+            yield Difference(REASONING[0], _unwrapped(one.reasoning), _unwrapped(other.reasoning))
         if not self._same(one.content, other.content, trimmed=self.trims and answers):
-            yield Difference("content", _shown(one.content), _shown(other.content))
+            yield Difference("content", _unwrapped(one.content), _unwrapped(other.content))
         yield from self._calls(one.calls, other.calls)
 
     def _read(self, message: Message) -> Reading:
-        told = (message.get(name) for name in REASONING)  # reasoning that is not text, such as a summary, is ignored
-        reasoning: list[object] = [next((text for text in told if text and isinstance(text, str)), "")]
+        texts = (message.get(name) for name in REASONING)  # reasoning that is not text, such as a summary, is ignored
+        reasoning: list[object] = [next((text for text in texts if text and isinstance(text, str)), "")]
         calls = message.get("tool_calls")
         content = _parts_of(message)
         if self.parts and message.get("role") == "assistant":
@@ -96,11 +96,11 @@ class Likeness:
     def _same(self, held: Sequence[object], sent: Sequence[object], *, trimmed: bool) -> bool:
         if held == sent or _or_empty(held) == _or_empty(sent):
             return True
-        cut = len(held) > 1 or len(sent) > 1
-        if (cut and not self.parts) or not all(isinstance(part, str) for part in (*held, *sent)):
+        divided = len(held) > 1 or len(sent) > 1
+        if (divided and not self.parts) or not all(isinstance(part, str) for part in (*held, *sent)):
             return False
-        for joint in JOINTS if cut else JOINTS[:1]:
-            one, other = _joined(held, joint), _joined(sent, joint)
+        for separator in SEPARATORS if divided else SEPARATORS[:1]:
+            one, other = _joined(held, separator), _joined(sent, separator)
             if one == other or (trimmed and one.strip() == other.strip()):
                 return True
             if self.parts and _same_but_for_reminders(one, other):
@@ -109,17 +109,17 @@ class Likeness:
 
     def _calls(self, held: Sequence[Any], sent: Sequence[Any]) -> Iterator[Difference]:
         for place, (one, other) in enumerate(zip_longest(held, sent)):
-            where, of_one, of_other = f"tool_calls[{place}]", function_of(one), function_of(other)
-            if not of_one or not of_other:
+            where, held_function, sent_function = f"tool_calls[{place}]", function_of(one), function_of(other)
+            if not held_function or not sent_function:
                 if one != other:
                     yield Difference(where, one, other)
                 continue
             if one.get("id") != other.get("id"):
                 yield Difference(f"{where}.id", one.get("id"), other.get("id"))
-            if of_one.get("name") != of_other.get("name"):
-                yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
-            arguments = of_one.get("arguments"), of_other.get("arguments")
-            same = arguments[0] == arguments[1] or (self.json and _same_value(*map(_value, arguments)))
+            if held_function.get("name") != sent_function.get("name"):
+                yield Difference(f"{where}.function.name", held_function.get("name"), sent_function.get("name"))
+            arguments = held_function.get("arguments"), sent_function.get("arguments")
+            same = arguments[0] == arguments[1] or (self.json and _same_value(*map(_parsed_arguments, arguments)))
             known = self.json and one.get("id") == other.get("id")
             if not same and not (known and (arguments[1] is None or is_repair(*arguments))):
                 yield Difference(f"{where}.function.arguments", *arguments)
@@ -174,7 +174,7 @@ def _same_value(held: object, sent: object) -> bool:
     return same_json(held, sent) or (held == {} and not sent)
 
 
-def words_of(message: Message) -> str:
+def compact_text(message: Message) -> str:
     """Return an answer's text without white space and thinking, which is the same in every spelling."""
     _, content = _without_thinking(message, [], _parts_of(message))
     return "".join("".join(part for part in content if isinstance(part, str)).split())
@@ -222,33 +222,33 @@ def _or_empty(parts: Sequence[object]) -> Sequence[object]:
     return parts or [""]
 
 
-def _joined(parts: Sequence[Any], joint: str) -> str:
-    return joint.join(part for part in parts if part)
+def _joined(parts: Sequence[Any], separator: str) -> str:
+    return separator.join(part for part in parts if part)
 
 
 def _same_but_for_reminders(held: str, sent: str) -> bool:
     """Return True if two texts have the same reminders, in any position, and the same text around them."""
-    if REMINDER[0] not in held:
+    if REMINDER_TAGS[0] not in held:
         return False
-    (reminders, rest), (others, other_rest) = _apart(held), _apart(sent)
+    (reminders, rest), (others, other_rest) = _split_reminders(held), _split_reminders(sent)
     return reminders == others and rest == other_rest
 
 
-def _apart(text: str) -> tuple[list[str], list[str]]:
+def _split_reminders(text: str) -> tuple[list[str], list[str]]:
     """Return the reminders of a text, sorted, and the texts between them, in order."""
-    reminders, rest, at = [], [], 0
-    while (begin := text.find(REMINDER[0], at)) >= 0 and (end := text.find(REMINDER[1], begin)) >= 0:
-        rest.append(text[at:begin].strip())
-        at = end + len(REMINDER[1])
-        reminders.append(text[begin:at])
-    return sorted(reminders), [part for part in (*rest, text[at:].strip()) if part]
+    reminders, rest, position = [], [], 0
+    while (begin := text.find(REMINDER_TAGS[0], position)) >= 0 and (end := text.find(REMINDER_TAGS[1], begin)) >= 0:
+        rest.append(text[position:begin].strip())
+        position = end + len(REMINDER_TAGS[1])
+        reminders.append(text[begin:position])
+    return sorted(reminders), [part for part in (*rest, text[position:].strip()) if part]
 
 
-def _shown(content: Sequence[object]) -> object:
+def _unwrapped(content: Sequence[object]) -> object:
     return content[0] if len(content) == 1 else content
 
 
-def _value(arguments: object) -> object:
+def _parsed_arguments(arguments: object) -> object:
     """Return the parsed arguments of a call.
 
     Missing, empty and null arguments become {}, and so does the empty list that PHP writes. Text that is not JSON, or

@@ -16,18 +16,18 @@ from middleware_hub.openai_session.sessions.messages import Message
 
 USER, ASSISTANT = "user", "assistant"
 #: Fields that reach a chat template, and cache marks, which a model does not read.
-OF_A_USER = frozenset(("role", "content", "cache_control"))
-OF_OTHERS = OF_A_USER | {
+USER_FIELDS = frozenset(("role", "content", "cache_control"))
+OTHER_FIELDS = USER_FIELDS | {
     *("tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools", "prefix"),
 }
 #: Fields in which clients keep the reasoning, the best first; SGLang reads only the first.
 REASONING = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
 #: Fields that hold the text of a reasoning block.
-TEXTS = ("text", "thinking", "summary")
-SAID = ("refusal", "audio")
+TEXT_FIELDS = ("text", "thinking", "summary")
+SPOKEN_FIELDS = ("refusal", "audio")
 FUNCTION_CALL = "function_call"
 #: The most field names in the record of a turn, and the most characters of each.
-MOST_NAMES, LONGEST_NAME = 32, 64
+MAX_NAMES, MAX_NAME_LENGTH = 32, 64
 
 
 class Unread:
@@ -43,10 +43,10 @@ class Unread:
         self.names: list[str] = []
 
     def note(self, names: Iterable[str]) -> None:
-        """Add names, up to `MOST_NAMES`."""
+        """Add names, up to `MAX_NAMES`."""
         for name in names:
-            if name[:LONGEST_NAME] not in self.names and len(self.names) < MOST_NAMES:
-                self.names.append(name[:LONGEST_NAME])
+            if name[:MAX_NAME_LENGTH] not in self.names and len(self.names) < MAX_NAMES:
+                self.names.append(name[:MAX_NAME_LENGTH])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -66,52 +66,56 @@ def readable_fields(messages: Sequence[Message], media: Media, unread: Unread) -
 
 def _message(message: Message, where: str, media: Media, unread: Unread) -> Message:
     role = message["role"].lower()
-    known = OF_A_USER if role == USER else OF_OTHERS
+    known = USER_FIELDS if role == USER else OTHER_FIELDS
     if message.keys() <= known:
         return message
-    others = {name for name in message.keys() - known if message[name] not in (None, False, "", [], {})}
-    if role == ASSISTANT and others:
-        message, others = _assistant(message, others - {FUNCTION_CALL}, where, media)
-    if others:
-        unread.note(sorted(others))
+    unread_names = {name for name in message.keys() - known if message[name] not in (None, False, "", [], {})}
+    if role == ASSISTANT and unread_names:
+        message, unread_names = _assistant(message, unread_names - {FUNCTION_CALL}, where, media)
+    if unread_names:
+        unread.note(sorted(unread_names))
     return message
 
 
-def _assistant(message: Message, others: set[str], where: str, media: Media) -> tuple[Message, set[str]]:
+def _assistant(message: Message, unread_names: set[str], where: str, media: Media) -> tuple[Message, set[str]]:
     """Return an answer with its text in fields that SGLang reads, and the names of the fields that remain unread."""
-    said = [text for name in SAID if name in others and (text := _said(message[name], name, where, media))]
-    thought = {name: text for name in REASONING if (text := _thought(message.get(name)))}
-    if not said and not thought.keys() & others:
-        return message, others
-    kept = {name: value for name, value in message.items() if name not in (*SAID, *thought)}
-    if said:
-        kept["content"] = _joined(kept.get("content"), said)
-    if thought:
-        kept[REASONING[0]] = next(iter(thought.values()))
-    lost = {name for name, text in thought.items() if text != kept[REASONING[0]]} & others - {*REASONING[2:]}
-    return kept, (others & kept.keys()) | lost
+    spoken = [
+        text
+        for name in SPOKEN_FIELDS
+        if name in unread_names and (text := _spoken_text(message[name], name, where, media))
+    ]
+    reasoning = {name: text for name in REASONING if (text := _reasoning_text(message.get(name)))}
+    if not spoken and not reasoning.keys() & unread_names:
+        return message, unread_names
+    kept = {name: value for name, value in message.items() if name not in (*SPOKEN_FIELDS, *reasoning)}
+    if spoken:
+        kept["content"] = _joined(kept.get("content"), spoken)
+    if reasoning:
+        kept[REASONING[0]] = next(iter(reasoning.values()))
+    lost = {name for name, text in reasoning.items() if text != kept[REASONING[0]]} & unread_names - {*REASONING[2:]}
+    return kept, (unread_names & kept.keys()) | lost
 
 
-def _said(value: object, name: str, where: str, media: Media) -> str:
+def _spoken_text(value: object, name: str, where: str, media: Media) -> str:
     if name != "audio":
         return value if isinstance(value, str) else ""
     transcript = value.get("transcript") if isinstance(value, Mapping) else None
-    return transcript if isinstance(transcript, str) and transcript else media.text(name, f"{where}.{name}")
+    return transcript if isinstance(transcript, str) and transcript else media.replace(name, f"{where}.{name}")
 
 
-def _thought(value: object) -> str:
+def _reasoning_text(value: object) -> str:
     """Return the text of reasoning, given as a string or as a list of blocks."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else ""
     blocks = [block for block in value if isinstance(block, Mapping)]
-    texts = (next((text for name in TEXTS if isinstance(text := block.get(name), str)), "") for block in blocks)
+    texts = (next((text for name in TEXT_FIELDS if isinstance(text := block.get(name), str)), "") for block in blocks)
     return "".join(texts)
 
 
-def _joined(content: Any, said: Sequence[str]) -> Any:
+def _joined(content: Any, spoken: Sequence[str]) -> Any:
     if not content:
-        content, said = (said[0], said[1:])
-    if not said:
+        content, spoken = (spoken[0], spoken[1:])
+    if not spoken:
         return content
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return [*parts, *({"type": "text", "text": text} for text in said)]
+    return [*parts, *({"type": "text", "text": text} for text in spoken)]

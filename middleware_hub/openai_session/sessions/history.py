@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from middleware_hub.openai_session.sessions.answers import RecordedAnswers
-from middleware_hub.openai_session.sessions.call_ids import SameId, as_held
+from middleware_hub.openai_session.sessions.call_ids import SameId, restore_ids
 from middleware_hub.openai_session.sessions.classify import classify
 from middleware_hub.openai_session.sessions.equality import Equality, equality_on
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
@@ -36,44 +36,44 @@ class HistoryMatch(NamedTuple):
     """The nodes that match a request's messages.
 
     Attributes:
-        places: the start node, then the matching nodes of each message; shorter than `messages` if matching stopped.
+        nodes: the start node, then the matching nodes of each message; shorter than `messages` if matching stopped.
         messages: the messages of the request.
         before: only turns with a smaller number count.
     """
 
-    places: Sequence[Sequence[HistoryNode]]
+    nodes: Sequence[Sequence[HistoryNode]]
     messages: Sequence[Message]
     before: int = sys.maxsize
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every message has a matching node."""
-        return len(self.places) > len(self.messages)
+        return len(self.nodes) > len(self.messages)
 
     def stops_at_calls(self) -> bool:
         """Return True if the first message without a matching node calls tools."""
-        count = len(self.places) - 1
+        count = len(self.nodes) - 1
         return count < len(self.messages) and bool(self.messages[count].get("tool_calls"))
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns whose whole history, answer included, begins the messages."""
-        return (place.turn for places in self.places[1:] for place in places if place.turn is not None)
+        return (node.turn for nodes in self.nodes[1:] for node in nodes if node.turn is not None)
 
-    def asked(self) -> Iterator[Turn]:
+    def turns_asked(self) -> Iterator[Turn]:
         """Yield the turns whose request was exactly these messages."""
-        if not self.whole:
+        if not self.is_complete:
             return iter(())
-        return (turn for place in self.places[-1] for turn in place.asked if turn.number < self.before)
+        return (turn for node in self.nodes[-1] for turn in node.asked if turn.number < self.before)
 
-    def departure(self) -> tuple[int, Message | None, Message | None]:
+    def divergence(self) -> tuple[int, Message | None, Message | None]:
         """Return where the messages leave the tree.
 
         Returns:
             The number of matching messages, the latest recorded message behind them, and the message sent there. Either
             message may be missing (None).
         """
-        count = len(self.places) - 1
-        held = [child.message for place in self.places[-1] for child in place.children if child.since < self.before]
+        count = len(self.nodes) - 1
+        held = [child.message for node in self.nodes[-1] for child in node.children if child.added_by < self.before]
         return count, held[-1] if held else None, self.messages[count] if count < len(self.messages) else None
 
 
@@ -82,15 +82,15 @@ class HistoryNode:
 
     Attributes:
         turn: the turn whose answer the message is; None for a message of a request.
-        since: the number of the turn that added the message.
+        added_by: the number of the turn that added the message.
         asked: the turns whose request ends with the message.
     """
 
-    __slots__ = ("asked", "children", "message", "since", "spelling", "turn")
+    __slots__ = ("added_by", "asked", "children", "message", "spelling", "turn")
 
-    def __init__(self, message: Message, since: int, turn: Turn | None = None) -> None:
+    def __init__(self, message: Message, added_by: int, turn: Turn | None = None) -> None:
         self.message = message
-        self.since = since
+        self.added_by = added_by
         self.turn = turn
         self.asked: tuple[Turn, ...] = ()
         self.children: tuple[HistoryNode, ...] = ()
@@ -100,45 +100,45 @@ class HistoryNode:
         """Match messages from this node on, among the turns with a smaller number than `before`."""
         found = [[self]]
         for message in messages:
-            places = [
+            nodes = [
                 child
-                for place in found[-1]
-                for child in place.children
-                if child.since < before and child.leads_here(message, equal)
+                for node in found[-1]
+                for child in node.children
+                if child.added_by < before and child.matches(message, equal)
             ]
-            if not places:
+            if not nodes:
                 break
-            found.append(places)
+            found.append(nodes)
         return HistoryMatch(found, messages, before)
 
     def append(self, turn: Turn) -> HistoryNode:
         """Add a turn's new messages and its answer behind this node; return the node of the answer."""
-        place = self
+        node = self
         for message in turn.appended:
-            place = place._behind(message, turn.number)
-        place.asked += (turn,)
+            node = node._child_for(message, turn.number)
+        node.asked += (turn,)
         end = HistoryNode(turn.answer, turn.number, turn)
-        place.children += (end,)
+        node.children += (end,)
         return end
 
-    def leads_here(self, message: Message, equal: Equality) -> bool:
+    def matches(self, message: Message, equal: Equality) -> bool:
         """Return True if a sent message is this node's message."""
-        return self.message == message or self._is(message, equal)
+        return self.message == message or self._is_respelled(message, equal)
 
     def clear(self) -> None:
         """Drop the references to all nodes behind this one."""
         self.asked, self.children = (), ()
 
-    def _behind(self, message: Message, since: int) -> HistoryNode:
+    def _child_for(self, message: Message, added_by: int) -> HistoryNode:
         """Return the child node of a message, which must be the interned object; add the node if it is missing."""
         for child in self.children:
             if child.message is message and child.turn is None:
                 return child
-        child = HistoryNode(message, since)
+        child = HistoryNode(message, added_by)
         self.children += (child,)
         return child
 
-    def _is(self, sent: Message, equal: Equality) -> bool:
+    def _is_respelled(self, sent: Message, equal: Equality) -> bool:
         """Return True if a sent message is this node's message in another spelling.
 
         The last spelling is remembered, because an agent sends the same one with every turn.
@@ -196,7 +196,7 @@ class SessionHistory:
         best: Turn | None = None
         held, match = messages, self._root.match(messages, equal)
         if same_id is not None and match.stops_at_calls():
-            held = as_held(self._root, messages, equal, same_id)
+            held = restore_ids(self._root, messages, equal, same_id)
             match = self._root.match(held, equal)
         for turn in match.turns():
             if turn.context in contexts and (
@@ -207,13 +207,13 @@ class SessionHistory:
             return ParentMatch(None, tuple(messages), contexts[0])
         return ParentMatch(best, tuple(held[best.messages :]), best.context)
 
-    def match_behind(
+    def match_after(
         self, parent: Turn | None, messages: Sequence[Message], equal: Equality, *, before: int
     ) -> HistoryMatch:
         """Match messages from the end of a turn on, among the turns with a smaller number than `before`."""
         return self._end_of(parent).match(messages, equal, before)
 
-    def intern(self, place: ParentMatch) -> tuple[ParentMatch, int]:
+    def intern(self, match: ParentMatch) -> tuple[ParentMatch, int]:
         """Replace known messages and the context by the session's own objects, and store new ones.
 
         Retries and new roots repeat messages of other branches, which are stored only once.
@@ -221,16 +221,16 @@ class SessionHistory:
         Returns:
             The match with the stored objects, and the number of bytes that are new.
         """
-        nbytes = 0 if place.context in self._contexts else len(place.context)
-        context = self._contexts.setdefault(place.context, place.context)
+        nbytes = 0 if match.context in self._contexts else len(match.context)
+        context = self._contexts.setdefault(match.context, match.context)
         appended = []
-        for message in place.appended:
+        for message in match.appended:
             digest = blake2b(orjson.dumps(message), digest_size=16).digest()
             if digest not in self._messages:
                 self._messages[digest] = message
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
-        return ParentMatch(place.parent, tuple(appended), context), nbytes
+        return ParentMatch(match.parent, tuple(appended), context), nbytes
 
     def intern_tools(self, tools: Sequence[Any] | None) -> tuple[bytes, int]:
         """Store the tools of a root as sent.
@@ -273,7 +273,7 @@ class SessionHistory:
         """Return the turns with the same parent, including the turn itself if it is in the tree."""
         return self.roots if turn.parent is None else self._children[turn.parent.number]
 
-    def below(self, turn: Turn) -> Iterator[Turn]:
+    def descendants(self, turn: Turn) -> Iterator[Turn]:
         """Yield a turn and all its descendants."""
         turns = [turn]
         while turns:
@@ -301,7 +301,7 @@ class SessionHistory:
             found = classify(self, turn, equality_on(turn.path, self._equal), conversation)
         answers, side_call = turn.sent_answers, turn.side_call or (above is not None and above.side_call)
         if answers or side_call:
-            unrecorded = bool(answers) and not self.answers.have(answers, self, turn.number)
+            unrecorded = bool(answers) and not self.answers.contains_all(answers, self, turn.number)
             found = found._replace(unrecorded=unrecorded, side_call=side_call)
         return above if found == above else found  # the turns of one line share an object
 

@@ -44,7 +44,7 @@ class Media:
         self.refuses = refuses
         self.replaced: Counter[str] = Counter()
 
-    def text(self, kind: str, where: str) -> str:
+    def replace(self, kind: str, where: str) -> str:
         """Count a part of this type and return the text that replaces it.
 
         Raises:
@@ -56,7 +56,7 @@ class Media:
         self.replaced[name] += 1
         return f"[{name} omitted]"
 
-    def other(self, kind: object, where: str) -> str:
+    def replace_unknown(self, kind: object, where: str) -> str:
         """Count a part of an unknown type and return the text that replaces it.
 
         Raises:
@@ -64,7 +64,7 @@ class Media:
         """
         if self.refuses:
             raise BadRequest(f"{where}: a session cannot record blocks of the type {str(kind)[:64]!r}; {HINT}")
-        return self.text(str(kind), where)
+        return self.replace(str(kind), where)
 
     @property
     def facts(self) -> dict[str, Any]:

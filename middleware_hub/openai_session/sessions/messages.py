@@ -19,7 +19,7 @@ _role, _content = methodcaller("get", "role"), methodcaller("get", "content")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def checked(parsed: object) -> Sequence[Message]:
+def checked_messages(parsed: object) -> Sequence[Message]:
     """Return the messages of a parsed request.
 
     Raises:
@@ -60,7 +60,7 @@ def parse_text(text: str) -> Any:
     return parsed
 
 
-def alike(one: str, other: str) -> int:
+def common_prefix(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:

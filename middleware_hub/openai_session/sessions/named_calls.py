@@ -20,7 +20,7 @@ UNNAMED = "call_unnamed_"
 TOOL, FUNCTION = "tool", "function"
 
 
-def id_of(value: object) -> str | None:
+def normalized_id(value: object) -> str | None:
     """Return a call id as a string; None if it is missing, null or empty.
 
     Raises:
@@ -71,7 +71,7 @@ class OpenCalls:
         """Remove a call, because its result has come."""
         self._ids.get(self._names.pop(call_id, ""), {}).pop(call_id, None)
 
-    def only(self, name: object = None, *, is_function: bool = False) -> str | None:
+    def only_candidate(self, name: object = None, *, is_function: bool = False) -> str | None:
         """Return the id of the only open call that a result without an id can belong to; None if there are several.
 
         Args:
@@ -106,23 +106,23 @@ class _CallReader:
         message = self._messages[place]
         role = message["role"].lower()
         if role == ASSISTANT:
-            message = self._calling(message, place)
+            message = self._with_named_calls(message, place)
             self._calls = OpenCalls(message.get("tool_calls"))
         elif role in (TOOL, FUNCTION):
-            message = self._result(message, place)
+            message = self._with_result_id(message, place)
         return message
 
-    def _calling(self, message: Message, place: int) -> Message:
+    def _with_named_calls(self, message: Message, place: int) -> Message:
         calls, legacy = message.get("tool_calls"), message.get(FUNCTION_CALL)
         given: list[Any] = calls if isinstance(calls, list) else []
-        named = [_named(call, place, number) for number, call in enumerate(given)]
+        named = [_with_named_id(call, place, number) for number, call in enumerate(given)]
         function = self._function(legacy, place) if legacy else None
         if function is not None:
             message = {name: value for name, value in message.items() if name != FUNCTION_CALL}
             if function not in [_function(call) for call in given]:  # libraries write one call in both forms
                 named.append({"id": unnamed_id(place, len(given)), "type": FUNCTION, FUNCTION: function})
-        same = len(named) == len(given) and all(map(operator.is_, named, given))
-        return message if same else {**message, "tool_calls": named}
+        unchanged = len(named) == len(given) and all(map(operator.is_, named, given))
+        return message if unchanged else {**message, "tool_calls": named}
 
     def _function(self, legacy: object, place: int) -> dict[str, Any] | None:
         """Return the function of a `function_call`; None if it is invalid and the request is not the first turn.
@@ -138,13 +138,13 @@ class _CallReader:
         self._unread.note([FUNCTION_CALL])
         return None
 
-    def _result(self, message: Message, place: int) -> Message:
+    def _with_result_id(self, message: Message, place: int) -> Message:
         try:
-            call_id = id_of(message.get("tool_call_id"))
+            call_id = normalized_id(message.get("tool_call_id"))
         except ValueError as error:
             raise BadRequest(f"messages[{place}].tool_call_id {error}") from None
         is_function = message["role"].lower() == FUNCTION
-        found = self._meant(message, place, is_function=is_function) if call_id is None else call_id
+        found = self._find_call(message, place, is_function=is_function) if call_id is None else call_id
         if found is None:
             return message
         self._calls.answer(found)
@@ -152,7 +152,7 @@ class _CallReader:
             return message
         return {**message, "role": TOOL, "tool_call_id": found}
 
-    def _meant(self, message: Message, place: int, *, is_function: bool) -> str | None:
+    def _find_call(self, message: Message, place: int, *, is_function: bool) -> str | None:
         """Return the id of the call that a result without an id belongs to; None if the result stays without one.
 
         Raises:
@@ -160,15 +160,15 @@ class _CallReader:
         """
         if not self._calls:
             return None
-        found = self._calls.only(message.get("name"), is_function=is_function)
-        if found is None and len(self._calls) > 1 and self._run(place) == len(self._calls):
+        found = self._calls.only_candidate(message.get("name"), is_function=is_function)
+        if found is None and len(self._calls) > 1 and self._run_length(place) == len(self._calls):
             return self._calls.first()  # as many results as calls: take them in order
         if found is None and not is_function and (self._unread.first or self._writes_ids):
             reason = f"is missing, and {len(self._calls)} calls are open: name the call of this result"
             raise BadRequest(f"messages[{place}].tool_call_id {reason}")
         return found
 
-    def _run(self, place: int) -> int:
+    def _run_length(self, place: int) -> int:
         """Return how many consecutive results without an id begin at this index."""
         if place >= self._run_end:
             rest = range(place, len(self._messages))
@@ -211,11 +211,11 @@ def _is_unnamed_result(message: Message) -> bool:
     return message["role"].lower() in (TOOL, FUNCTION) and message.get("tool_call_id") in (None, "")
 
 
-def _named(call: Any, place: int, number: int) -> Any:
+def _with_named_id(call: Any, place: int, number: int) -> Any:
     if _has_id(call):
         return call
     try:
-        call_id = id_of(call.get("id"))
+        call_id = normalized_id(call.get("id"))
     except ValueError as error:
         raise BadRequest(f"messages[{place}].tool_calls[{number}].id {error}") from None
     return {**call, "id": unnamed_id(place, number) if call_id is None else call_id}

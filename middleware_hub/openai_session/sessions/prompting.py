@@ -13,11 +13,11 @@ import orjson
 #: Named reasoning efforts; any other effort is a number.
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
 #: Fields of a function that SGLang's request model keeps; the first three are always present, null if not sent.
-ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
-OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
+REQUIRED_FUNCTION_FIELDS = ("description", "name", "parameters")
+FUNCTION_FIELDS = (*REQUIRED_FUNCTION_FIELDS, "strict", "defer_loading")
 #: Fields of a request that set template settings.
 SETTINGS = frozenset({"chat_template_kwargs", "reasoning", "reasoning_effort"})
-YES = frozenset({"1", "true", "yes", "y", "on"})
+TRUE_WORDS = frozenset({"1", "true", "yes", "y", "on"})
 
 
 class Context:
@@ -64,7 +64,7 @@ def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
     The first is the context that the engine renders for this request, without tools that `tool_choice` excludes. If
     some are excluded, the second context has all tools: the request may also continue a turn that showed them all.
     """
-    settings, shown, every_tool = settings_of(request), tools_of(request), _every_tool(request)
+    settings, shown, every_tool = settings_of(request), tools_of(request), _all_tools(request)
     own = Context(shown, settings)
     if shown is every_tool:
         return (own,)
@@ -77,15 +77,15 @@ def prepared_tool(tool: Any) -> Any:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         return tool
     sent = tool["function"]
-    known = {name: sent[name] for name in sent if name in OF_A_FUNCTION}
-    function = {**known, **{name: None for name in ALWAYS_OF_A_FUNCTION if name not in known}}
-    kept = {name: value for name, value in function.items() if value is not None or name in ALWAYS_OF_A_FUNCTION}
+    known = {name: sent[name] for name in sent if name in FUNCTION_FIELDS}
+    function = {**known, **{name: None for name in REQUIRED_FUNCTION_FIELDS if name not in known}}
+    kept = {name: value for name, value in function.items() if value is not None or name in REQUIRED_FUNCTION_FIELDS}
     return {"type": tool.get("type", "function"), "function": kept, "defer_loading": tool.get("defer_loading")}
 
 
 def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that the template renders: None if `tool_choice` is "none", or only the tool that it names."""
-    tools, choice = _every_tool(request), request.get("tool_choice")
+    tools, choice = _all_tools(request), request.get("tool_choice")
     if tools is None or choice == "none":
         return None
     if isinstance(choice, Mapping):
@@ -93,7 +93,7 @@ def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _every_tool(request: Mapping[str, Any]) -> list[Any] | None:
+def _all_tools(request: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools of a request; None without tools. The engine refuses tools that are not a list."""
     tools = request.get("tools")
     return tools if isinstance(tools, list) and tools else None
@@ -135,4 +135,4 @@ def _enabled(reasoning: Mapping[str, Any]) -> bool:
     enabled = reasoning.get("enabled")
     if enabled is None:
         enabled = reasoning.get("enable", False)
-    return enabled.strip().lower() in YES if isinstance(enabled, str) else bool(enabled)
+    return enabled.strip().lower() in TRUE_WORDS if isinstance(enabled, str) else bool(enabled)

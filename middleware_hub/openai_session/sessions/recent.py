@@ -24,12 +24,12 @@ class WrittenIds:
     """The ids of each session's last turn as a JSON list without its closing bracket.
 
     Args:
-        most: the size in bytes; the sessions recorded longest ago are dropped first.
+        max_bytes: the size in bytes; the sessions recorded longest ago are dropped first.
     """
 
-    def __init__(self, most: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.nbytes = 0
-        self._most = most
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, tuple[ref[Turn], bytes]] = OrderedDict()
 
     def prompt(self, session_id: str, prompt: PromptIds) -> tuple[bytes, ...]:
@@ -39,9 +39,9 @@ class WrittenIds:
             text = _list(prompt.parent.trajectory().tokens)[:-1]
         for _ in range(prompt.dropped):
             text = text[: text.rindex(b",")]
-        return text, *_more(prompt.given), b"]"
+        return text, *_extension(prompt.given), b"]"
 
-    def recorded(self, session_id: str, turn: Turn, prompt: Sequence[bytes]) -> None:
+    def keep(self, session_id: str, turn: Turn, prompt: Sequence[bytes]) -> None:
         """Keep the ids of a recorded turn.
 
         Args:
@@ -49,12 +49,12 @@ class WrittenIds:
         """
         *pieces, _ = prompt
         for piece in turn.sampled:
-            pieces += _more(piece)
+            pieces += _extension(piece)
         text = b"".join(pieces)
         self.forget(session_id)
         self._kept[session_id] = ref(turn), text
         self.nbytes += len(text)
-        while self.nbytes > self._most:
+        while self.nbytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 
     def forget(self, session_id: str) -> None:
@@ -70,6 +70,6 @@ def _list(ids: Tokens) -> bytes:
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _more(piece: Piece) -> tuple[bytes, ...]:
+def _extension(piece: Piece) -> tuple[bytes, ...]:
     """Return the pieces that extend a JSON list, which must not be empty, by these ids."""
     return (b",", _list(piece.tokens)[1:-1]) if len(piece) else ()

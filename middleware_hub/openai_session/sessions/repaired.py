@@ -20,7 +20,7 @@ ATOMS = re.compile(r'"((?:[^"\\]|\\.)*)("|\\?$)|\'((?:[^\'\\]|\\.)*)(\'|\\?$)|([
 CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?$")
 WORDS = {"True": "true", "False": "false", "None": "null"}
 #: The most characters of arguments that are compared: libraries repair calls, not whole files.
-MOST = 1 << 20
+MAX_CHARACTERS = 1 << 20
 NO_NUMBERS = frozenset(("inf", "-inf", "nan"))
 _NOTHING = object()
 
@@ -33,11 +33,11 @@ def is_repair(held: object, sent: object) -> bool:
     whole text of `held` as one value. If only `sent` is not JSON, such as a printed Python dictionary, none may be
     missing.
     """
-    if not isinstance(held, str) or not held.strip() or len(held) > MOST:
+    if not isinstance(held, str) or not held.strip() or len(held) > MAX_CHARACTERS:
         return False
     value = _parsed(sent) if isinstance(sent, str) and sent.strip() else sent or {}
     if value is _NOTHING:
-        respelled = isinstance(sent, str) and len(sent) <= MOST and _is_json(held) and not _is_json(sent)
+        respelled = isinstance(sent, str) and len(sent) <= MAX_CHARACTERS and _is_json(held) and not _is_json(sent)
         return respelled and _same_atoms([*_atoms(held)], [*_atoms(str(sent))])
     if _is_json(held):
         return False
@@ -45,9 +45,9 @@ def is_repair(held: object, sent: object) -> bool:
         return True
     if not isinstance(value, dict | list):
         return False
-    written = [*_atoms(orjson.dumps(value).decode())]
+    sent_atoms = [*_atoms(orjson.dumps(value).decode())]
     # Arguments behind a sentence, or inside a Markdown fence, begin with their brace.
-    return any(_is_begin([*_atoms(held[begin:])], written) for begin in {0, max(0, held.find("{"))})
+    return any(_is_prefix([*_atoms(held[begin:])], sent_atoms) for begin in {0, max(0, held.find("{"))})
 
 
 def plain_value(text: str) -> Any:
@@ -63,25 +63,26 @@ def plain_value(text: str) -> Any:
     return value
 
 
-def _is_begin(said: list[str], written: list[str]) -> bool:
-    """Return True if the atoms `written` are the atoms `said`, or their beginning."""
-    if len(written) == len(said) + 1 and written[-1] in (WORDS["None"], ""):
-        written = written[:-1]  # a placeholder for a missing value
-    if not written:
+def _is_prefix(held: list[str], sent_atoms: list[str]) -> bool:
+    """Return True if the atoms `sent_atoms` are the atoms `held`, or their beginning."""
+    if len(sent_atoms) == len(held) + 1 and sent_atoms[-1] in (WORDS["None"], ""):
+        sent_atoms = sent_atoms[:-1]  # a placeholder for a missing value
+    if not sent_atoms:
         return True
-    before, last = len(written) - 1, written[-1]
-    if len(written) > len(said) or not _same_atoms(said[:before], written[:before]):
+    before, last = len(sent_atoms) - 1, sent_atoms[-1]
+    if len(sent_atoms) > len(held) or not _same_atoms(held[:before], sent_atoms[:before]):
         return False
-    if _same_atoms(said[before : before + 1], [last]):
+    if _same_atoms(held[before : before + 1], [last]):
         return True
-    is_cut = said[before].startswith(last) or (last in WORDS.values() and last.startswith(said[before].lower()))
-    return len(written) == len(said) and is_cut
+    is_cut = held[before].startswith(last) or (last in WORDS.values() and last.startswith(held[before].lower()))
+    return len(sent_atoms) == len(held) and is_cut
 
 
-def _same_atoms(said: list[str], written: list[str]) -> bool:
+def _same_atoms(held: list[str], sent_atoms: list[str]) -> bool:
     """Return True if the atoms are the same. JavaScript writes null for infinity and NaN, which JSON does not have."""
-    return len(said) == len(written) and all(
-        one == other or (other == WORDS["None"] and one in NO_NUMBERS) for one, other in zip(said, written, strict=True)
+    return len(held) == len(sent_atoms) and all(
+        one == other or (other == WORDS["None"] and one in NO_NUMBERS)
+        for one, other in zip(held, sent_atoms, strict=True)
     )
 
 

@@ -17,7 +17,7 @@ class RecordedReply:
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
-    async def give_to(self, send: Send) -> None:
+    async def send_to(self, send: Send) -> None:
         """Send the reply with status 200."""
         await send({"type": "http.response.start", "status": 200, "headers": list(self.headers)})
         await send({"type": "http.response.body", "body": self.body})

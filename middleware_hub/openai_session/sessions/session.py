@@ -23,21 +23,21 @@ REASONS: Collection[str] = frozenset(
     }
 )
 #: The name that stands for every reason in free text.
-IN_WORDS = "other"
+FREE_TEXT = "other"
 #: The most characters of a label.
-LONGEST_LABEL = 200
+MAX_LABEL = 200
 #: The most characters of a group's name in lists; clients may name longer ones in the metadata.
-LONGEST_GROUP = 256
+MAX_GROUP = 256
 
 
 def reason_name(reason: str | None) -> str | None:
-    """Return a reason of `REASONS` unchanged, and `IN_WORDS` for a reason in free text."""
-    return reason if reason is None or reason in REASONS else IN_WORDS
+    """Return a reason of `REASONS` unchanged, and `FREE_TEXT` for a reason in free text."""
+    return reason if reason is None or reason in REASONS else FREE_TEXT
 
 
 def shown_group(group: str | None) -> str | None:
     """Return the group's name, shortened for lists."""
-    return None if group is None else group[:LONGEST_GROUP]
+    return None if group is None else group[:MAX_GROUP]
 
 
 def label_of(metadata: Mapping[str, Any]) -> str | None:
@@ -46,7 +46,7 @@ def label_of(metadata: Mapping[str, Any]) -> str | None:
     if label is None:
         return None
     text = label if isinstance(label, str) else orjson.dumps(label, default=dict).decode()
-    return text[:LONGEST_LABEL]
+    return text[:MAX_LABEL]
 
 
 class Tally:
@@ -75,7 +75,7 @@ class Tally:
         tally._seen = turns
         return tally
 
-    def upto(self, history: SessionHistory) -> Tally:
+    def updated(self, history: SessionHistory) -> Tally:
         """Add the turns that are new since the last call, and return self."""
         for turn in history.turns[self._seen :]:
             self._add(history, turn)
@@ -149,7 +149,7 @@ class Session:
         self.nbytes = 0  # arrays and messages
         self.model: str | None = None  # the model name of the last request
         self.tally = Tally()
-        self.read: set[int] = set()  # numbers of the turns in the loss of a sample that a client has read
+        self.read_turns: set[int] = set()  # numbers of the turns in the loss of a sample that a client has read
         self.rewarded = False  # whether the statistics count its reward
 
     def leaves(self) -> list[Turn]:
@@ -157,7 +157,7 @@ class Session:
         return self.history.leaves()
 
     @property
-    def place_in_order(self) -> tuple[float, str]:
+    def sort_key(self) -> tuple[float, str]:
         """The sort key of the session: creation time, then id."""
         return self.created_at, self.id
 
@@ -169,8 +169,8 @@ class Session:
 
     def about(self) -> dict[str, Any]:
         """Return the contract and the end reason, without null values, for records and samples."""
-        told = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
-        return {name: value for name, value in told.items() if value is not None}
+        values = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
+        return {name: value for name, value in values.items() if value is not None}
 
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
         """Count a turn that sampled this many tokens, and reopen the session if a full context had ended it.

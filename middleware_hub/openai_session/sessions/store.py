@@ -44,11 +44,11 @@ class Bounds:
     total_bytes: int
     idle_timeout: float
 
-    def check(self, of: str) -> None:
+    def check(self, middleware: str) -> None:
         """Check that every limit is large enough to be usable.
 
         Raises:
-            ConfigError: a limit is too small; the message names the option of the middleware `of`.
+            ConfigError: a limit is too small; the message names the option of the middleware.
         """
         options = (
             ("max_sessions", self.sessions, 1),
@@ -59,7 +59,7 @@ class Bounds:
         )
         for option, value, least in options:
             if not value >= least:
-                raise ConfigError(f"{of}.{option}: must be at least {least}, not {value}")
+                raise ConfigError(f"{middleware}.{option}: must be at least {least}, not {value}")
 
 
 class SessionStore:
@@ -151,18 +151,18 @@ class SessionStore:
         if by_header:
             self._by_header[session_id] = session
         self._names.add(session_id)
-        self.shelf.add(session.place_in_order, session)
+        self.shelf.add(session.sort_key, session)
         self.account(session, nbytes)
         self.statistics.created += 1
         return session
 
     def get(self, session_id: str) -> Session:
-        """Return the session with this id and mark it as used. Raises like `look_at`."""
-        session = self.look_at(session_id)
-        self._used(session)
+        """Return the session with this id and mark it as used. Raises like `peek`."""
+        session = self.peek(session_id)
+        self._touch(session)
         return session
 
-    def look_at(self, session_id: str) -> Session:
+    def peek(self, session_id: str) -> Session:
         """Return the session with this id without marking it as used.
 
         Raises:
@@ -215,7 +215,7 @@ class SessionStore:
             del self._sessions[session.id]
             self._by_header.pop(session.id, None)
             self._names.remove(session.id)
-            self.shelf.remove(session.place_in_order)
+            self.shelf.remove(session.sort_key)
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
             session.clear()
@@ -231,7 +231,7 @@ class SessionStore:
         self._sessions[session.id] = session
         if session.by_header:
             self._by_header[session.id] = session
-        self.shelf.add(session.place_in_order, session)
+        self.shelf.add(session.sort_key, session)
         self.nbytes += session.nbytes
 
     def end(self, session: Session, status: SessionStatus) -> None:
@@ -305,9 +305,9 @@ class SessionStore:
 
         With `running`, a session with a running turn is deleted if no idle one is left.
         """
-        bare = (session for session in self._by_header.values() if _is_bare(session))
-        idle = (session for session in self._by_header.values() if not session.in_flight and _is_bare(session))
-        session = next(idle, None) or (next(bare, None) if running else None)
+        header_only = (session for session in self._by_header.values() if _has_header_only(session))
+        idle = (session for session in self._by_header.values() if not session.in_flight and _has_header_only(session))
+        session = next(idle, None) or (next(header_only, None) if running else None)
         if session is None:
             return False
         fields = {"session_id": session.id, "turns": len(session.turns), "bound": bound}
@@ -337,7 +337,7 @@ class SessionStore:
         finally:
             session.in_flight -= 1
             if not session.ending.status.is_forgotten:
-                self._used(session)
+                self._touch(session)
             if (
                 session.ending.status.is_over
                 and not session.in_flight
@@ -345,7 +345,7 @@ class SessionStore:
             ):
                 self.when_over(session.id)  # again: this request may have reached its worker after the session's end
 
-    def _used(self, session: Session) -> None:
+    def _touch(self, session: Session) -> None:
         session.used_at, session.idle_since = self._now(), self._clock()
         self._sessions.move_to_end(session.id)
         if session.id in self._by_header:
@@ -363,7 +363,7 @@ def is_session_name(name: str) -> bool:
     return ID.fullmatch(name) is not None and name not in (".", "..")
 
 
-def _is_bare(session: Session) -> bool:
+def _has_header_only(session: Session) -> bool:
     """Return True if the `X-Session-Id` header is the only sign of an episode: no instance, turn ids or finalization.
 
     An agent may send this header for its own purposes, so that no client will ever collect the session.

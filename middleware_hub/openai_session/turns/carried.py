@@ -115,7 +115,7 @@ class CarriedTurn(ContinuedRequest):
         """The parser of whole texts."""
         return MessageReader(self._parsers, self.fields)
 
-    def may_go_on(self) -> bool:
+    def may_retry(self) -> bool:
         """Count a lost worker, and return whether the turn may try another one."""
         self.lost += 1
         return self.services.resume_lost and self.lost <= self.services.router.config.max_retries
@@ -131,17 +131,17 @@ class CarriedTurn(ContinuedRequest):
             flight.inward = {name: uuid.uuid4().hex}
             self.body = orjson.dumps({**orjson.loads(self.body), RID: flight.inward[name]})
 
-    def prompt(self, told: object) -> Sequence[int]:
-        """Return the prompt ids of a choice: the ids that were sent, or else `told`, the ids in the worker's answer.
+    def prompt(self, returned: object) -> Sequence[int]:
+        """Return the prompt ids of a choice: the sent ids, or else `returned`, the ids in the worker's answer.
 
         Raises:
             CannotResume: the worker returned no prompt ids.
         """
         if sent := self.fields.get("input_ids"):
             return sent  # type: ignore[no-any-return]
-        if not isinstance(told, list) or not told or not all(type(each) is int for each in told):
+        if not isinstance(returned, list) or not returned or not all(type(each) is int for each in returned):
             raise CannotResume("the worker did not return the ids of the prompt")
-        return told
+        return returned
 
     def begin(
         self, index: int, prompt: Sequence[int], attempt: Attempt, part: Mapping[str, Any], finish: Any
@@ -164,7 +164,7 @@ class CarriedTurn(ContinuedRequest):
         self._rows[index] = CarriedRows(self._plan.deliveries, index, tokens, rid)
         return generation
 
-    async def carried_on(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
+    async def resume(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
         """Resume choices until they end. Raises like `carry_on`.
 
         Returns:
@@ -213,7 +213,7 @@ class CarriedAnswer(CarriedTurn):
     The agent has not seen any of it, so that a turn that cannot be resumed is sampled again from the beginning.
     """
 
-    async def sampled(self) -> tuple[TurnReply, dict[str, Any] | None]:
+    async def sample_all(self) -> tuple[TurnReply, dict[str, Any] | None]:
         """Sample the whole answer, in as many attempts as it takes.
 
         Returns:
@@ -227,7 +227,7 @@ class CarriedAnswer(CarriedTurn):
                 with self.in_flight(self.exchange, self.body):
                     await attempt.ask(reply, self.scope, self.receive, self.body)
             except UpstreamBroken:
-                if not self.may_go_on():
+                if not self.may_retry():
                     raise
                 self.rename()
                 continue
@@ -245,7 +245,7 @@ class CarriedAnswer(CarriedTurn):
         except (CannotResume, UnreadableAnswer) as error:
             self.give_up(error)
             return None
-        answers = await self.carried_on(cut)
+        answers = await self.resume(cut)
         if any(each.given_up for each in cut):
             return None
         try:

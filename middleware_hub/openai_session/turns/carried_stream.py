@@ -104,7 +104,7 @@ class RestStream(FollowingStream):
         """
         if self.choice is None:
             return None
-        self.growing.name_ids({0: await named(self.choice, names)})
+        self.growing.name_ids({0: await token_ids_of(self.choice, names)})
         return {**self.growing.part(0, self._generation.given, None), "text": "".join(self._text)}
 
 
@@ -114,7 +114,7 @@ class CarriedStream(CarriedTurn):
     The agent keeps what it has seen: a choice that cannot be resumed ends with the finish reason `abort`.
     """
 
-    def carries(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
+    def start_from(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
         """Set the stream of the first attempt, from which the turn will resume."""
         self._stream = stream
         assert isinstance(stream.growing, GrowingChat)
@@ -123,10 +123,10 @@ class CarriedStream(CarriedTurn):
         self._reply = reply
         self._names = names
         self._live: dict[int, LiveText] = {}
-        self._told: dict[int, int] = {}  # by choice: the number of tokens whose logprobs the agent has
-        self._by_engine = False
+        self._shown_entries: dict[int, int] = {}  # by choice: the number of tokens whose logprobs the agent has
+        self._confirmed = False
 
-    async def lose(self) -> None:
+    async def recover_lost(self) -> None:
         """Recover token ids and prompt ids that a lost worker did not send.
 
         Raises:
@@ -134,10 +134,10 @@ class CarriedStream(CarriedTurn):
         """
         growing, router = self._growing, self.services.router
         try:
-            if not self._stream.lose():
+            if not self._stream.mark_lost():
                 raise CannotResume("its stream so far cannot be read")
             growing.name_ids(
-                {index: await named(choice, self._names) for index, choice in sorted(growing.growing.items())}
+                {index: await token_ids_of(choice, self._names) for index, choice in sorted(growing.growing.items())}
             )
             if not (self.fields.get("input_ids") or growing.prompt):
                 growing.prompt = await self.questions().render(self.fields)
@@ -153,19 +153,19 @@ class CarriedStream(CarriedTurn):
         cut, grown = self._stream.cut_choices, self._growing.growing
         answers: dict[int, Any] = {}
         began = [grown[index] for index in cut if index in grown]
-        self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, began)
+        self._confirmed = await self._engine_confirms(self.exchange.flight.worker_url, began)
         try:
-            answers = await self.carried_on([await self._begun(index) for index in sorted(cut)])
+            answers = await self.resume([await self._begun(index) for index in sorted(cut)])
         except (CannotResume, UnreadableAnswer) as error:
             self.give_up(error)
         for index in sorted(cut):
-            await self._reply.give(await self._rest(index, answers.get(index)))
-        self._show_of_all(answers)
+            await self._reply.send_part(await self._final_chunks(index, answers.get(index)))
+        self._show_totals(answers)
         for index, answer in answers.items():
             self._growing.put_whole(index, answer)
-        self._stream.end_carried()
+        self._stream.end_resumed()
 
-    async def _said_by_engine(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
+    async def _engine_confirms(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
         """Return True if the engine confirms the weight version that the router noted while it streamed."""
         versions = {run.version for choice in choices for run in choice.versions.runs}
         if url is None or len(versions) != 1:
@@ -176,7 +176,7 @@ class CarriedStream(CarriedTurn):
         finish = self._stream.cut_choices[index]
         end = None if finish is None else {"type": finish}
         prompt = self.prompt(self._growing.prompt)
-        self._told[index] = len(self._growing.growing[index].entries)
+        self._shown_entries[index] = len(self._growing.growing[index].entries)
         generation = self.begin(index, prompt, self._attempt, self._growing.part(index, len(prompt), end), end)
         self._watch(generation)
         return generation
@@ -192,7 +192,7 @@ class CarriedStream(CarriedTurn):
         index = generation.index
         if index not in self._live or not self._live[index].is_live:
             try:
-                shown, begun = self._stream.shown(index), self._stream.begun(index)
+                shown, begun = self._stream.shown_message(index), self._stream.message_start(index)
             except MALFORMED as error:
                 raise CannotResume("the agent was sent a tool call without a function name") from error
             growing = self.reader.growing(begun, self._attempt.facts)
@@ -209,7 +209,7 @@ class CarriedStream(CarriedTurn):
         pool, flight = self.services.router.pool, attempt.exchange.flight
 
         async def show(text: str, entries: Sequence[Any]) -> None:
-            await self._more(generation, text, entries)
+            await self._show_new(generation, text, entries)
 
         following = RestStream(attempt, generation, lambda: pool.version_of(flight.worker_url), show)
         try:
@@ -217,13 +217,13 @@ class CarriedStream(CarriedTurn):
         except UpstreamBroken:
             part = await following.lost_part(self._names) if self.services.resume_lost else None
             if part is not None:
-                self._by_engine = False
+                self._confirmed = False
                 generation.add(part)
             raise
         meta = generation.add(following.part())
         self.came(generation)
-        known = await self._said_by_engine(flight.worker_url, following.growing.growing.values())
-        self._by_engine = self._by_engine and known
+        known = await self._engine_confirms(flight.worker_url, following.growing.growing.values())
+        self._confirmed = self._confirmed and known
         with Watch(self.receive, 0):
             joined, stopped = await seam.mend(finished=True)
         generation.verify(joined)
@@ -235,33 +235,33 @@ class CarriedStream(CarriedTurn):
         else:
             self._watch(generation)
 
-    async def _more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
+    async def _show_new(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
         """Show the part of the new text whose parse cannot change any more."""
         index, before = generation.index, generation.answer
         deltas = self._live[index].certain((before["text"] if before is not None else "") + text)
-        said = [*(entries_of(before) if before is not None else ()), *entries]
-        await self._reply.give(self._show(index, deltas, said))
-        generation.shown_ids = self._growing.growing[index].tokens = self._told[index]
+        all_entries = [*(entries_of(before) if before is not None else ()), *entries]
+        await self._reply.send_part(self._show(index, deltas, all_entries))
+        generation.shown_ids = self._growing.growing[index].tokens = self._shown_entries[index]
 
     def _show(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
         """Return the chunks for deltas of a choice, with the logprob entries that the agent does not have yet."""
-        new = entries[self._told[index] :]
-        self._told[index] += len(new)
+        new = entries[self._shown_entries[index] :]
+        self._shown_entries[index] += len(new)
         shown = deltas or ([NO_TEXT] if new else [])
         logprobs = [{"content": new} if new else None, *[None] * len(shown)]
         pairs = zip(shown, logprobs, strict=False)
-        return b"".join(self._stream.show(index, delta, logprobs=told) for delta, told in pairs)
+        return b"".join(self._stream.show(index, delta, logprobs=own) for delta, own in pairs)
 
     # The end
 
-    async def _rest(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
+    async def _final_chunks(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
         """Return the last chunks of a choice, up to its finish reason; `abort` if there is no complete answer."""
         if answer is None:
             return self._stream.show(index, NO_TEXT, finish_reason=ABORT)
-        self._stream.carried_by_engine[index] = self._by_engine
+        self._stream.resumed_confirmed[index] = self._confirmed
         deltas: list[Mapping[str, Any]] = []
         try:
-            begun, facts = self._stream.begun(index), self._attempt.facts
+            begun, facts = self._stream.message_start(index), self._attempt.facts
             read = await self.reader.read(answer, begun, facts, self.questions(), stream=True)
             finish, deltas = finished(answer, read.message), self._live[index].behind(*read)
         except (CannotResume, UnreadableAnswer, RouterError, *MALFORMED) as error:
@@ -271,7 +271,7 @@ class CarriedStream(CarriedTurn):
         end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
         return shown + self._stream.show(index, NO_TEXT, **end)
 
-    def _show_of_all(self, answers: Mapping[int, Any]) -> None:
+    def _show_totals(self, answers: Mapping[int, Any]) -> None:
         """Write the chunks at the stream's end that belong to all choices: ids, rows and usage."""
         growing, stream = self._growing, self._stream
         extension = {**growing.extension}
@@ -284,12 +284,12 @@ class CarriedStream(CarriedTurn):
             rows = [each["meta_info"][name] for each in answers.values() if each["meta_info"].get(name)]
             extension |= {name: rows[0]} if rows else {}
         if extension:
-            stream.show_of_all(sglext=extension)
+            stream.show_totals(sglext=extension)
         if growing.usage is not None:
             metas = [self._meta(index, answers) for index in sorted(growing.growing)]
             usage = joined_usage(growing.usage, metas)
             growing.prompt_tokens = token_count(usage)
-            stream.show_of_all(usage=usage)
+            stream.show_totals(usage=usage)
 
     def _meta(self, index: int, answers: Mapping[int, Any]) -> Mapping[str, Any]:
         if index in answers:
@@ -298,15 +298,15 @@ class CarriedStream(CarriedTurn):
         return {"completion_tokens": len(self._growing.growing[index].entries)}
 
 
-async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
+async def token_ids_of(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
     """Return the token ids of a choice in a stream: from its logprob entries, or else from the bytes of its tokens.
 
     Raises:
         CannotResume: the bytes are missing or ambiguous.
     """
-    told = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
-    if told and len(told) == len(choice.entries):
-        return told
+    ids_in_entries = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
+    if ids_in_entries and len(ids_in_entries) == len(choice.entries):
+        return ids_in_entries
     try:
         ids = await names([token_bytes(entry) for entry in choice.entries])
     except MALFORMED as error:

@@ -35,7 +35,7 @@ from miles_router.middlewares import Exchange, Pace, Router, spawn, within
 
 #: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
 #: engine may not have received the generation yet.
-GRACE, AGAIN = 5.0, 0.2
+ABORT_GRACE, ABORT_INTERVAL = 5.0, 0.2
 
 
 class RunningTurn:
@@ -70,43 +70,43 @@ class RunningTurn:
         """
         self.flight.aborted = True
         if self.rid is None or self.flight.worker_url is None:
-            self._break_off(error)
+            self._cancel_task(error)
         else:
-            end = self._abort(self.rid, error) if keep else self._drop(self.rid, error)
+            end = self._abort_and_wait(self.rid, error) if keep else self._abort_and_cancel(self.rid, error)
             spawn(end, name=f"abort {self.rid}")
 
-    def over(self) -> None:
+    def mark_ended(self) -> None:
         """Note that the turn has ended."""
         self._ended.set()
 
-    async def _abort(self, rid: str, error: RouterError) -> None:
-        spawn(self._tell_until_it_ends(rid), name=f"tell {rid}")
-        await self._ends_within(GRACE)
-        self._break_off(error)
+    async def _abort_and_wait(self, rid: str, error: RouterError) -> None:
+        spawn(self._repeat_abort(rid), name=f"abort {rid}")
+        await self._wait_for_end(ABORT_GRACE)
+        self._cancel_task(error)
 
-    async def _tell_until_it_ends(self, rid: str) -> None:
+    async def _repeat_abort(self, rid: str) -> None:
         while not self._ended.is_set():
-            await self._tell(rid)
-            await self._ends_within(AGAIN)
+            await self._send_abort(rid)
+            await self._wait_for_end(ABORT_INTERVAL)
 
-    async def _ends_within(self, seconds: float) -> None:
+    async def _wait_for_end(self, seconds: float) -> None:
         with suppress(TimeoutError):
             await within(seconds, self._ended.wait(), name="a turn's end")
 
-    async def _drop(self, rid: str, error: RouterError) -> None:
-        await asyncio.wait({spawn(self._tell(rid), name=f"tell {rid}")}, timeout=AGAIN)
-        self._break_off(error)
+    async def _abort_and_cancel(self, rid: str, error: RouterError) -> None:
+        await asyncio.wait({spawn(self._send_abort(rid), name=f"abort {rid}")}, timeout=ABORT_INTERVAL)
+        self._cancel_task(error)
 
-    async def _tell(self, rid: str) -> None:
-        with suppress(RouterError):  # `_break_off` ends the turn if the engine cannot be reached
+    async def _send_abort(self, rid: str) -> None:
+        with suppress(RouterError):  # `_cancel_task` ends the turn if the engine cannot be reached
             await self._router.control.abort(rid, self._exchange.request_id)
 
-    def _break_off(self, error: RouterError) -> None:
+    def _cancel_task(self, error: RouterError) -> None:
         if self._error is None and self._task is not None and not self._ended.is_set():
             self._error = error
             self._task.cancel()
 
-    def cancelled(self) -> RouterError | None:
+    def take_cancellation(self) -> RouterError | None:
         """Return the error for which `stop` cancelled the task, or None if the cancellation came from elsewhere.
 
         The cancellation is undone (Python 3.11 and later), so that the task can raise the error instead.
@@ -149,7 +149,7 @@ class EpisodeKeeper:
         try:
             yield running
         except asyncio.CancelledError:
-            if (error := running.cancelled()) is None:
+            if (error := running.take_cancellation()) is None:
                 raise
             raise error from None
         except AnswerCut:
@@ -157,7 +157,7 @@ class EpisodeKeeper:
                 raise
             raise running.stopped_by from None  # AnswerCut would invite the agent to retry, which is useless now
         finally:
-            running.over()
+            running.mark_ended()
             episode.running.discard(running)
             episode.release(running)
             if timer is not None:
@@ -174,7 +174,7 @@ class EpisodeKeeper:
         if not session.ending.status.stops_turns and until is not None and until <= self._clock():
             self.stop(session, SessionStatus.DEADLINE)
         if session.ending.status.stops_turns:
-            raise stopped(session, session.ending.status)
+            raise stop_error(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
         """End an episode and its running turns. Tokens sampled so far are kept, unless the session is discarded."""
@@ -183,7 +183,7 @@ class EpisodeKeeper:
         if keep:
             self._archive.save_soon(session)
         for running in tuple(session.episode.running):
-            running.stopped_by = stopped(session, status)
+            running.stopped_by = stop_error(session, status)
             running.stop(running.stopped_by, keep=keep)
 
     async def _end_group(self, group: object) -> None:
@@ -233,10 +233,10 @@ class EpisodeKeeper:
         self._check_freshness(session, request.places[0].parent)
         grant = TurnGrant(fields, asked_for)
         if contract.budget.measures or contract.budget.max_turns is not None:
-            grant = await self._measured(face, replace(request, fields=fields), grant, key, running)
-        return replace(grant, fields=self._named(request, grant.fields, running))
+            grant = await self._within_budget(face, replace(request, fields=fields), grant, key, running)
+        return replace(grant, fields=self._with_rid(request, grant.fields, running))
 
-    def _named(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
+    def _with_rid(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
         """Return the fields with a rid by which the turn can be aborted at its engine.
 
         The agent's own rid stays if nothing but a deletion would stop the turn. With several choices the router cannot
@@ -245,14 +245,16 @@ class EpisodeKeeper:
         episode, own = request.session.episode, fields.get(RID)
         if isinstance(own, str) and is_made(own):  # looks like a rid of the router; other agents may send the same
             fields, own = {**fields, RID: secrets.token_hex(16)}, None
-        ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
-        ends = ends or episode.contract.budget.counts
-        if request.several or not ends:
+        is_abortable = (
+            own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
+        )
+        is_abortable = is_abortable or episode.contract.budget.counts
+        if request.has_several_choices or not is_abortable:
             return fields
         running.rid = secrets.token_hex(16)
         return {**fields, RID: running.rid}
 
-    async def _measured(
+    async def _within_budget(
         self, face: Face, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
     ) -> TurnGrant:
         """Return the grant, limited to the budget that is left, and reserve it. Raises like `grant`.
@@ -277,7 +279,7 @@ class EpisodeKeeper:
             await session.episode.freed()
         if not ledger.has_turns(budget, key):
             self._store.end(session, SessionStatus.TURNS)
-            raise stopped(session, SessionStatus.TURNS)
+            raise stop_error(session, SessionStatus.TURNS)
         if left.tokens is not None and left.tokens < 1:
             self._store.end(session, left.end)
             raise _overflow(left, prompt, ledger.tokens)
@@ -314,7 +316,7 @@ class EpisodeKeeper:
             )
 
 
-def stopped(session: Session, status: SessionStatus) -> RouterError:
+def stop_error(session: Session, status: SessionStatus) -> RouterError:
     """Return the error for an agent whose episode is over."""
     budget = session.episode.contract.budget
     words = {

@@ -18,13 +18,13 @@ from middleware_hub.openai_session.turns.reply import ReplySender
 from miles_router.errors import ClientDisconnected, RouterError
 from miles_router.middlewares import Message, Receive, spawn
 
-LEFT = "the client left before its answer was complete"
+CLIENT_LEFT = "the client left before its answer was complete"
 
 
-class SeenThrough:
+class RunToEnd:
     """A context that runs one turn to its end even if the client disconnects:
 
-        async with SeenThrough(...) as receive:
+        async with RunToEnd(...) as receive:
             ...  # this `receive` never reports a disconnect
 
     Raises:
@@ -48,19 +48,19 @@ class SeenThrough:
         self._reply = reply
 
     async def __aenter__(self) -> Receive:
-        self._watch = spawn(self._until_gone(), name="watch client of a turn")
-        return _never
+        self._watch = spawn(self._stop_on_disconnect(), name="watch client of a turn")
+        return _wait_forever
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        if not self._reply.left:
+        if not self._reply.client_left:
             return
         if not self._reply.recorded and self._running.flight.worker_url is not None:
             self._count()
         if error is None or isinstance(error, RouterError):
-            raise ClientDisconnected(LEFT) from None
+            raise ClientDisconnected(CLIENT_LEFT) from None
 
     def _count(self) -> None:
         """Count a turn that could not be recorded: the streamed tokens, or for a whole answer all reserved tokens."""
@@ -71,14 +71,14 @@ class SeenThrough:
         key = self._key if episode.contract.budget.max_turns is not None else None
         self._request.session.settle(self._grant.reservation, tokens, key)
 
-    async def _until_gone(self) -> None:
+    async def _stop_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._reply.left = True
-        self._running.stop(ClientDisconnected(LEFT), keep=True)
+        self._reply.client_left = True
+        self._running.stop(ClientDisconnected(CLIENT_LEFT), keep=True)
 
 
-async def _never() -> Message:
+async def _wait_forever() -> Message:
     """Wait forever: a disconnect aborts the turn at the engine, and must not close the connection to the engine."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")

@@ -91,7 +91,7 @@ class RawTurn:
     prompt: Sequence[int] | None = None
 
     @classmethod
-    def behind(
+    def from_prompt(
         cls,
         given: Tokens,
         fields: Mapping[str, Any],
@@ -111,12 +111,12 @@ class RawTurn:
         return TextReader(self.fields, self.parsers, self.facts)
 
     @property
-    def asked(self) -> Mapping[str, Any]:
+    def engine_fields(self) -> Mapping[str, Any]:
         """The request to the engine, with the engine's parsers turned off."""
         rendered = {name: value for name, value in self.fields.items() if name != GOES_ON}
         return {**rendered, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
 
-    def whole(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
+    def parse_answer(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
         """Parse the text of every choice.
 
         Args:
@@ -132,12 +132,12 @@ class RawTurn:
         unread: dict[int, str] = {}
         for choice in answer["choices"]:
             began, finish = choice["message"], choice["finish_reason"]
-            message, _, reason = self.read(began["content"] or "", began, None if not shows_open_calls else finish)
+            message, _, reason = self.parse(began["content"] or "", began, None if not shows_open_calls else finish)
             unread |= {} if reason is None else {choice["index"]: reason}
             choices.append({**choice, "message": message, **_end(choice, message)})
         return {**answer, "choices": choices}, unread
 
-    def read(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
+    def parse(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
         """Parse a whole text.
 
         Args:
@@ -236,7 +236,7 @@ class _RawChoice:
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
         """Return the remaining deltas, and why the text could not be parsed; None if it could."""
         deltas = self.live.certain(self.text, at_once=True)  # shown even if parsing the whole text gives another result
-        message, rest, unread = self._turn.read(self.text, {}, finish)
+        message, rest, unread = self._turn.parse(self.text, {}, finish)
         if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
             return deltas, unread or "a call was shown that the whole text does not have"
         try:

@@ -77,8 +77,8 @@ class TurnRecorder:
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
         request = plan.request
         prompts = _Prompts(request)
-        parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
-        places = _places(request, choices)
+        parts = [(choice, prompts.piece_of(choice), _sampled_pieces(choice)) for choice in choices]
+        places = _parents_of(request, choices)
         session = request.session
         if session.ending.status is SessionStatus.DISCARDED:
             raise SessionNotFound(f"session {session.id!r} was deleted")
@@ -108,13 +108,13 @@ class TurnRecorder:
             if request.remember is not None:
                 nbytes += request.remember(turn)
             if plan.written:
-                self.written_ids.recorded(session.id, turn, plan.written)
+                self.written_ids.keep(session.id, turn, plan.written)
         tokens = sum(len(piece) for _, _, sampled in parts for piece in sampled)
         session.settle(plan.grant.reservation, tokens, plan.repeat_key)
         if plan.grant.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, plan.grant.cut_by)
         self._store.account(session, nbytes)
-        new, reused = prompts.tokens, request.prompt.held if request.prompt is not None else 0
+        new, reused = prompts.tokens, request.prompt.kept if request.prompt is not None else 0
         self.statistics.given_tokens += new
         self.statistics.reused_tokens += reused
         for turn in session.turns[len(session.turns) - len(choices) :]:
@@ -132,7 +132,7 @@ class TurnRecorder:
         """
         prompts = _Prompts(request)
         for choice in choices:
-            prompts.given(choice)
+            prompts.piece_of(choice)
 
     def _turn(
         self,
@@ -149,7 +149,7 @@ class TurnRecorder:
         request: int,
     ) -> Turn:
         asked, prompt = plan.request, plan.request.prompt
-        tokens = (0 if prompt is None else prompt.held) + len(given) + sum(map(len, sampled))
+        tokens = (0 if prompt is None else prompt.kept) + len(given) + sum(map(len, sampled))
         return Turn(
             path=asked.path,
             parent=place.parent,
@@ -183,13 +183,13 @@ class TurnRecorder:
             },
         )
 
-    def said_ids(self, choice: Choice) -> Sequence[int]:
+    def ids_without_end(self, choice: Choice) -> Sequence[int]:
         """Return the ids that a choice sampled, without a special token at the end.
 
         Raises:
             UnusableAnswer: ids, logprobs and versions of the choice do not fit each other.
         """
-        if not _pieces(choice):
+        if not _sampled_pieces(choice):
             return choice.ids
         return choice.ids[:-1] if self._is_special(choice.ids[-1]) else choice.ids
 
@@ -205,7 +205,7 @@ class TurnRecorder:
             return self._is_special(last)
         return choice.finish == "stop" and choice.matched == last
 
-    def pass_by(self, path: str, session: Session, reason: str, request_id: str) -> None:
+    def note_untraced(self, path: str, session: Session, reason: str, request_id: str) -> None:
         """List and log a request of the session that is not recorded."""
         self.statistics.untraced += 1
         if len(session.untraced) < MAX_UNTRACED:
@@ -223,7 +223,7 @@ def _by_version(pieces: Iterable[Piece]) -> Counter[str | None]:
     return tokens
 
 
-def _pieces(choice: Choice) -> tuple[Piece, ...]:
+def _sampled_pieces(choice: Choice) -> tuple[Piece, ...]:
     """Return the sampled tokens of a choice.
 
     Raises:
@@ -235,7 +235,7 @@ def _pieces(choice: Choice) -> tuple[Piece, ...]:
         raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
 
 
-def _places(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatch]:
+def _parents_of(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatch]:
     """Return the parent of each choice. The answer to a batch has all choices of the first prompt first, and so on.
 
     Raises:
@@ -260,17 +260,17 @@ class _Prompts:
     @property
     def tokens(self) -> int:
         """The number of prompt tokens behind the parent's, each prompt counted once."""
-        return sum(map(len, self._given()))
+        return sum(map(len, self._distinct()))
 
     @property
     def nbytes(self) -> int:
         """The size of these pieces in bytes."""
-        return sum(piece.nbytes for piece in self._given())
+        return sum(piece.nbytes for piece in self._distinct())
 
-    def _given(self) -> list[Piece]:
+    def _distinct(self) -> list[Piece]:
         return [self._prompt.given] if self._prompt is not None else [piece for _, piece in self._pieces]
 
-    def given(self, choice: Choice) -> Piece:
+    def piece_of(self, choice: Choice) -> Piece:
         """Return the prompt piece of a choice, behind its parent's tokens.
 
         Raises:

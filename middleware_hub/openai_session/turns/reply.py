@@ -26,28 +26,28 @@ class ReplySender:
 
     Args:
         send: sends to the client.
-        settle: saves the session; awaited before the end of the reply. Raises StateError.
+        save: saves the session; awaited before the end of the reply. Raises StateError.
     """
 
-    def __init__(self, send: Send, settle: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, send: Send, save: Callable[[], Awaitable[None]]) -> None:
         self._send = send
-        self._settle = settle
+        self._save = save
         self._start: Message | None = None
         self._kept: list[bytes] | None = None
         self._is_open = False
         #: The headers of the reply; None before it begins.
         self.headers: list[tuple[bytes, bytes]] | None = None
         #: Called with the complete reply before its end is sent.
-        self.when_whole: Callable[[RecordedReply], None] | None = None
+        self.when_complete: Callable[[RecordedReply], None] | None = None
         #: True if the client has disconnected: nothing is sent any more.
-        self.left = False
+        self.client_left = False
         #: `recorded`: the turn is recorded. `repeatable`: its answer may also be sent again, because no disconnect of
         #: the client has cut it.
         self.recorded = self.repeatable = False
 
-    def keep(self, when_whole: Callable[[RecordedReply], None]) -> None:
-        """Keep the sent parts, and pass the complete reply to `when_whole` before its end is sent."""
-        self._kept, self.when_whole = [], when_whole
+    def keep(self, when_complete: Callable[[RecordedReply], None]) -> None:
+        """Keep the sent parts, and pass the complete reply to `when_complete` before its end is sent."""
+        self._kept, self.when_complete = [], when_complete
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message.
@@ -55,7 +55,7 @@ class ReplySender:
         Raises:
             StateError: the session cannot be saved.
         """
-        if self.left:
+        if self.client_left:
             return
         if message["type"] == "http.response.start":
             self.headers = message["headers"]
@@ -79,7 +79,7 @@ class ReplySender:
         if message["type"] != "http.response.start" or self.headers is None:
             await self.send(message)
 
-    async def give(self, data: bytes) -> None:
+    async def send_part(self, data: bytes) -> None:
         """Send a part of the body; b"" sends nothing."""
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
@@ -92,21 +92,21 @@ class ReplySender:
         """
         if start is not None:
             self.headers, self._start = start["headers"], start
-        if not self.left:
+        if not self.client_left:
             self._is_open = stays_open
             await self._end({"type": "http.response.body", "body": end, "more_body": stays_open})
 
     async def close(self) -> None:
         """Close a reply that `finish` left open."""
-        if self._is_open and not self.left:
+        if self._is_open and not self.client_left:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, message: Message) -> None:
-        if self._kept is not None and self.when_whole is not None:
+        if self._kept is not None and self.when_complete is not None:
             assert self.headers is not None
             headers = [pair for pair in self.headers if pair[0] != b"x-request-id"]
-            self.when_whole(RecordedReply(headers, b"".join([*self._kept, message.get("body", b"")])))
-        await self._settle()
+            self.when_complete(RecordedReply(headers, b"".join([*self._kept, message.get("body", b"")])))
+        await self._save()
         await self._begin()
         await self._send(message)
 
@@ -121,7 +121,7 @@ def _is_stream(start: Message) -> bool:
 
 
 @asynccontextmanager
-async def first_of_repeated(
+async def run_or_repeat(
     session: Session,
     key: RepeatKey | None,
     receive: Receive,
@@ -146,15 +146,15 @@ async def first_of_repeated(
         with Watch(receive):  # this may take long: end the request if the agent disconnects
             recorded = await asyncio.shield(known)
         if recorded is not None:
-            await recorded.give_to(reply.send)
+            await recorded.send_to(reply.send)
             yield False
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
-    session.replies[key], whole = future, None
+    session.replies[key], complete = future, None
 
     def keep(recorded: RecordedReply) -> None:
-        nonlocal whole
-        whole = recorded
+        nonlocal complete
+        complete = recorded
         if reply.repeatable and key not in session.repeats:
             session.repeats[key] = recorded
             account(len(recorded.body))
@@ -163,8 +163,8 @@ async def first_of_repeated(
     try:
         yield True
     finally:
-        reply.when_whole = None  # breaks the reference from the reply to the session
-        given = whole if reply.repeatable or session.ending.status.is_forgotten else None
+        reply.when_complete = None  # breaks the reference from the reply to the session
+        given = complete if reply.repeatable or session.ending.status.is_forgotten else None
         if given is None:
             session.replies.pop(key, None)
         future.set_result(given)

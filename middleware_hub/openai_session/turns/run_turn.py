@@ -20,11 +20,11 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.sessions.values import refuse_long_turn
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
-from middleware_hub.openai_session.turns.leaving import SeenThrough
+from middleware_hub.openai_session.turns.leaving import RunToEnd
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawTurn, check_fields, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, run_or_repeat
 from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from miles_router.engines import models, paths
@@ -118,7 +118,7 @@ class TurnRunner:
             await self.pass_untraced(session, reason, asked.body, asked.scope, asked.receive, reply.send)
             return
         account = partial(self._store.account, session)
-        async with first_of_repeated(session, asked.repeat_key, asked.receive, reply, account) as is_first:
+        async with run_or_repeat(session, asked.repeat_key, asked.receive, reply, account) as is_first:
             if not is_first:
                 return
             try:
@@ -144,7 +144,7 @@ class TurnRunner:
                 request = await asked.face.turn(session, asked.parsed, now=self._now())
                 form.is_of(request)
                 grant = await self._keeper.grant(asked.face, request, asked.repeat_key, running)
-            async with self._seen_through(request, grant, asked, running, reply) as receive:
+            async with self._run_to_end(request, grant, asked, running, reply) as receive:
                 plan = await self._plan(asked, request, grant)
                 try:
                     await self._sample(plan, asked, receive, running, reply)
@@ -152,12 +152,12 @@ class TurnRunner:
                     flag_worker(self._recorder.statistics.invalid_answers, asked.exchange.flight.worker_url)
                     raise
 
-    def _seen_through(
+    def _run_to_end(
         self, request: AgentRequest, grant: TurnGrant, asked: TurnRequest, running: RunningTurn, reply: ReplySender
     ) -> AbstractAsyncContextManager[Receive]:
         if not request.session.episode.contract.budget.counts:
             return nullcontext(asked.receive)
-        return SeenThrough(request, grant, asked.repeat_key, running, asked.receive, reply)
+        return RunToEnd(request, grant, asked.repeat_key, running, asked.receive, reply)
 
     # Plan
 
@@ -165,11 +165,11 @@ class TurnRunner:
         await self._agreement.require(asked.scope)
         if self._router.traces is not None:
             self._router.traces.reads(asked.exchange.flight, "session", session=request.session.id)
-        self._settle_adapter(grant, asked.exchange)
+        self._set_adapter(grant, asked.exchange)
         endpoint, parent = asked.face.endpoint, request.places[0].parent
         if request.prompt is not None and parent is not None:
             asked.exchange.flight.goes_on = parent.cache
-        missing = endpoint.rows_missing if request.several else None
+        missing = endpoint.rows_missing if request.has_several_choices else None
         deliveries = RowDeliveries.captured(
             self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
         )
@@ -179,7 +179,7 @@ class TurnRunner:
         candidates = await self._stream_facts.candidates(request)
         raw = None
         if endpoint.takes_ids and (facts := _without_ids(candidates)) is not None:
-            raw, written = await self._raw(asked.face, request, grant, facts, written)
+            raw, written = await self._plan_raw(asked.face, request, grant, facts, written)
         plan = TurnPlan(
             request,
             grant,
@@ -192,7 +192,7 @@ class TurnRunner:
         )
         return replace(plan, streams=True) if self._streams(plan, endpoint, candidates) else plan
 
-    async def _raw(
+    async def _plan_raw(
         self, face: Face, request: AgentRequest, grant: TurnGrant, facts: Facts, written: Sequence[bytes]
     ) -> tuple[RawTurn, Sequence[bytes]]:
         """Return how the router parses the turn's answer, and the prompt ids as JSON; a root's prompt is rendered here.
@@ -209,11 +209,11 @@ class TurnRunner:
             raise UnsupportedByEngine(f"{why}: {reason}")
         decode = self._router.tokenizer.decode
         if request.prompt is not None:
-            return RawTurn.behind(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
+            return RawTurn.from_prompt(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
         ids = await face.rendered(fields)
-        return RawTurn.behind(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
+        return RawTurn.from_prompt(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
 
-    def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
+    def _set_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
         """Set the adapter of the request. An adapter from the run or the contract overrides the agent's."""
         served = self._router.fleet.model_names
         if exchange.adapter is not None and (adapter := adapter_in(grant.fields, (*served, DEFAULT))) is not None:
@@ -227,8 +227,10 @@ class TurnRunner:
         # A stream lacks rows in three cases: with several choices it has the rows of one, it has no rows of some kinds,
         # and the stream of a prefill/decode pair does not tell whether its rows are right.
         paired = bool(self._router.pool.snapshot.prefill)
-        untold = any(request.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.deliveries)
-        if self._whole_answers or untold or WHOLE in request.session.notes:
+        lacks_rows = any(
+            request.has_several_choices or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.deliveries
+        )
+        if self._whole_answers or lacks_rows or WHOLE in request.session.notes:
             return False
         return plan.raw is not None or not self._stream_facts.fall_short(candidates, endpoint)
 
@@ -239,7 +241,7 @@ class TurnRunner:
     ) -> None:
         request = plan.request
         # No rows are requested if the answer does not tell which choice they belong to.
-        unclear = request.stream and request.several and asked.face.endpoint.rows_missing is not None
+        unclear = request.stream and request.has_several_choices and asked.face.endpoint.rows_missing is not None
         with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
@@ -252,7 +254,7 @@ class TurnRunner:
             if answer.choices is not None:
                 self._record(plan, answer.choices, answer.prompt_tokens, exchange, reply)
         except UpstreamError as error:
-            await reply.give(sampled.failed(error))
+            await reply.send_part(sampled.error_part(error))
             raise
         if answer.error is not None:
             raise answer.error
@@ -280,10 +282,10 @@ class TurnRunner:
             recorded = self._recorder.record(plan, choices, facts, flight.cache)
         except UnusableAnswer as error:
             if plan.streams:  # the agent has the text already and may go on from it
-                self._recorder.pass_by(request.path, request.session, str(error), exchange.request_id)
+                self._recorder.note_untraced(request.path, request.session, str(error), exchange.request_id)
             raise
         aborted = any(choice.finish == ABORT for choice in choices)
-        reply.recorded, reply.repeatable = recorded, recorded and not (reply.left and aborted)
+        reply.recorded, reply.repeatable = recorded, recorded and not (reply.client_left and aborted)
         if (traces := self._router.traces) is not None:
             traces.prompt(flight, _prompt_tokens(request, choices))
             for each in choices:
@@ -308,7 +310,7 @@ class TurnRunner:
             return
         self._recorder.check_prompts(request, choices)
         error = PromptNotRead.of(worker, given, prompt_tokens)
-        self._recorder.pass_by(request.path, request.session, str(error), exchange.request_id)
+        self._recorder.note_untraced(request.path, request.session, str(error), exchange.request_id)
         raise error
 
     def _facts_for_audits(self, plan: TurnPlan, url: str | None) -> dict[str, Any]:
@@ -335,7 +337,7 @@ class TurnRunner:
             OutsideContract: the session has a contract.
         """
         self._keeper.refuse_untraced(session, why)
-        self._recorder.pass_by(scope["path"], session, why, Exchange.of(scope).request_id)
+        self._recorder.note_untraced(scope["path"], session, why, Exchange.of(scope).request_id)
         await self.pass_on(body, scope, receive, send)
 
     async def pass_on(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
@@ -359,5 +361,5 @@ def _prompt_tokens(request: AgentRequest, choices: Sequence[Choice]) -> int:
     """Return the number of tokens in all prompts; every prompt must have the same number of choices."""
     if request.prompt is not None:
         return request.prompt.length
-    one_each = choices[:: max(1, len(choices) // len(request.places))]
-    return sum(len(each.prompt or ()) for each in one_each)
+    one_per_prompt = choices[:: max(1, len(choices) // len(request.places))]
+    return sum(len(each.prompt or ()) for each in one_per_prompt)

@@ -112,7 +112,7 @@ class TurnSampling(ABC):
         """Return the number of tokens that have streamed; None for a whole answer."""
         return None
 
-    def failed(self, error: RouterError) -> bytes:
+    def error_part(self, error: RouterError) -> bytes:
         """Return the bytes of an error in place of the stream's end; b"" if an HTTP status reports the error."""
         return b""
 
@@ -126,7 +126,7 @@ class TurnSampling(ABC):
 
     def body(self, *, stream: bool) -> bytes:
         """Return the body of the request to the engine."""
-        fields = self.fields if self.plan.raw is None else self.plan.raw.asked
+        fields = self.fields if self.plan.raw is None else self.plan.raw.engine_fields
         return self.face.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
 
 
@@ -185,17 +185,17 @@ class StreamedTurn(TurnSampling):
                 attempt,
                 begun=reply.headers is not None,
             )
-            carried.carries(self.stream, attempt, reply, services.names.ids)
+            carried.start_from(self.stream, attempt, reply, services.names.ids)
             try:
                 with carried.in_flight(self.exchange, carried.body):
                     await attempt.ask(tap, carried.scope, receive, carried.body)
             except UpstreamBroken as error:
                 if tap.refused:
-                    await reply.give(self.failed(error))
-                if tap.refused or tap.has_ended or not carried.may_go_on():
+                    await reply.send_part(self.error_part(error))
+                if tap.refused or tap.has_ended or not carried.may_retry():
                     raise
-                if self.stream.has_come or tap.passing:
-                    await carried.lose()
+                if self.stream.has_content or tap.passing:
+                    await carried.recover_lost()
                 else:
                     self.stream = self._new_stream()
                     carried.rename()
@@ -207,7 +207,7 @@ class StreamedTurn(TurnSampling):
 
     async def answer(self) -> SampledAnswer:
         stream = self.stream
-        if (cut := stream.cut) is not None:
+        if (cut := stream.cut_reason) is not None:
             raise UpstreamBroken(cut)
         choices: Sequence[Choice] | None = None
         if stream.began:
@@ -217,7 +217,7 @@ class StreamedTurn(TurnSampling):
                 if self.face.endpoint.path == paths.CHAT and self.plan.raw is None:
                     await self._show_all_calls(choices)
             except UnusableAnswer as error:
-                self._pass_by(str(error))
+                self._note_untraced(str(error))
                 raise
             except UnreadableAnswer as error:
                 choices = None
@@ -230,14 +230,14 @@ class StreamedTurn(TurnSampling):
     def streamed_tokens(self) -> int:
         return self.stream.growing.tokens
 
-    def failed(self, error: RouterError) -> bytes:
-        return self.stream.failed(error)
+    def error_part(self, error: RouterError) -> bytes:
+        return self.stream.error_part(error)
 
     async def _learn_version(self) -> None:
         url = self.exchange.flight.worker_url
         if len(self.stream.growing.versions) == 1 and url is not None:
-            said = await self.services.router.fleet.weight_version(url)
-            self.stream.by_engine = self.stream.growing.versions == {said}
+            version = await self.services.router.fleet.weight_version(url)
+            self.stream.version_confirmed = self.stream.growing.versions == {version}
 
     async def _note_unreadable(self, error: UnreadableAnswer) -> None:
         """List a stream that cannot be recorded. If it only lacks data, the agent keeps its answer.
@@ -252,15 +252,15 @@ class StreamedTurn(TurnSampling):
         if isinstance(error, StreamShortfall) and url is not None:
             await self.services.stream_facts.learn(url, self.face.endpoint.path, str(error))
         reason = f"the worker's stream cannot be recorded: {error}"
-        self._pass_by(reason)
-        if self.stream.told_error and tools_of(self.fields):
+        self._note_untraced(reason)
+        if self.stream.ended_with_error and tools_of(self.fields):
             request.session.notes[WHOLE] = True
         if error.reason != INCOMPLETE:
             raise UnusableAnswer(reason) from None
 
-    def _pass_by(self, reason: str) -> None:
+    def _note_untraced(self, reason: str) -> None:
         request = self.plan.request
-        self.services.recorder.pass_by(request.path, request.session, reason, self.exchange.request_id)
+        self.services.recorder.note_untraced(request.path, request.session, reason, self.exchange.request_id)
 
     async def _show_all_calls(self, choices: Sequence[Choice]) -> None:
         """Show the sampled tool calls that the stream left out; if that fails, put the reason into the turn's facts."""
@@ -271,7 +271,9 @@ class StreamedTurn(TurnSampling):
         for choice in choices:
             cut = choice.finish not in OWN_ENDS
             try:
-                text = services.router.tokenizer.decode(services.recorder.said_ids(choice), skip_special_tokens=False)
+                text = services.router.tokenizer.decode(
+                    services.recorder.ids_without_end(choice), skip_special_tokens=False
+                )
                 deltas = unshown_calls(choice.message, text, self.fields, services.parsers, facts, cut=cut)
             except UnreadableAnswer as error:
                 choice.facts[SHOWN_OTHERWISE] = str(error)
@@ -280,7 +282,7 @@ class StreamedTurn(TurnSampling):
                 logger.warning("calls_shown_otherwise", extra={"fields": fields})
             else:
                 if deltas:
-                    self.stream.complete(choice, deltas, cut=cut)
+                    self.stream.add_calls(choice, deltas, cut=cut)
 
 
 class WholeTurn(TurnSampling):
@@ -291,24 +293,24 @@ class WholeTurn(TurnSampling):
         scope, self._joined = self.inner_scope(body), None
         if self.resume is not None:
             carried = CarriedAnswer(self.resume, services.app, scope, receive, body, self.plan, services.parsers)
-            self._collected, self._joined = await carried.sampled()
+            self._collected, self._joined = await carried.sample_all()
         else:
             self._collected = TurnReply(services.router.metrics)
             await self._collected.call(services.app, scope, replay(body, receive))
         collected = self._collected
         self._raw = self.plan.raw
-        self._again = await self._read_here(receive) if collected.status == PARSER_FAILED else None
-        if collected.status == 200 or self._again is not None:
+        self._reparsed = await self._retry_as_raw(receive) if collected.status == PARSER_FAILED else None
+        if collected.status == 200 or self._reparsed is not None:
             await end()
         else:
             await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
 
     async def answer(self) -> SampledAnswer:
-        answer = self._again or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
+        answer = self._reparsed or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
         unread: dict[int, str] = {}
         try:
             if self.plan.raw is not None:
-                answer, unread = self.plan.raw.whole(answer, shows_open_calls=self.face.shows_open_calls)
+                answer, unread = self.plan.raw.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
             elif self.face.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.face.endpoint.choices(answer)
@@ -328,7 +330,7 @@ class WholeTurn(TurnSampling):
             raise UnusableAnswer("the worker's answer cannot be sent to the agent: it is nested too deep") from None
         except AnswerCut as error:
             return SampledAnswer(choices, read, error=error)
-        headers = self._collected.start["headers"] if self._again is None else JSON
+        headers = self._collected.start["headers"] if self._reparsed is None else JSON
         return SampledAnswer(choices, read, head(body, EVENT_STREAM if stream else headers))
 
     def end(self) -> bytes:
@@ -348,13 +350,13 @@ class WholeTurn(TurnSampling):
         facts = await services.router.fleet.facts(url)
         return with_unfinished_calls(answer, self.fields, services.parsers, facts, services.router.tokenizer.decode)
 
-    async def _read_here(self, receive: Receive) -> dict[str, Any] | None:
+    async def _retry_as_raw(self, receive: Receive) -> dict[str, Any] | None:
         """Ask for the answer again as raw text and parse it here, because the engine's parser may have failed at it.
 
         Return None if that is not possible or fails too.
         """
         url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
-        if url is None or plan.request.several or plan.deliveries or self.face.endpoint.path != paths.CHAT:
+        if url is None or plan.request.has_several_choices or plan.deliveries or self.face.endpoint.path != paths.CHAT:
             return None
         if plan.raw is not None:  # the engine parsed nothing
             return None
@@ -363,10 +365,10 @@ class WholeTurn(TurnSampling):
             return None
         try:
             turn, written = await self._raw_turn(facts, receive)
-            body = self.face.endpoint.request(turn.asked, stream=False, ids=written)
+            body = self.face.endpoint.request(turn.engine_fields, stream=False, ids=written)
             answer = await self._json(body, receive)
             (_,) = answer["choices"]
-            read, unread = turn.whole(answer, shows_open_calls=self.face.shows_open_calls)
+            read, unread = turn.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
         except (UnreadableAnswer, ValueError, *MALFORMED):
             return None
         if unread:
@@ -381,9 +383,9 @@ class WholeTurn(TurnSampling):
         request, decode, parsers = self.plan.request, self.services.router.tokenizer.decode, self.services.parsers
         if request.prompt is not None:
             given = request.prompt.given.tokens
-            return RawTurn.behind(given, self.fields, parsers, facts, decode, root=False), self.plan.written
+            return RawTurn.from_prompt(given, self.fields, parsers, facts, decode, root=False), self.plan.written
         ids = np.asarray(prompt_of(await self._json(prompt_request(self.fields), receive)))
-        return RawTurn.behind(ids, self.fields, parsers, facts, decode, root=True), written_ids(ids)
+        return RawTurn.from_prompt(ids, self.fields, parsers, facts, decode, root=True), written_ids(ids)
 
     async def _json(self, body: bytes, receive: Receive) -> Any:
         collected = TurnReply(self.services.router.metrics)

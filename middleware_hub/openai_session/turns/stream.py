@@ -64,7 +64,7 @@ class TurnStream:
         self.began = False
         self.first_token_at: float | None = None
         #: Whether the engine itself confirms the one weight version that the router noted.
-        self.by_engine = False
+        self.version_confirmed = False
         self._fields = fields
         self._endpoint = endpoint
         self._chunk_events = endpoint.chunk_events
@@ -77,20 +77,20 @@ class TurnStream:
         self.growing: GrowingChoices[Any] = endpoint.growing(may_be_cut=resume is not None)
         self._failure: UnreadableAnswer | None = None  # the first reason why the stream cannot be recorded
         #: Whether the engine ended the stream with an error.
-        self.told_error = False
+        self.ended_with_error = False
         self._expected = request.choices
-        self._waits = resume is not None or raw is not None  # parts of chunks may wait, or are parsed here
+        self._may_hold_parts = resume is not None or raw is not None  # parts of chunks may wait, or are parsed here
         self._held: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
-        self._texts: dict[int, Mapping[str, str]] = {}  # the first text of each choice that can be resumed
+        self._first_texts: dict[int, Mapping[str, str]] = {}  # the first text of each choice that can be resumed
         #: Aborts that may be cuts: it is not known yet whether a pause caused them.
         self.undecided: list[NamedChunk] = []
         #: The finish reason of each cut choice; None if the worker was lost. Once a choice is cut, the end of this
         #: stream is not shown: the resumed choices end the answer.
         self.cut_choices: dict[int, str | None] = {}
         #: For each resumed choice, whether the engines themselves confirm all its weight versions.
-        self.carried_by_engine: dict[int, bool] = {}
-        self._held_back: list[Event | NamedChunk] = []
+        self.resumed_confirmed: dict[int, bool] = {}
+        self._answer_end: list[Event | NamedChunk] = []
         #: Why the stream is incomplete; None if its last event is complete.
         self.broken: str | None = None
         #: Whether the stream ended without `[DONE]`: missing data may be lost rather than never sent.
@@ -107,45 +107,45 @@ class TurnStream:
                     self.began = True
                     return b""
         shown = self._release_held() if event.data else b""
-        if not self._held_back and not event.is_last:
+        if not self._answer_end and not event.is_last:
             return shown + self._writer.other(event)
         if not self.cut_choices:
-            self._held_back.append(event)
+            self._answer_end.append(event)
         return shown
 
     @property
-    def has_come(self) -> bool:
+    def has_content(self) -> bool:
         """True if the stream has sent anything that a new stream would repeat."""
         return self._failure is not None or bool(self.growing.growing)
 
     @property
-    def cut(self) -> str | None:
+    def cut_reason(self) -> str | None:
         """The reason why a stream ended before its answer.
 
         None if the answer is complete, if the engine reported an error, or if the stream is invalid.
         """
         ended = len(self.growing.ended & {*range(self._expected)})
-        if self.told_error or (self._failure is not None and self._failure.reason != INCOMPLETE):
+        if self.ended_with_error or (self._failure is not None and self._failure.reason != INCOMPLETE):
             return None
         if self.broken is not None or ended == self._expected:
             return self.broken
         return f"the worker's stream ended without a finish reason: {ended} of {self._expected} choices have one"
 
-    def failed(self, error: RouterError) -> bytes:
+    def error_part(self, error: RouterError) -> bytes:
         """Return the bytes of an error in place of the answer's end."""
         shown = self._release_held()
-        self._held_back.clear()
+        self._answer_end.clear()
         body = {"error": {"message": str(error), "type": error.type, "code": error.status}}
         return shown + self._writer.other(Event.read(write_event(body)))
 
     def release(self) -> bytes:
         """Return the bytes of the answer's end, which `feed` kept back."""
-        held, self._held_back = self._held_back, []
+        held, self._answer_end = self._answer_end, []
         return b"".join(
             self._writer.other(each) if isinstance(each, Event) else self._writer.chunk(*each) for each in held
         )
 
-    def complete(self, choice: Choice, deltas: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
+    def add_calls(self, choice: Choice, deltas: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
         """Insert deltas of tool calls before the finish reason of a choice, and add them to its message.
 
         Args:
@@ -157,7 +157,7 @@ class TurnStream:
         choice.message = growing.message()
         if not cut:
             choice.finish, choice.matched = "tool_calls", None
-        for place, held in enumerate(self._held_back):
+        for place, held in enumerate(self._answer_end):
             if isinstance(held, Event):
                 continue
             for each in held.chunk["choices"]:
@@ -167,7 +167,7 @@ class TurnStream:
                     head = {name: held.chunk[name] for name in OF_A_CHUNK if name in held.chunk}
                     blank = {**each, "finish_reason": None, "logprobs": None}
                     new = [{**head, "choices": [{**blank, "delta": delta}]} for delta in deltas]
-                    self._held_back[place:place] = [NamedChunk(chunk, b"") for chunk in new]
+                    self._answer_end[place:place] = [NamedChunk(chunk, b"") for chunk in new]
                     return
 
     def choices(self) -> list[Choice]:
@@ -180,7 +180,7 @@ class TurnStream:
             raise self._failure
         choices: list[Choice] = self.growing.choices()
         for choice in choices:
-            source = "engine" if self.carried_by_engine.get(choice.index, self.by_engine) else "router"
+            source = "engine" if self.resumed_confirmed.get(choice.index, self.version_confirmed) else "router"
             choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
             if self._raw is not None:
                 choice.prompt = self._raw.prompt
@@ -191,17 +191,17 @@ class TurnStream:
     def _chunk(self, event: Event) -> bytes:
         chunk = read_chunk(event)
         if "error" in chunk:
-            self.told_error = True
+            self.ended_with_error = True
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
         try:
             for choice in choices:
-                self._waits = self._waits or bool((choice.get("delta") or {}).get("tool_calls"))
-            if not self._waits:
-                return self._shown(chunk, event.name)
+                self._may_hold_parts = self._may_hold_parts or bool((choice.get("delta") or {}).get("tool_calls"))
+            if not self._may_hold_parts:
+                return self._add_and_write(chunk, event.name)
             pieces = self._all_pieces(chunk, choices, event.name)
-            return b"".join([self._shown(piece, event.name) for piece in pieces])
+            return b"".join([self._add_and_write(piece, event.name) for piece in pieces])
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
 
@@ -240,8 +240,8 @@ class TurnStream:
             if finish is not None and is_abort(finish) and self._failure is None:
                 self.undecided.append(NamedChunk(chunk, name))
                 return
-            if index not in self._texts and any(map(delta.get, TEXTS)):
-                self._texts[index] = {text: delta[text] for text in TEXTS if delta.get(text)}
+            if index not in self._first_texts and any(map(delta.get, TEXTS)):
+                self._first_texts[index] = {text: delta[text] for text in TEXTS if delta.get(text)}
         pieces = held.pieces(chunk) if finish is None else [*held.at_end(finish), chunk]
         for piece in pieces:
             yield from (piece,) if self._raw is None else self._raw.chunks(piece)
@@ -253,7 +253,7 @@ class TurnStream:
             raise TypeError("a choice that was not asked for")
         return HeldDelta(texts=True, stops=self._stops, told_only=self._resume.resume_lost)
 
-    def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
+    def _add_and_write(self, chunk: dict[str, Any], name: bytes) -> bytes:
         if self.growing.add(chunk, self._version):
             self.first_token_at = self.first_token_at or time.time()
         if self.cut_choices and not chunk.get("choices"):
@@ -265,14 +265,14 @@ class TurnStream:
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
-        if any(map(_FINISH, choices)) or (self._held_back and not choices):  # part of an answer's end
-            self._held_back.append(NamedChunk(seen, name))
+        if any(map(_FINISH, choices)) or (self._answer_end and not choices):  # part of an answer's end
+            self._answer_end.append(NamedChunk(seen, name))
             return b""
         return self._writer.chunk(seen, name)
 
     # Cut choices
 
-    def decide(self, chunk: dict[str, Any], name: bytes, *, cut: bool) -> bytes:
+    def show_abort(self, chunk: dict[str, Any], name: bytes, *, cut: bool) -> bytes:
         """Return the bytes that the agent gets for an abort, once it is known whether a pause caused it (`cut`)."""
         choice = chunk["choices"][0]
         index, finish = choice["index"], choice["finish_reason"]
@@ -288,13 +288,13 @@ class TurnStream:
         except (UnreadableAnswer, *MALFORMED) as error:
             unread = UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}")
             self._failure = self._failure or (error if isinstance(error, UnreadableAnswer) else unread)
-            self._held_back.append(NamedChunk({**blank, "choices": [{**choice, "logprobs": None}]}, name))
+            self._answer_end.append(NamedChunk({**blank, "choices": [{**choice, "logprobs": None}]}, name))
             return b""
 
     def _show_pieces(self, pieces: Sequence[dict[str, Any]], name: bytes = b"") -> bytes:
         if self._raw is not None:
             pieces = [part for piece in pieces for part in self._raw.chunks(piece)]
-        return b"".join(self._shown(piece, name) for piece in pieces)
+        return b"".join(self._add_and_write(piece, name) for piece in pieces)
 
     def _release_held(self) -> bytes:
         """Return the bytes of parts that waited for a next chunk, which will not come."""
@@ -305,7 +305,7 @@ class TurnStream:
         except (UnreadableAnswer, *MALFORMED):
             return b""  # the stream is unreadable
 
-    def lose(self) -> bool:
+    def mark_lost(self) -> bool:
         """Mark all choices without a finish reason as cut, because the worker was lost.
 
         Return False if the stream cannot be resumed, or has no choice yet.
@@ -318,7 +318,7 @@ class TurnStream:
                 self.cut_choices[index] = None
         return True
 
-    def shown(self, index: int) -> dict[str, Any]:
+    def shown_message(self, index: int) -> dict[str, Any]:
         """Return the message of a choice as the agent has seen it; only its raw text if the router parses it.
 
         Raises:
@@ -329,13 +329,13 @@ class TurnStream:
         message: dict[str, Any] = self.growing.growing[index].message.message()
         return message
 
-    def begun(self, index: int) -> dict[str, Any]:
-        """Return the message of `shown`. If it has no text yet, add the first text of the choice, even if held back.
+    def message_start(self, index: int) -> dict[str, Any]:
+        """Return `shown_message`; if it has no text yet, with the first text of the choice, even if held back.
 
-        The parser of the rest needs to know whether the text began with reasoning. Raises like `shown`.
+        The parser of the rest needs to know whether the text began with reasoning. Raises like `shown_message`.
         """
-        message = self.shown(index)
-        return message if any(map(message.get, TEXTS)) else {**message, **self._texts.get(index, {})}
+        message = self.shown_message(index)
+        return message if any(map(message.get, TEXTS)) else {**message, **self._first_texts.get(index, {})}
 
     def show(self, index: int, delta: Mapping[str, Any], **fields: Any) -> bytes:
         """Return the bytes that the agent gets for a delta of a resumed choice.
@@ -361,10 +361,10 @@ class TurnStream:
             shown.append(self._write(piece, b""))
         return b"".join(shown)
 
-    def show_of_all(self, **fields: Any) -> None:
+    def show_totals(self, **fields: Any) -> None:
         """Write a chunk without choices, with these fields, at the end of the answer."""
         self._write({**self.growing.envelope, "choices": [], "usage": None, **fields}, b"")
 
-    def end_carried(self) -> None:
+    def end_resumed(self) -> None:
         """End the answer after the cut choices were resumed."""
-        self._held_back.append(Event.read(LAST_EVENT))
+        self._answer_end.append(Event.read(LAST_EVENT))

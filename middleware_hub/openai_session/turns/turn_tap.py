@@ -88,7 +88,7 @@ class TurnTap(Tap):
         self.keep(self._stream, len(event.raw), more=True)
         shown = self._stream.feed(event)
         if self._stream.undecided:
-            shown += await self._decide()
+            shown += await self._show_aborts()
         if not event.is_last:
             return shown
         await self.give(shown)
@@ -107,11 +107,11 @@ class TurnTap(Tap):
             self._stream.broken = "the worker's stream ended inside an event"
         else:
             self._stream.is_open = not self.events.rest.strip()
-        if self._stream.cut is None and not self._stream.told_error:
+        if self._stream.cut_reason is None and not self._stream.ended_with_error:
             self._stream.feed(Event.read(LAST_EVENT))
         await self._finish_turn()
 
-    async def _decide(self) -> bytes:
+    async def _show_aborts(self) -> bytes:
         stream, attempt, shown = self._stream, self._attempt, []
         assert attempt is not None
         undecided, stream.undecided = stream.undecided, []
@@ -119,7 +119,7 @@ class TurnTap(Tap):
             cut = await attempt.was_cut(chunk["choices"][0]["finish_reason"])
             if cut:
                 await attempt.learn_engine()
-            shown.append(stream.decide(chunk, name, cut=cut))
+            shown.append(stream.show_abort(chunk, name, cut=cut))
         return b"".join(shown)
 
     async def _finish_turn(self) -> None:
