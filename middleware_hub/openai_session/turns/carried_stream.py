@@ -312,5 +312,5 @@ async def token_ids_of(choice: GrowingChatChoice, names: NameTokens) -> list[int
     except MALFORMED as error:
         raise CannotResume("the cut stream does not give the bytes of a token") from error
     if ids is None:
-        raise CannotResume("the ids of the cut stream are not known, and the bytes of its tokens are ambiguous")
+        raise CannotResume("the ids of the cut stream are not certain: the bytes of its tokens are ambiguous")
     return ids
