@@ -59,7 +59,7 @@ def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReade
     if request.prompt is None and not only_text(fields["messages"]):
         return "the router renders text only, and a message has a part that is not text"
     if (parser := reader.missing) is not None:
-        return f"the router has no counterpart of the engine's parser {parser}"
+        return f"the router has no parser for {parser}"
     tools = tools_of(fields)
     if tools and fields.get("tool_choice") not in (None, "auto"):
         return "tool_choice other than auto and none needs the engine's own grammar"
