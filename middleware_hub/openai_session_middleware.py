@@ -32,7 +32,7 @@ from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
 from middleware_hub.openai_session.faces.policy import RunPolicy
-from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, addressed, key_of, within
+from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, path_in_session, resolve, session_key
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
 from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
@@ -223,7 +223,7 @@ class OpenAISessionMiddleware:
 
     def key_of(self, path: str) -> str | None:
         """The key of a session, for what its agent asks."""
-        return key_of(self.store, path)
+        return session_key(self.store, path)
 
     def owner_name(self, scope: Scope) -> str | None:
         """The session that a request is about, by its path or its headers."""
@@ -242,8 +242,8 @@ class OpenAISessionMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):
-            self._endpoint.speak(scope, within(scope["path"]))
-            session, inner = addressed(self.store, scope)
+            self._endpoint.speak(scope, path_in_session(scope["path"]))
+            session, inner = resolve(self.store, scope)
             await self._endpoint.request(session, inner, receive, send)
         else:
             for dialect in self._dialects:

@@ -151,7 +151,7 @@ async def test_a_part_of_an_unknown_type_follows_the_policy_for_media(stage: Sta
     async with simulated_sessions(stage, script=SCRIPT) as trial:
         session = await trial.create()
         said = {"role": "user", "content": [part]}
-        assert "media in the session's contract" in await refused(trial, session, path, [said])
+        assert "set media to 'replace'" in await refused(trial, session, path, [said])
         items = [user("When?")]
         items += with_result(path, await turn(trial, session, path, items), [part])
         items += [*answered(path, await turn(trial, session, path, items)), said]
@@ -205,7 +205,7 @@ async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage, k
     item = {"type": kind, "id": "ws_1", "status": "completed"}
     async with simulated_sessions(stage, script=[{"text": "Seen."}]) as trial:
         session = await trial.create()
-        assert "media in the session's contract" in await refused(trial, session, RESPONSES, [item, user("Hi")])
+        assert "set media to 'replace'" in await refused(trial, session, RESPONSES, [item, user("Hi")])
         items = [user("Hi")]
         items += [*(await turn(trial, session, RESPONSES, items))["output"], item, user("Go on.")]
         items += [*(await turn(trial, session, RESPONSES, items))["output"], user("Go on.")]

@@ -122,7 +122,7 @@ async def test_media_in_a_first_turn_are_refused_and_the_setting_named(stage: St
         asked = request(path, [said(path, MEDIA[path, kind][0])], stream=False)
         reply = await trial.ask("POST", f"/sessions/{session}{path}", asked)
         assert reply.status == 400
-        assert "media in the session's contract" in reply.json()["error"]["message"]
+        assert "set media to 'replace'" in reply.json()["error"]["message"]
         assert await trial.records(session) == []
         assert not trial.worker.door.at(CHAT)
 

@@ -111,7 +111,7 @@ async def test_several_choices_have_no_name_at_the_engine_and_are_broken_off(tri
 
 
 async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.GRACE", 0.01)
+    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.ABORT_GRACE", 0.01)
     session = await trial.create(contract={"group": "g"})
     trial.worker.faults.status(500, path="/abort_request")
     async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
@@ -124,7 +124,7 @@ async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monke
 async def test_an_engine_that_is_silent_when_it_is_told_is_left(
     trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.GRACE", 0.01)
+    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.ABORT_GRACE", 0.01)
     by_path = trial.router.app.router.control.by_path
     monkeypatch.setitem(by_path, "/abort_request", replace(by_path["/abort_request"], timeout=3600.0))
     session = await trial.create(contract={"group": "g"})

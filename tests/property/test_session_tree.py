@@ -208,7 +208,7 @@ def check_samples(found: Episode) -> None:
     for turn in session.turns:
         line_had = {place for other, place in had if other is turn}
         dropped = min((child.dropped for child in session.history.children(turn)), default=0)
-        answered = any(each.sampled for leaf in session.history.below(turn) for each in leaf.line())
+        answered = any(each.sampled for leaf in session.history.descendants(turn) for each in leaf.line())
         assert line_had == set(range(len(found.doors[turn].sampled) - dropped if answered else 0))
 
 

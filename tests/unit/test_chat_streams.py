@@ -49,10 +49,10 @@ def told(stream: TurnStream, chunk: Any) -> bytes:
 @pytest.mark.parametrize("chunk", NO_CHUNKS.values(), ids=NO_CHUNKS)
 def test_what_no_engine_says_is_no_chunk(chunk: Any) -> None:
     stream = opened()
-    assert not stream.lose()
+    assert not stream.mark_lost()
     assert orjson.loads(told(stream, {"choices": [SAID]}).removeprefix(b"data: "))["choices"][0]["index"] == 0
     told(stream, chunk)
-    assert not stream.lose(), "what followed is not known"
+    assert not stream.mark_lost(), "what followed is not known"
 
 
 @pytest.mark.parametrize("chunk", ODD_ENDS.values(), ids=ODD_ENDS)

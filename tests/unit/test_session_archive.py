@@ -134,7 +134,7 @@ async def test_a_restored_session_is_classified_as_before() -> None:
     before, _ = read_session(NAME, stored()[0], {}, {}, now=0.0, clock=0.0)
     after, _ = read_session(NAME, Unsaved(before, Saved(), with_rows=False).blobs, {}, {}, now=0.0, clock=0.0)
     assert classified(after) == classified(before)
-    assert after.tally.described() == before.tally.described() == Tally().upto(after.history).described()
+    assert after.tally.described() == before.tally.described() == Tally().updated(after.history).described()
 
 
 async def test_a_session_that_was_read_again_goes_on_where_its_steps_end() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from middleware_hub.openai_session.sessions.edits import edit_of
+from middleware_hub.openai_session.sessions.edits import message_edit
 from middleware_hub.openai_session.sessions.equality import (
     ARGUMENTS_AS_JSON,
     EQUALITIES,
     MEANING,
     STRICT,
     Likeness,
+    compact_text,
     equality,
-    words_of,
 )
 from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.errors import ConfigError
@@ -295,8 +295,8 @@ def test_what_is_no_message_is_compared_all_the_same(equal: Likeness, field: str
         for other in ODD:
             held, sent = {**SPOKEN, field: one}, {**SPOKEN, "refusal": 1, field: other}
             assert equal(held, sent) is (equal.difference(held, sent) is None)
-            edit_of(0, held, sent)
-            words_of(sent)
+            message_edit(0, held, sent)
+            compact_text(sent)
 
 
 def test_images_are_compared_as_they_are() -> None:
@@ -331,7 +331,7 @@ def by_role(held: Message, sent: Message) -> bool:
         ("stricter", "must be one of meaning, strict, tool-arguments-as-json or a dotted path, not 'stricter'"),
         ("no_such_module.f", "cannot load 'no_such_module.f'"),
         (f"{__name__}.no_such_function", "cannot load"),
-        (f"{__name__}.ARGUMENTS", "is no function"),
+        (f"{__name__}.ARGUMENTS", "is not a function"),
     ],
 )
 def test_an_equality_that_is_none_stops_the_start(path: str, reason: str) -> None:

@@ -84,7 +84,7 @@ def test_a_first_turn_goes_as_messages() -> None:
     turn = chat_turn(Scene(), START, stream=True, n=2)
     assert (turn.places[0].parent, turn.prompt, turn.segment) == (None, None, None)
     assert turn.held_rows(ROUTED_EXPERTS) is None
-    assert (turn.path, turn.stream, turn.several) == ("/v1/chat/completions", True, True)
+    assert (turn.path, turn.stream, turn.has_several_choices) == ("/v1/chat/completions", True, True)
 
 
 def test_turn_behind_a_held_one_gets_held_ids_and_what_the_template_appends() -> None:
@@ -93,10 +93,10 @@ def test_turn_behind_a_held_one_gets_held_ids_and_what_the_template_appends() ->
     turn = chat_turn(scene, [*history(first), user("more")])
     assert turn.prompt is not None
     held = first.trajectory().tokens.tolist()
-    assert (turn.prompt.held, turn.prompt.length, turn.prompt.dropped) == (len(held) - 1, len(held) + 1, 1)
+    assert (turn.prompt.kept, turn.prompt.length, turn.prompt.dropped) == (len(held) - 1, len(held) + 1, 1)
     assert turn.prompt.ids().tolist() == [*held[:-1], 7, 8]
     assert turn.places[0].parent is first
-    assert (turn.stream, turn.several) == (False, False)
+    assert (turn.stream, turn.has_several_choices) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_to
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
     message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
-    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is no text, and a session traces text alone"):
+    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is not text, and a session records text only"):
         chat_turn(Scene(), [*START, message])
 
 

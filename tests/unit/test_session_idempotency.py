@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.turns.plan import repeat_key
-from middleware_hub.openai_session.turns.reply import ReplySender, first_of_repeated
+from middleware_hub.openai_session.turns.reply import ReplySender, run_or_repeat
 from miles_router.asgi.exchange import Message
 from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
@@ -71,7 +71,7 @@ class Episode:
     async def ask(self, run: Run, turn_id: str = "t", client: Client | None = None) -> Client:
         client = client or Client()
         reply, key = ReplySender(client.send, _settled), repeat_key(turn_id, "/v1/chat/completions", b"{}")
-        async with first_of_repeated(self.scene.session, key, _stays, reply, self.bytes.append) as is_first:
+        async with run_or_repeat(self.scene.session, key, _stays, reply, self.bytes.append) as is_first:
             if is_first:
                 self.runs += 1
                 await run(reply)
@@ -161,7 +161,7 @@ async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -
     async def run(reply: ReplySender) -> None:
         await reply.send(start())
         turns.record(reply, "t")
-        await reply.give(b"data: {}\n\n")
+        await reply.send_part(b"data: {}\n\n")
         await reply.finish(LAST_EVENT)
         raise asyncio.CancelledError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from middleware_hub.openai_session.sessions.messages import checked, message_bytes, only_text
+from middleware_hub.openai_session.sessions.messages import checked_messages, message_bytes, only_text
 from miles_router.errors import BadRequest
 from tests.support.sessions import assistant, call, tool, user
 
@@ -23,12 +23,12 @@ from tests.support.sessions import assistant, call, tool, user
 )
 def test_a_request_without_messages_is_refused(parsed: object, reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
-        checked(parsed)
+        checked_messages(parsed)
 
 
 def test_messages_are_those_of_the_request_and_no_copies() -> None:
     messages = [user("a"), assistant("b")]
-    found = checked({"messages": messages, "model": "m"})
+    found = checked_messages({"messages": messages, "model": "m"})
     assert [id(one) for one in found] == [id(one) for one in messages]
 
 

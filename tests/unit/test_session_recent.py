@@ -56,17 +56,17 @@ def test_a_session_that_is_deleted_leaves_nothing() -> None:
 
 def test_where_there_is_no_room_the_session_that_was_used_last_is_kept() -> None:
     _, (first,) = line(1)
-    written = WrittenIds(most=100)
+    written = WrittenIds(max_bytes=100)
     text = b"[" + b",".join([b"1"] * 30), b"]"
     for name in ("a", "b", "a", "c"):
-        written.recorded(name, first, text)
+        written.keep(name, first, text)
         assert written.nbytes <= 100
     size = written.nbytes
     written.forget("b")
     assert written.nbytes == size
     written.forget("c")
     assert written.nbytes == 0
-    written.recorded("d", first, (text[0] * 2, b"]"))
+    written.keep("d", first, (text[0] * 2, b"]"))
     assert written.nbytes == 0
 
 

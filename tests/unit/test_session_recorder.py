@@ -238,7 +238,7 @@ def test_nothing_is_kept_of_a_request_but_its_messages() -> None:
 def test_a_request_that_is_not_recorded_is_said_to_be_so(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     with caplog.at_level(logging.WARNING):
-        scene.recorder.pass_by("/v1/messages", scene.session, "this endpoint is not traced", "r1")
+        scene.recorder.note_untraced("/v1/messages", scene.session, "this endpoint is not traced", "r1")
     assert scene.session.untraced == [
         {"path": "/v1/messages", "reason": "this endpoint is not traced", "request_id": "r1", "at": 1000.0}
     ]
@@ -249,5 +249,5 @@ def test_a_request_that_is_not_recorded_is_said_to_be_so(caplog: pytest.LogCaptu
 def test_requests_that_are_not_recorded_take_no_memory_without_end() -> None:
     scene = Scene()
     for number in range(MAX_UNTRACED + 5):
-        scene.recorder.pass_by("/v1/messages", scene.session, "not traced", f"r{number}")
+        scene.recorder.note_untraced("/v1/messages", scene.session, "not traced", f"r{number}")
     assert (len(scene.session.untraced), scene.recorder.statistics.untraced) == (MAX_UNTRACED, MAX_UNTRACED + 5)

@@ -85,7 +85,7 @@ def test_a_session_is_describe_with_its_tree() -> None:
     first = scene.turn(START)
     scene.follow(first, user("b"))
     scene.turn([user("else")])
-    scene.recorder.pass_by("/v1/messages", scene.session, "not traced", "r")
+    scene.recorder.note_untraced("/v1/messages", scene.session, "not traced", "r")
     found = described(scene.session)
     assert found["session_id"] == "s"
     assert [each["turn"] for each in found["records"]] == [0, 1, 2]

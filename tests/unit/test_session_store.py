@@ -87,7 +87,7 @@ def test_an_unknown_session_is_not_found() -> None:
 def test_there_are_no_more_sessions_than_may_be() -> None:
     store = store_of(sessions=2)
     first, _ = store.create(), store.create()
-    with pytest.raises(TooManySessions, match="2 sessions are held already") as refused:
+    with pytest.raises(TooManySessions, match="2 sessions exist already") as refused:
         store.create()
     assert refused.value.headers["Retry-After"]
     store.delete(first)
@@ -229,7 +229,7 @@ def test_turns_of_a_session_are_bounded_with_those_under_way() -> None:
         scene.store.check_room(scene.session)
         scene.turn(START)
         scene.store.check_room(scene.session)
-        with scene.store.in_use(scene.session), pytest.raises(SessionFull, match=r"1 turns already and 1 under way"):
+        with scene.store.in_use(scene.session), pytest.raises(SessionFull, match=r"1 turns already and 1 running"):
             scene.store.check_room(scene.session)
         scene.turn(START)
         with pytest.raises(SessionFull, match=r"has 2 turns already \(max_turns\)"):

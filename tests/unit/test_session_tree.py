@@ -416,7 +416,7 @@ def test_leaves_are_the_turns_that_nothing_extends_in_their_order() -> None:
     second = scene.follow(first, user("b"))
     assert [id(leaf) for leaf in scene.session.leaves()] == [id(alone), id(second)]
     assert [turn.number for turn in scene.session.turns] == [0, 1, 2]
-    assert {turn.number for turn in scene.session.history.below(first)} == {0, 2}
+    assert {turn.number for turn in scene.session.history.descendants(first)} == {0, 2}
 
 
 # Memory

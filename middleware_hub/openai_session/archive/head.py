@@ -47,7 +47,7 @@ def written_head(session: Session, tokens: int, used_at: float) -> bytes:
         "tokens": tokens,
         "bytes": session.nbytes,
         "model": session.model,
-        "tally": session.tally.upto(session.history).described(),
+        "tally": session.tally.updated(session.history).described(),
         "segments": len(session.roots),
         "finish_reason": session.turns[-1].finish_reason if session.turns else None,
     }

@@ -37,7 +37,7 @@ class SessionAuditor:
         return [Route("/sessions/{session_id}/audit", self._answer, methods=["POST"])]
 
     async def _answer(self, request: Request) -> Response:
-        session, limit = self._store.look_at(request.path_params["session_id"]), await read_limit(request)
+        session, limit = self._store.peek(request.path_params["session_id"]), await read_limit(request)
         with Watch(request.receive):
             return await written_report({"session_id": session.id}, await self._audit(session, limit))
 

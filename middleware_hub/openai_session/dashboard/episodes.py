@@ -101,7 +101,7 @@ class SessionView:
     @property
     def place(self) -> EpisodePlace:
         """As it stands on the shelf."""
-        return self._session.place_in_order
+        return self._session.sort_key
 
     def facets(self) -> Facets:
         """What filters look at."""
@@ -171,7 +171,7 @@ class SessionView:
         return channel.array(held.rows, start, stop)
 
     def _tally(self) -> Tally:
-        return self._session.tally.upto(self._session.history)
+        return self._session.tally.updated(self._session.history)
 
     def _trained(self, tally: Tally) -> int | None:
         """Tokens in the loss, counted again once there are more turns."""

@@ -20,11 +20,11 @@ def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, S
             session.rewarded = True
             run.reward(leaf.sampled[-1].version if leaf.sampled else None, sample.reward)
         for turn, span in zip(leaf.line(), sample.metadata["turns"], strict=False):
-            if turn.number in session.read:
+            if turn.number in session.read_turns:
                 continue
             own = _in_the_loss(turn, sample, span["end"])
             if own.total():
-                session.read.add(turn.number)
+                session.read_turns.add(turn.number)
                 trained += own
     if trained:
         run.train(trained)

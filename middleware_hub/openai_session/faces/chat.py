@@ -17,7 +17,7 @@ from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.media import Media
-from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
+from middleware_hub.openai_session.sessions.messages import Message, checked_messages, only_text
 from middleware_hub.openai_session.sessions.named_calls import named_calls
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.session import Session
@@ -43,7 +43,7 @@ class ChatFace(Face):
         Raises:
             BadRequest: it is none.
         """
-        checked(request)
+        checked_messages(request)
         assert isinstance(request, Mapping)
         return given(request)
 

@@ -1,1 +1,1 @@
-"""Sessions: the tree of turns, the messages in it, turns under way, and where all sessions are kept."""
+"""Sessions: the tree of turns and messages of each session, the agent's requests, and the store of all sessions."""

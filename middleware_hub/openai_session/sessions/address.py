@@ -1,4 +1,4 @@
-"""Where a session is on the wire: `/sessions/{id}/...`."""
+"""Request paths of sessions, `/sessions/{id}/...`, and the session that each of them names."""
 
 from __future__ import annotations
 
@@ -9,37 +9,41 @@ from miles_router.engines.known import TOKENIZERS
 from miles_router.middlewares import Scope
 
 SESSIONS, PREFIX = "/sessions", "/sessions/"
-#: What agents ask for within their sessions begins with this.
-WITHIN = "v1/"
-ROUTING = b"x-smg-routing-key"
+#: Paths behind the session id that agents use begin with this.
+AGENT_PATHS = "v1/"
+#: The header by which a router behind this one keeps the requests of a session on one worker.
+ROUTING_HEADER = b"x-smg-routing-key"
 
 
-def within(path: str) -> str:
-    """The path within its session of one that begins with `PREFIX`."""
+def path_in_session(path: str) -> str:
+    """Return the part of a path behind the session id; the path must begin with `PREFIX`."""
     return "/" + path[len(PREFIX) :].partition("/")[2]
 
 
-def key_of(store: SessionStore, path: str) -> str | None:
-    """The key of its own that opens this path within a session, if that has one: what an agent asks, and not what is
-    asked of a session.
+def session_key(store: SessionStore, path: str) -> str | None:
+    """Return the session's own API key for this path, or None if the session has none.
+
+    The key opens only the paths that agents use (`/v1/...` and the tokenizer routes), not those that manage a session.
 
     Raises:
         SessionLost: the session was lost, and its key with it.
     """
     name, _, rest = path[len(PREFIX) :].partition("/")
-    if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in TOKENIZERS):
+    if not path.startswith(PREFIX) or not (rest.startswith(AGENT_PATHS) or f"/{rest}" in TOKENIZERS):
         return None
     session = store.find(name)
     if session is None:
-        store.check_lost(name)  # its key is gone with it: the agent would be told that its own is wrong
+        store.check_lost(name)  # its key is lost too: without this check the agent would read that its key is wrong
     return None if session is None else session.episode.key
 
 
-def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
-    """The session that a path names, and the scope of the request within it, which keeps its affinity.
+def resolve(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
+    """Return the session that the path names, and the scope without the session prefix.
+
+    The new scope has the session id as `x-session-id`, so that the policy keeps the session on its worker.
 
     Raises:
-        SessionNotFound: it names none.
+        SessionNotFound: the path names no session.
     """
     name, _, rest = scope["path"][len(PREFIX) :].partition("/")
     session = store.get(name)
@@ -49,6 +53,6 @@ def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
     name_bytes = session.id.encode("ascii")
     headers.append((b"x-session-id", name_bytes))
-    if not any(pair[0] == ROUTING for pair in headers):  # what a router behind this one reads
-        headers.append((ROUTING, name_bytes))
+    if not any(pair[0] == ROUTING_HEADER for pair in headers):
+        headers.append((ROUTING_HEADER, name_bytes))
     return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}

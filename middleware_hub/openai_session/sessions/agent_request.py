@@ -1,7 +1,7 @@
-"""An agent's request, read and placed in its session, and the ids that the engine is given for it.
+"""One request of an agent after its API has read it: its position in the session's tree, and the prompt ids.
 
-A root goes as its agent wrote it, and the engine tells the ids that its template made of that. A turn that extends a
-recorded one goes as ids: those that are recorded, and new ones behind them.
+The engine gets the messages of a root as the agent wrote them, and returns the ids that its chat template makes.
+For a turn that extends a recorded turn the engine gets ids: the recorded ones, then new ones.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from miles_router.trajectory.rows import RowKind
 
 
 class PromptIds(NamedTuple):
-    """The ids of a turn that extends `parent`: the parent's without its last `dropped`, then `given`."""
+    """The prompt ids of a turn that extends `parent`: the parent's ids without the last `dropped`, then `given`."""
 
     parent: Turn
     given: Piece
     dropped: int = 0
 
     @property
-    def held(self) -> int:
-        """Return how many of the parent's ids stay."""
+    def kept(self) -> int:
+        """The number of the parent's ids that the prompt keeps."""
         return self.parent.tokens - self.dropped
 
     @property
     def length(self) -> int:
-        """Return the number of all ids."""
-        return self.held + len(self.given)
+        """The number of all ids."""
+        return self.kept + len(self.given)
 
     def ids(self) -> Tokens:
         """Return all ids, copied into one array."""
-        return np.concatenate([self.parent.trajectory().tokens[: self.held], self.given.tokens])
+        return np.concatenate([self.parent.trajectory().tokens[: self.kept], self.given.tokens])
 
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """One request of an agent, as its API has read it and placed it in the session.
+    """One request of an agent, read by its API and placed in the session's tree.
 
     Attributes:
-        path: where the agent asked.
-        fields: the request as the engine's endpoint takes it.
-        places: where the turns of each prompt will hang; several for a batch.
+        path: the path of the agent's request.
+        fields: the request in the form of the engine's endpoint.
+        places: the parent of the new turns, for each prompt; a batch has several prompts.
         asked_at: Unix seconds.
         prompt: None for a root.
-        segment: why a history that is recorded as text is not continued in tokens.
-        asked: what the API needs to write the answer.
-        facts: what the API adds to the facts of the recorded turn.
-        remember: called with each recorded turn; returns the bytes that the API keeps of it.
+        segment: the reason why a root does not continue the ids of its recorded history; None without such a history.
+        asked: the agent API's own data for writing the answer.
+        facts: entries that the agent API adds to the facts of the recorded turn.
+        remember: called with each recorded turn; returns the number of bytes that the agent API keeps for it.
     """
 
     session: Session
@@ -72,20 +72,20 @@ class AgentRequest:
 
     @property
     def stream(self) -> bool:
-        """Return whether the agent reads the answer as a stream."""
+        """True if the agent wants a stream."""
         return bool(self.fields.get("stream"))
 
     @property
-    def several(self) -> bool:
-        """Return whether the answer has more than one choice."""
+    def has_several_choices(self) -> bool:
+        """True if the answer has more than one choice."""
         return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
 
     @property
     def choices(self) -> int:
-        """Return the number of choices of the answer; an invalid `n` counts as 1, and the engine refuses it."""
+        """The number of choices in the answer. An invalid `n` counts as 1; the engine refuses it."""
         n = self.fields.get("n")
         return len(self.places) * (n if type(n) is int and n > 0 else 1)
 
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
-        """Return the rows that are recorded of the prompt's first tokens."""
-        return self.prompt.parent.held_rows(kind, self.prompt.held) if self.prompt is not None else None
+        """Return the recorded rows of the prompt's first tokens; None for a root."""
+        return self.prompt.parent.held_rows(kind, self.prompt.kept) if self.prompt is not None else None

@@ -1,4 +1,4 @@
-"""What the recorded answers of a session say: which of them a history holds, and to which conversation it belongs."""
+"""An index over the recorded answers of one session: which answers of a request are recorded, and where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from middleware_hub.openai_session.sessions.equality import words_of
+from middleware_hub.openai_session.sessions.equality import compact_text
 from middleware_hub.openai_session.sessions.messages import Message, function_of
 
 if TYPE_CHECKING:
@@ -18,45 +18,51 @@ if TYPE_CHECKING:
 
 
 class RecordedAnswers:
-    """The answers of turns, by digest. They are read when a history with answers begins a segment, which is rare.
-    Questions come in the order of turns: `before` is the number of the first turn that does not count.
+    """The answers of a session's turns, by digest.
+
+    The index grows only when a root brings answers in its messages, which is rare. Callers must ask in the order of
+    turns: only turns with a number below `before` count.
     """
 
     def __init__(self) -> None:
         self._conversations: dict[bytes, tuple[Turn, ...]] = {}
-        self._read = 0  # turns
+        self._indexed = 0  # turns in the index
 
-    def have(self, answers: Sequence[Message], history: SessionHistory, before: int) -> bool:
-        """Return whether each of these is what an answer that was recorded says."""
-        known = self._known(history, before)
-        return all(said in known for said in map(_says, answers))
+    def contains_all(self, answers: Sequence[Message], history: SessionHistory, before: int) -> bool:
+        """Return True if every one of these messages has the same text and calls as a recorded answer."""
+        index = self._index(history, before)
+        return all(digest in index for digest in map(_digest, answers))
 
-    def conversation(self, answers: Sequence[Message], history: SessionHistory, before: int) -> Turn | None:
-        """Return the conversation that recorded most of these answers, the latest of several; None without any."""
+    def find_conversation(self, answers: Sequence[Message], history: SessionHistory, before: int) -> Turn | None:
+        """Return the root of the conversation with most of these answers; None if no conversation has any.
+
+        Of several with equally many answers, the latest wins.
+        """
         if not answers:
             return None
-        known = self._known(history, before)
-        counts = Counter(each for said in map(_says, answers) for each in known.get(said, ()))
+        index = self._index(history, before)
+        counts = Counter(each for digest in map(_digest, answers) for each in index.get(digest, ()))
         return max(counts, key=lambda each: (counts[each], each.number), default=None)
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._conversations.clear()
 
-    def _known(self, history: SessionHistory, before: int) -> dict[bytes, tuple[Turn, ...]]:
-        for turn in history.turns[self._read : before]:
+    def _index(self, history: SessionHistory, before: int) -> dict[bytes, tuple[Turn, ...]]:
+        for turn in history.turns[self._indexed : before]:
             conversation = history.classify(turn).conversation
-            said = _says(turn.answer)
-            known = self._conversations.get(said, ())
-            if conversation not in known:
-                self._conversations[said] = (*known, conversation)
-        self._read = max(self._read, before)
+            digest = _digest(turn.answer)
+            roots = self._conversations.get(digest, ())
+            if conversation not in roots:
+                self._conversations[digest] = (*roots, conversation)
+        self._indexed = max(self._indexed, before)
         return self._conversations
 
 
-def _says(answer: Message) -> bytes:
-    """A digest of what an answer says: its text, and the names of the functions it calls. Unlike an equality it needs
-    no other message, and it does not see what agents' libraries write anew."""
+def _digest(answer: Message) -> bytes:
+    """Return a digest of an answer's text and of the names of the functions it calls.
+
+    The digest is the same for every spelling that agent libraries use, and needs no second message to compare with.
+    """
     calls = answer.get("tool_calls")
     names = [function_of(call).get("name") for call in calls] if isinstance(calls, list) else []
-    return blake2b(orjson.dumps([words_of(answer), names]), digest_size=16).digest()
+    return blake2b(orjson.dumps([compact_text(answer), names]), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""Contents of chat messages as agents' libraries write them, made into parts that the engine takes.
+"""Conversion of message contents, as agent libraries write them, into parts that the engine accepts.
 
-SGLang 0.5.23 refuses a request for one part of a type that it does not know, and an agent sends its whole history with
-every turn. Parts of other APIs that are text become text; media and all other parts follow the policy for media.
+SGLang 0.5.23 refuses a whole request for one part of an unknown type, and an agent sends its whole history with every
+turn. Parts of other APIs that are text become text. Media and all other parts follow the media policy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message,
 
 ASSISTANT, RESULTS = "assistant", ("tool", "function")
 THINKING, REDACTED = ("thinking", "reasoning"), "redacted_thinking"
-#: Of a thinking part without a text, what no model reads.
+#: Fields of a thinking part that a model does not read, if the part has no text.
 UNREADABLE = frozenset(("type", "id", "thinking", "text", "reasoning", "signature", "encrypted_content"))
-#: A part that the engine knows and a template may write.
+#: The engine accepts this part, and a chat template may render it.
 TOOL_REFERENCE = "tool_reference"
 
 
 def readable_contents(messages: Sequence[Message], media: Media) -> Sequence[Message]:
-    """Return chat messages with contents that the engine takes; the same object if it takes all as they are.
+    """Return the messages with contents that the engine accepts; the same object if nothing changes.
 
     Raises:
-        BadRequest: a message has media or unknown parts, and the policy refuses them.
+        BadRequest: a message has media or unknown parts, and the media policy refuses them.
     """
     changed = [_message(message, f"messages[{place}]", media) for place, message in enumerate(messages)]
     return messages if all(map(operator.is_, messages, changed)) else changed
@@ -55,7 +55,7 @@ def _message(message: Message, where: str, media: Media) -> Message:
 
 
 def _call(call: Any) -> Any:
-    """Return a call with a type, and with arguments that are a text or an object."""
+    """Return the call with a type if its own is null, and with arguments that are a string or an object."""
     if not isinstance(call, Mapping):
         return call
     function = function_of(call)
@@ -65,7 +65,10 @@ def _call(call: Any) -> Any:
 
 
 def _part(part: Any, role: str, where: str, media: Media) -> Any:
-    """Return a part as the engine takes it, None for one that says nothing, or the part itself for it to refuse."""
+    """Return the part in the engine's form, None for an empty part, or an invalid part unchanged.
+
+    The engine refuses the invalid part.
+    """
     if isinstance(part, str):
         return _text(part)
     if not isinstance(part, Mapping):
@@ -91,13 +94,14 @@ def _part(part: Any, role: str, where: str, media: Media) -> Any:
 
 
 def _thinking(part: Mapping[str, Any], where: str, media: Media) -> Any:
-    """Return a part with the one text that SGLang wants of it, or None for one without any."""
-    told = [text for name in ("thinking", "text", "reasoning") if isinstance(text := part.get(name), str)]
-    if told:
-        is_plain = len(told) == 1 and part.get("reasoning") is None
-        return part if is_plain else {"type": "thinking", "thinking": told[0]}
+    """Return a part with exactly one text, as SGLang requires, or None if the part has no text."""
+    texts = [text for name in ("thinking", "text", "reasoning") if isinstance(text := part.get(name), str)]
+    if texts:
+        is_plain = len(texts) == 1 and part.get("reasoning") is None
+        return part if is_plain else {"type": "thinking", "thinking": texts[0]}
     if any(part[name] for name in part.keys() - UNREADABLE):
-        media.other(part["type"], where)  # such as a summary: no template reads it, so it is left out, and counted
+        # A part such as a summary: no template renders it, so it is dropped and counted.
+        media.replace_unknown(part["type"], where)
     return None
 
 

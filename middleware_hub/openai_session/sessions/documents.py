@@ -1,4 +1,4 @@
-"""Blocks beside text that a model may read: documents and search results as their text, media by the run's policy."""
+"""Text of documents, search results and tool results in messages; media in them follow the run's media policy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import orjson
 from middleware_hub.openai_session.sessions.media import KINDS, Media, text_of_base64
 
 DOCUMENT, SEARCH_RESULT = "document", "search_result"
-#: What MCP servers give back for a file.
+#: The block in which MCP servers return a file.
 RESOURCE = "resource"
-#: Types of parts that are text or become text, in any API.
+#: Types of parts that are text or become text, in any agent API.
 TEXTUAL = frozenset(("text", "input_text", "output_text", "refusal", DOCUMENT, SEARCH_RESULT, RESOURCE))
-#: What a text part without a type may have.
+#: Fields that a text part without a type may have.
 UNTYPED = frozenset(("type", "text", "cache_control", "annotations"))
 
 
 def as_parts(result: object) -> object:
-    """Return a tool's result as a text, null or a list of parts. Of any other value, the text is its JSON."""
+    """Return a tool's result as a string, None or a list of parts. Any other value becomes its JSON text."""
     if result is None or isinstance(result, str):
         return result
     kind = result.get("type") if isinstance(result, Mapping) else None
@@ -37,10 +37,10 @@ def _is_part(value: object) -> bool:
 
 
 def text_of(block: Mapping[str, Any], where: str, media: Media) -> str:
-    """Return the text that stands for a block.
+    """Return the text that replaces a block.
 
     Raises:
-        BadRequest: there is none for blocks of this type, or media are refused.
+        BadRequest: blocks of this type have no text, and the media policy refuses them.
     """
     kind = block.get("type")
     if kind == SEARCH_RESULT:
@@ -53,12 +53,12 @@ def text_of(block: Mapping[str, Any], where: str, media: Media) -> str:
     if kind == RESOURCE and isinstance(resource, Mapping) and isinstance(resource.get("text"), str):
         return str(resource["text"])
     if isinstance(kind, str) and kind in KINDS:
-        return media.text(kind, where)
-    return media.other(kind, where)
+        return media.replace(kind, where)
+    return media.replace_unknown(kind, where)
 
 
 def _document(source: object, where: str, media: Media) -> str | None:
-    """Return a document's text; None where it is no text."""
+    """Return a document's text; None if the source is not text."""
     if not isinstance(source, Mapping):
         return None
     kind, data = source.get("type"), source.get("data")
@@ -74,18 +74,18 @@ def _content(content: object, where: str, media: Media) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        return media.other(type(content).__name__, where)
+        return media.replace_unknown(type(content).__name__, where)
     texts = []
     for place, block in enumerate(content):
         block = block if isinstance(block, Mapping) else {"type": "text", "text": block}
-        kind, text, at = block.get("type"), block.get("text"), f"{where}.{place}"
+        kind, text, path = block.get("type"), block.get("text"), f"{where}.{place}"
         if kind in ("text", None) and isinstance(text, str | None):
             texts.append(text or "")
         else:
-            texts.append(media.text("image", at) if kind == "image" else media.other(kind, at))
+            texts.append(media.replace("image", path) if kind == "image" else media.replace_unknown(kind, path))
     return "\n".join(texts)
 
 
 def _joined(block: Mapping[str, Any], names: tuple[str, ...], text: str) -> str:
-    said = [block[name] for name in names if isinstance(block.get(name), str) and block[name]]
-    return "\n".join([*said, text])
+    heading = [block[name] for name in names if isinstance(block.get(name), str) and block[name]]
+    return "\n".join([*heading, text])

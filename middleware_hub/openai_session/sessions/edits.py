@@ -1,4 +1,4 @@
-"""What an agent changed in a history that was held: the first message that is another, its field, and both texts."""
+"""Description of an agent's change to the recorded history: the first message that differs, its field, both texts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.equality import MEANING, STRICT, Difference
-from middleware_hub.openai_session.sessions.messages import Message, alike
+from middleware_hub.openai_session.sessions.messages import Message, common_prefix
 
-#: Characters that are shown of either text, and how many of them stand before the first that differs.
+#: How many characters of each text are shown, and how many of them precede the first difference.
 SHOWN, BEFORE = 160, 40
 
 
-def edit_of(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
-    """The message at a place of the history is another, or left out, or there is one more."""
+def message_edit(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
+    """Describe a changed, removed or added message.
+
+    Args:
+        place: the index of the message in the history.
+        held: the recorded message; None if the agent added one.
+        sent: the message of the request; None if the agent removed one.
+    """
     if held is None or sent is None:
         return _edit(place, Difference("message", held, sent))
     found = MEANING.difference(held, sent) or STRICT.difference(held, sent)
-    # An operator's equality may see what ours does not.
+    # A `message_equality` that the operator wrote may see a difference where ours sees none.
     return _edit(place, found or Difference("message", held, sent))
 
 
 def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
-    """The tools or the template's settings are others."""
+    """Describe changed tools or chat template settings, from the recorded context and the one sent."""
     (tools, settings), (new_tools, new_settings) = (
         orjson.loads(context) if context.startswith(b"[") else (None, context.decode()) for context in (held, sent)
     )
@@ -35,8 +41,8 @@ def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
 
 def _edit(place: int | None, difference: Difference) -> Mapping[str, Any]:
     held, sent = _text(difference.held), _text(difference.sent)
-    same = alike(held or "", sent or "")
-    shown = {"held": _around(held, same), "sent": _around(sent, same)}
+    same = common_prefix(held or "", sent or "")
+    shown = {"held": _excerpt(held, same), "sent": _excerpt(sent, same)}
     return {"message": place, "field": difference.field, **shown}
 
 
@@ -44,9 +50,9 @@ def _text(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else orjson.dumps(value, default=dict).decode()
 
 
-def _around(text: str | None, at: int) -> str | None:
+def _excerpt(text: str | None, position: int) -> str | None:
     if text is None:
         return None
-    begin = max(0, at - BEFORE)
+    begin = max(0, position - BEFORE)
     end = begin + SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

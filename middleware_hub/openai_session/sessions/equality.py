@@ -1,8 +1,8 @@
-"""When a message that an agent sends back is the one that is held, and if it is not, what of it differs.
+"""Comparison of a message that an agent sends back with the recorded one, and the first field that differs.
 
-Agents send the whole history with every turn, and their libraries change its spelling on the way: null for an empty
-string, text in parts, arguments written anew, thinking in blocks, marks for a cache that move. What a model reads
-decides, not the spelling.
+Agents send the whole history with every turn, and their libraries change its spelling: null for an empty string, text
+in parts, reformatted arguments, thinking in blocks, cache marks that move. Two messages are equal if a model reads the
+same in both.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message,
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 from miles_router.engines import paths
 
-#: `(held, sent)`: whether the message sent is the one held.
+#: `(held, sent)`: True if the sent message is the recorded one.
 Equality = Callable[[Message, Message], bool]
 
-#: What chat templates read of a message as it is, beside its content, reasoning and calls.
-READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
-#: Where clients keep the reasoning of an answer.
+#: Fields that chat templates read unchanged, besides content, reasoning and calls.
+PLAIN_FIELDS = ("role", "tool_call_id", "name", "tools")
+#: Fields in which clients keep the reasoning of an answer.
 REASONING = ("reasoning_content", "reasoning")
 THINKING_PARTS = ("thinking", "redacted_thinking", "reasoning")
 INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-#: What parts of a text are put together with.
-JOINTS = ("", "\n", " ", "\n\n")
-#: Notes that harnesses put into a message, now before its text and now behind.
-REMINDER = ("<system-reminder>", "</system-reminder>")
+#: Separators with which clients join the parts of a text.
+SEPARATORS = ("", "\n", " ", "\n\n")
+#: Tags around notes that harnesses put into a message, sometimes before its text and sometimes behind it.
+REMINDER_TAGS = ("<system-reminder>", "</system-reminder>")
 
 
 class Difference(NamedTuple):
-    """The first field in which two messages differ, and what either has there."""
+    """The first field in which two messages differ, and both values."""
 
     field: str
     held: object
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a message says: its reasoning, its content as texts and other parts, its calls."""
+    """The compared parts of a message: reasoning, content as texts and other parts, and tool calls."""
 
     reasoning: Sequence[object]
     content: Sequence[object]
@@ -50,13 +50,13 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Likeness:
-    """An equality that knows what differs.
+    """An equality that also reports the difference.
 
     Attributes:
-        json: arguments of tool calls are compared as the JSON they spell.
-        parts: it makes no difference how a text is cut into parts, where thinking stands, what an agent calls itself,
-            and where in a message a reminder stands.
-        trims: it makes no difference whether an answer's text is trimmed.
+        json: arguments of tool calls are compared as JSON values, not as text.
+        parts: ignore how a text is divided into parts, where thinking and reminders stand in a message, and the `name`
+            of an assistant message.
+        trims: ignore white space around an answer's text.
     """
 
     json: bool = False
@@ -64,29 +64,29 @@ class Likeness:
     trims: bool = False
 
     def __call__(self, held: Message, sent: Message) -> bool:
-        """Whether the message sent is the one held."""
+        """Return True if the sent message is the recorded one."""
         return held is sent or held == sent or self.difference(held, sent) is None
 
     def difference(self, held: Message, sent: Message) -> Difference | None:
-        """What differs first; None if nothing that a model reads does."""
+        """Return the first difference that a model would read; None without one."""
         return next(self._differences(held, sent), None)
 
     def _differences(self, held: Message, sent: Message) -> Iterator[Difference]:
         answers = held.get("role") == "assistant"
-        for name in READ_AS_IT_IS:
+        for name in PLAIN_FIELDS:
             if (held.get(name) or None) != (sent.get(name) or None) and not (self.parts and answers and name == "name"):
                 yield Difference(name, held.get(name), sent.get(name))
         one, other = self._read(held), self._read(sent)
-        # Reasoning may be left out: its tokens are held.
+        # Agents may leave reasoning out: its tokens are recorded.
         if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
-            yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
+            yield Difference(REASONING[0], _unwrapped(one.reasoning), _unwrapped(other.reasoning))
         if not self._same(one.content, other.content, trimmed=self.trims and answers):
-            yield Difference("content", _shown(one.content), _shown(other.content))
+            yield Difference("content", _unwrapped(one.content), _unwrapped(other.content))
         yield from self._calls(one.calls, other.calls)
 
     def _read(self, message: Message) -> Reading:
-        told = (message.get(name) for name in REASONING)  # what is no text, such as a summary, is left out
-        reasoning: list[object] = [next((text for text in told if text and isinstance(text, str)), "")]
+        texts = (message.get(name) for name in REASONING)  # reasoning that is not text, such as a summary, is ignored
+        reasoning: list[object] = [next((text for text in texts if text and isinstance(text, str)), "")]
         calls = message.get("tool_calls")
         content = _parts_of(message)
         if self.parts and message.get("role") == "assistant":
@@ -96,11 +96,11 @@ class Likeness:
     def _same(self, held: Sequence[object], sent: Sequence[object], *, trimmed: bool) -> bool:
         if held == sent or _or_empty(held) == _or_empty(sent):
             return True
-        cut = len(held) > 1 or len(sent) > 1
-        if (cut and not self.parts) or not all(isinstance(part, str) for part in (*held, *sent)):
+        divided = len(held) > 1 or len(sent) > 1
+        if (divided and not self.parts) or not all(isinstance(part, str) for part in (*held, *sent)):
             return False
-        for joint in JOINTS if cut else JOINTS[:1]:
-            one, other = _joined(held, joint), _joined(sent, joint)
+        for separator in SEPARATORS if divided else SEPARATORS[:1]:
+            one, other = _joined(held, separator), _joined(sent, separator)
             if one == other or (trimmed and one.strip() == other.strip()):
                 return True
             if self.parts and _same_but_for_reminders(one, other):
@@ -109,23 +109,23 @@ class Likeness:
 
     def _calls(self, held: Sequence[Any], sent: Sequence[Any]) -> Iterator[Difference]:
         for place, (one, other) in enumerate(zip_longest(held, sent)):
-            where, of_one, of_other = f"tool_calls[{place}]", function_of(one), function_of(other)
-            if not of_one or not of_other:
+            where, held_function, sent_function = f"tool_calls[{place}]", function_of(one), function_of(other)
+            if not held_function or not sent_function:
                 if one != other:
                     yield Difference(where, one, other)
                 continue
             if one.get("id") != other.get("id"):
                 yield Difference(f"{where}.id", one.get("id"), other.get("id"))
-            if of_one.get("name") != of_other.get("name"):
-                yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
-            arguments = of_one.get("arguments"), of_other.get("arguments")
-            same = arguments[0] == arguments[1] or (self.json and _same_value(*map(_value, arguments)))
+            if held_function.get("name") != sent_function.get("name"):
+                yield Difference(f"{where}.function.name", held_function.get("name"), sent_function.get("name"))
+            arguments = held_function.get("arguments"), sent_function.get("arguments")
+            same = arguments[0] == arguments[1] or (self.json and _same_value(*map(_parsed_arguments, arguments)))
             known = self.json and one.get("id") == other.get("id")
             if not same and not (known and (arguments[1] is None or is_repair(*arguments))):
                 yield Difference(f"{where}.function.arguments", *arguments)
 
 
-#: By default what differs only in spelling is the same; `strict` takes fewer spellings.
+#: The default: messages that differ only in spelling are equal. `strict` accepts fewer spellings.
 MEANING = Likeness(json=True, parts=True, trims=True)
 STRICT, ARGUMENTS_AS_JSON = Likeness(), Likeness(json=True)
 EQUALITIES: Mapping[str, Likeness] = {
@@ -136,24 +136,28 @@ EQUALITIES: Mapping[str, Likeness] = {
 
 
 def equality(name: str) -> Equality:
-    """The equality of this name, or at this dotted path.
+    """Return the equality with this name, or load the function at this dotted path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such name or function.
     """
     known = EQUALITIES.get(name)
     return known if known is not None else load_function(name, "message_equality", EQUALITIES)
 
 
 def equality_on(path: str, equal: Equality) -> Equality:
-    """Return the equality for what comes back over an agent's API. In Messages, white space alone is no block, and
-    clients trim: `trims` always holds there."""
+    """Return the equality for messages that come back over an agent API.
+
+    The Messages API has no blocks of white space alone, and its clients trim: `trims` is always on there.
+    """
     return replace(equal, trims=True) if path == paths.MESSAGES and isinstance(equal, Likeness) else equal
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Return whether two values are the same JSON. Unlike in Python, `true` is not `1`. Numbers are compared as the
-    doubles that JavaScript makes of them: agents written in it round those beyond 2^53."""
+    """Return True if two values are the same JSON. Unlike in Python, `true` is not `1`.
+
+    Numbers are compared as doubles: agents written in JavaScript round those beyond 2^53.
+    """
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -166,19 +170,22 @@ def same_json(one: Any, other: Any) -> bool:
 
 
 def _same_value(held: object, sent: object) -> bool:
-    """Return whether two values of arguments are the same. Libraries write no arguments as 0, false or a text, too."""
+    """Return True if two parsed arguments are the same. Some libraries write empty arguments as 0, false or ""."""
     return same_json(held, sent) or (held == {} and not sent)
 
 
-def words_of(message: Message) -> str:
-    """An answer's text without white space and thinking: the same in every spelling."""
+def compact_text(message: Message) -> str:
+    """Return an answer's text without white space and thinking, which is the same in every spelling."""
     _, content = _without_thinking(message, [], _parts_of(message))
     return "".join("".join(part for part in content if isinstance(part, str)).split())
 
 
 def _parts_of(message: Message) -> list[object]:
-    """The content as texts and other parts. Beside its text, what a text part has (`cache_control`, annotations) is
-    read by no template, and clients move it from turn to turn."""
+    """Return the content as a list of texts and other parts.
+
+    Other fields of a text part (`cache_control`, annotations) are dropped: no chat template reads them, and clients
+    move them from turn to turn.
+    """
     content = message.get("content")
     return [_part(part) for part in content] if isinstance(content, list) else [content or ""]
 
@@ -194,7 +201,7 @@ def _part(part: object) -> object:
 def _without_thinking(
     message: Message, reasoning: list[object], content: list[object]
 ) -> tuple[list[object], list[object]]:
-    """Reasoning and content, with thinking that stands in parts, blocks or tags of the text taken out of it."""
+    """Return reasoning and content, after moving thinking out of parts, `thinking_blocks` and `<think>` tags."""
     blocks = message.get("thinking_blocks")
     thinking = [part for part in (*content, *(blocks if isinstance(blocks, list) else ())) if _is_thinking(part)]
     rest = [part for part in content if not _is_thinking(part)]
@@ -215,36 +222,38 @@ def _or_empty(parts: Sequence[object]) -> Sequence[object]:
     return parts or [""]
 
 
-def _joined(parts: Sequence[Any], joint: str) -> str:
-    return joint.join(part for part in parts if part)
+def _joined(parts: Sequence[Any], separator: str) -> str:
+    return separator.join(part for part in parts if part)
 
 
 def _same_but_for_reminders(held: str, sent: str) -> bool:
-    """Whether two texts have the same reminders, and the same beside them."""
-    if REMINDER[0] not in held:
+    """Return True if two texts have the same reminders, in any position, and the same text around them."""
+    if REMINDER_TAGS[0] not in held:
         return False
-    (reminders, rest), (others, other_rest) = _apart(held), _apart(sent)
+    (reminders, rest), (others, other_rest) = _split_reminders(held), _split_reminders(sent)
     return reminders == others and rest == other_rest
 
 
-def _apart(text: str) -> tuple[list[str], list[str]]:
-    """The reminders in a text, sorted, and what stands beside them."""
-    reminders, rest, at = [], [], 0
-    while (begin := text.find(REMINDER[0], at)) >= 0 and (end := text.find(REMINDER[1], begin)) >= 0:
-        rest.append(text[at:begin].strip())
-        at = end + len(REMINDER[1])
-        reminders.append(text[begin:at])
-    return sorted(reminders), [part for part in (*rest, text[at:].strip()) if part]
+def _split_reminders(text: str) -> tuple[list[str], list[str]]:
+    """Return the reminders of a text, sorted, and the texts between them, in order."""
+    reminders, rest, position = [], [], 0
+    while (begin := text.find(REMINDER_TAGS[0], position)) >= 0 and (end := text.find(REMINDER_TAGS[1], begin)) >= 0:
+        rest.append(text[position:begin].strip())
+        position = end + len(REMINDER_TAGS[1])
+        reminders.append(text[begin:position])
+    return sorted(reminders), [part for part in (*rest, text[position:].strip()) if part]
 
 
-def _shown(content: Sequence[object]) -> object:
+def _unwrapped(content: Sequence[object]) -> object:
     return content[0] if len(content) == 1 else content
 
 
-def _value(arguments: object) -> object:
-    """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is.
-    Arguments that are missing, empty or null are those of a call without any, and so is the empty list that PHP writes
-    for them."""
+def _parsed_arguments(arguments: object) -> object:
+    """Return the parsed arguments of a call.
+
+    Missing, empty and null arguments become {}, and so does the empty list that PHP writes. Text that is not JSON, or
+    is nested too deep to compare, becomes a tuple, which differs from every JSON value.
+    """
     if not isinstance(arguments, str):
         return {} if arguments in (None, []) else arguments
     try:

@@ -1,16 +1,16 @@
-"""All that a session has been asked and has answered: its turns as a tree, and their messages, each stored once.
+"""The history of one session: its turns as a tree, and their messages, each stored once.
 
-    request   messages ──────────────────────────────────► the deepest turn whose history they extend, or none
+    messages of a request ─────────► the deepest recorded turn whose history they extend, or None
 
-Messages form a tree of their own. What a request goes on from is found by walking along its messages once, however many
-branches there are:
+The messages form a tree too. The parent of a request is found in one walk along its messages, however many branches
+there are:
 
     root ── system ── user ── answer ── tool ── answer       a turn ends at each answer
                        │        └────── user ── answer
                        └───── answer                         a retry
 
 Agents edit, compact and retry their history, change tools, and run sub-agents in the same session. None of this is an
-error: what does not extend a held turn begins a root of its own. Pure.
+error: a request that extends no recorded turn begins a new root. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from middleware_hub.openai_session.sessions.answers import RecordedAnswers
-from middleware_hub.openai_session.sessions.call_ids import SameId, as_held
+from middleware_hub.openai_session.sessions.call_ids import SameId, restore_ids
 from middleware_hub.openai_session.sessions.classify import classify
 from middleware_hub.openai_session.sessions.equality import Equality, equality_on
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
@@ -33,104 +33,116 @@ from middleware_hub.openai_session.sessions.turn import Classification, Turn
 
 
 class HistoryMatch(NamedTuple):
-    """The nodes that a request's messages lead to, message by message, the beginning first. `before`: the number of the
-    first turn that does not count."""
+    """The nodes that match a request's messages.
 
-    places: Sequence[Sequence[HistoryNode]]
+    Attributes:
+        nodes: the start node, then the matching nodes of each message; shorter than `messages` if matching stopped.
+        messages: the messages of the request.
+        before: only turns with a smaller number count.
+    """
+
+    nodes: Sequence[Sequence[HistoryNode]]
     messages: Sequence[Message]
     before: int = sys.maxsize
 
     @property
-    def whole(self) -> bool:
-        """Whether all of the messages lead somewhere."""
-        return len(self.places) > len(self.messages)
+    def is_complete(self) -> bool:
+        """True if every message has a matching node."""
+        return len(self.nodes) > len(self.messages)
 
     def stops_at_calls(self) -> bool:
-        """Return whether the first message that leads nowhere calls tools."""
-        count = len(self.places) - 1
+        """Return True if the first message without a matching node calls tools."""
+        count = len(self.nodes) - 1
         return count < len(self.messages) and bool(self.messages[count].get("tool_calls"))
 
     def turns(self) -> Iterator[Turn]:
-        """Those whose history the messages begin with."""
-        return (place.turn for places in self.places[1:] for place in places if place.turn is not None)
+        """Yield the turns whose whole history, answer included, begins the messages."""
+        return (node.turn for nodes in self.nodes[1:] for node in nodes if node.turn is not None)
 
-    def asked(self) -> Iterator[Turn]:
-        """Those that were asked just these messages."""
-        if not self.whole:
+    def turns_asked(self) -> Iterator[Turn]:
+        """Yield the turns whose request was exactly these messages."""
+        if not self.is_complete:
             return iter(())
-        return (turn for place in self.places[-1] for turn in place.asked if turn.number < self.before)
+        return (turn for node in self.nodes[-1] for turn in node.asked if turn.number < self.before)
 
-    def departure(self) -> tuple[int, Message | None, Message | None]:
-        """How many messages lead somewhere, the held message behind them that came last, and the one that was sent."""
-        count = len(self.places) - 1
-        held = [child.message for place in self.places[-1] for child in place.children if child.since < self.before]
+    def divergence(self) -> tuple[int, Message | None, Message | None]:
+        """Return where the messages leave the tree.
+
+        Returns:
+            The number of matching messages, the latest recorded message behind them, and the message sent there. Either
+            message may be missing (None).
+        """
+        count = len(self.nodes) - 1
+        held = [child.message for node in self.nodes[-1] for child in node.children if child.added_by < self.before]
         return count, held[-1] if held else None, self.messages[count] if count < len(self.messages) else None
 
 
 class HistoryNode:
-    """A message behind those before it.
+    """One message in the tree of messages.
 
     Attributes:
-        turn: whose answer it is.
-        since: the number of the turn that brought it.
-        asked: turns whose request it ends.
+        turn: the turn whose answer the message is; None for a message of a request.
+        added_by: the number of the turn that added the message.
+        asked: the turns whose request ends with the message.
     """
 
-    __slots__ = ("asked", "children", "message", "since", "spelling", "turn")
+    __slots__ = ("added_by", "asked", "children", "message", "spelling", "turn")
 
-    def __init__(self, message: Message, since: int, turn: Turn | None = None) -> None:
+    def __init__(self, message: Message, added_by: int, turn: Turn | None = None) -> None:
         self.message = message
-        self.since = since
+        self.added_by = added_by
         self.turn = turn
         self.asked: tuple[Turn, ...] = ()
         self.children: tuple[HistoryNode, ...] = ()
-        self.spelling: tuple[int, Equality] | None = None  # the other one in which it came back last, and who took it
+        self.spelling: tuple[int, Equality] | None = None  # hash of the last other spelling, and the equality for it
 
     def match(self, messages: Sequence[Message], equal: Equality, before: int = sys.maxsize) -> HistoryMatch:
-        """Return where messages lead from here, by the turns with a smaller number than `before`."""
+        """Match messages from this node on, among the turns with a smaller number than `before`."""
         found = [[self]]
         for message in messages:
-            places = [
+            nodes = [
                 child
-                for place in found[-1]
-                for child in place.children
-                if child.since < before and child.leads_here(message, equal)
+                for node in found[-1]
+                for child in node.children
+                if child.added_by < before and child.matches(message, equal)
             ]
-            if not places:
+            if not nodes:
                 break
-            found.append(places)
+            found.append(nodes)
         return HistoryMatch(found, messages, before)
 
     def append(self, turn: Turn) -> HistoryNode:
-        """Put what a turn was asked and answered behind this node; return the node of its answer."""
-        place = self
+        """Add a turn's new messages and its answer behind this node; return the node of the answer."""
+        node = self
         for message in turn.appended:
-            place = place._behind(message, turn.number)
-        place.asked += (turn,)
+            node = node._child_for(message, turn.number)
+        node.asked += (turn,)
         end = HistoryNode(turn.answer, turn.number, turn)
-        place.children += (end,)
+        node.children += (end,)
         return end
 
-    def leads_here(self, message: Message, equal: Equality) -> bool:
-        """Return whether a message that was sent is this one."""
-        return self.message == message or self._is(message, equal)
+    def matches(self, message: Message, equal: Equality) -> bool:
+        """Return True if a sent message is this node's message."""
+        return self.message == message or self._is_respelled(message, equal)
 
     def clear(self) -> None:
-        """Let go of all nodes behind this one."""
+        """Drop the references to all nodes behind this one."""
         self.asked, self.children = (), ()
 
-    def _behind(self, message: Message, since: int) -> HistoryNode:
-        """Return the node of a message, which is the session's own object."""
+    def _child_for(self, message: Message, added_by: int) -> HistoryNode:
+        """Return the child node of a message, which must be the interned object; add the node if it is missing."""
         for child in self.children:
             if child.message is message and child.turn is None:
                 return child
-        child = HistoryNode(message, since)
+        child = HistoryNode(message, added_by)
         self.children += (child,)
         return child
 
-    def _is(self, sent: Message, equal: Equality) -> bool:
-        """Return whether a message is this one in another spelling. An agent uses the same each time: it is
-        remembered."""
+    def _is_respelled(self, sent: Message, equal: Equality) -> bool:
+        """Return True if a sent message is this node's message in another spelling.
+
+        The last spelling is remembered, because an agent sends the same one with every turn.
+        """
         spelling = hash(orjson.dumps(sent)), equal
         if spelling != self.spelling:
             if not equal(self.message, sent):
@@ -141,7 +153,7 @@ class HistoryNode:
 
 @dataclass(frozen=True)
 class ParentMatch:
-    """Where in the tree a request's turns belong, and the messages that it adds there."""
+    """The parent of a request's turns, the messages that the request adds to it, and the context they share."""
 
     parent: Turn | None
     appended: tuple[Message, ...]
@@ -152,7 +164,7 @@ class SessionHistory:
     """The turns of a session.
 
     Args:
-        equal: whether a message that was sent is one that is held, for `classify`.
+        equal: the equality that `classify` compares sent and recorded messages with.
     """
 
     def __init__(self, equal: Equality) -> None:
@@ -161,12 +173,12 @@ class SessionHistory:
         self.answers = RecordedAnswers()
         self._equal = equal
         self._children: list[list[Turn]] = []  # by the number of their parent
-        self._classified: list[Classification] = []  # of the first turns, up to the last one that somebody read
+        self._classified: list[Classification] = []  # of the first turns, up to the last one that was read
         self._root = HistoryNode({}, 0)
         self._ends: dict[Turn, HistoryNode] = {}
-        self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
+        self._messages: dict[bytes, Message] = {}  # every message of a request, by digest
         self._contexts: dict[bytes, bytes] = {}
-        self._tools: dict[bytes, bytes] = {}  # as they were sent, by digest
+        self._tools: dict[bytes, bytes] = {}  # compressed JSON of the tools as sent, by digest
 
     def find_parent(
         self,
@@ -175,12 +187,16 @@ class SessionHistory:
         equal: Equality,
         same_id: SameId | None = None,
     ) -> ParentMatch:
-        """Return the deepest turn that a request's messages extend in one of these contexts, the latest of several.
-        `same_id`: whether two ids of a call are one; by default those that are equal."""
+        """Return the deepest turn that a request's messages extend; of several equally deep ones the latest.
+
+        Args:
+            contexts: the contexts that the parent may have; the first is the context of a new root.
+            same_id: returns True if the chat template cannot tell two call ids apart; by default ids must be equal.
+        """
         best: Turn | None = None
         held, match = messages, self._root.match(messages, equal)
         if same_id is not None and match.stops_at_calls():
-            held = as_held(self._root, messages, equal, same_id)
+            held = restore_ids(self._root, messages, equal, same_id)
             match = self._root.match(held, equal)
         for turn in match.turns():
             if turn.context in contexts and (
@@ -191,31 +207,37 @@ class SessionHistory:
             return ParentMatch(None, tuple(messages), contexts[0])
         return ParentMatch(best, tuple(held[best.messages :]), best.context)
 
-    def match_behind(
+    def match_after(
         self, parent: Turn | None, messages: Sequence[Message], equal: Equality, *, before: int
     ) -> HistoryMatch:
-        """Return where messages lead behind a turn, by the turns with a smaller number than `before`."""
+        """Match messages from the end of a turn on, among the turns with a smaller number than `before`."""
         return self._end_of(parent).match(messages, equal, before)
 
-    def intern(self, place: ParentMatch) -> tuple[ParentMatch, int]:
-        """Return `place` with the session's own object for each message and context that it has already, and the bytes
-        of those that are new.
+    def intern(self, match: ParentMatch) -> tuple[ParentMatch, int]:
+        """Replace known messages and the context by the session's own objects, and store new ones.
 
-        Retries and new roots send again what other branches hold: it is stored once.
+        Retries and new roots repeat messages of other branches, which are stored only once.
+
+        Returns:
+            The match with the stored objects, and the number of bytes that are new.
         """
-        nbytes = 0 if place.context in self._contexts else len(place.context)
-        context = self._contexts.setdefault(place.context, place.context)
+        nbytes = 0 if match.context in self._contexts else len(match.context)
+        context = self._contexts.setdefault(match.context, match.context)
         appended = []
-        for message in place.appended:
+        for message in match.appended:
             digest = blake2b(orjson.dumps(message), digest_size=16).digest()
             if digest not in self._messages:
                 self._messages[digest] = message
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
-        return ParentMatch(place.parent, tuple(appended), context), nbytes
+        return ParentMatch(match.parent, tuple(appended), context), nbytes
 
     def intern_tools(self, tools: Sequence[Any] | None) -> tuple[bytes, int]:
-        """Return the session's own object for the tools of a root, as they were sent, and its bytes if it is new."""
+        """Store the tools of a root as sent.
+
+        Returns:
+            The compressed JSON of the tools (b"" without tools), and its number of bytes if it is new, else 0.
+        """
         if not tools:
             return b"", 0
         written = orjson.dumps(tools)
@@ -226,7 +248,7 @@ class SessionHistory:
         return held, len(held)
 
     def append(self, turn: Turn) -> None:
-        """Add a finished turn, as the next one."""
+        """Add a recorded turn, whose number must be the next."""
         assert turn.number == len(self.turns)
         self.siblings(turn).append(turn)
         self.turns.append(turn)
@@ -234,7 +256,7 @@ class SessionHistory:
         self._ends[turn] = self._end_of(turn.parent).append(turn)
 
     def restore(self, turn: Turn) -> None:
-        """Put back a turn that was in this tree, as the next one, with its messages."""
+        """Add a turn from the archive, whose number must be the next, and store its messages."""
         for message in turn.appended:
             self._messages[blake2b(orjson.dumps(message), digest_size=16).digest()] = message
         self._contexts[turn.context] = turn.context
@@ -248,11 +270,11 @@ class SessionHistory:
         return self._children[turn.number]
 
     def siblings(self, turn: Turn) -> list[Turn]:
-        """Return the turns with the same parent, the turn among them once it is in the tree."""
+        """Return the turns with the same parent, including the turn itself if it is in the tree."""
         return self.roots if turn.parent is None else self._children[turn.parent.number]
 
-    def below(self, turn: Turn) -> Iterator[Turn]:
-        """Iterate over a turn and all behind it."""
+    def descendants(self, turn: Turn) -> Iterator[Turn]:
+        """Yield a turn and all its descendants."""
         turns = [turn]
         while turns:
             turn = turns.pop()
@@ -260,11 +282,11 @@ class SessionHistory:
             turns.extend(self._children[turn.number])
 
     def leaves(self) -> list[Turn]:
-        """Return the turns that nothing extends, in the order in which they were recorded."""
+        """Return the turns without children, in the order in which they were recorded."""
         return [turn for turn in self.turns if not self._children[turn.number]]
 
     def classify(self, turn: Turn) -> Classification:
-        """Classify a turn of the tree. Each turn is looked at once, when somebody first reads it or a later one."""
+        """Return the classification of a turn in the tree, computed once, together with all turns before it."""
         known = self._classified
         for each in self.turns[len(known) : turn.number + 1]:
             known.append(self._classification(each))
@@ -279,19 +301,21 @@ class SessionHistory:
             found = classify(self, turn, equality_on(turn.path, self._equal), conversation)
         answers, side_call = turn.sent_answers, turn.side_call or (above is not None and above.side_call)
         if answers or side_call:
-            unrecorded = bool(answers) and not self.answers.have(answers, self, turn.number)
+            unrecorded = bool(answers) and not self.answers.contains_all(answers, self, turn.number)
             found = found._replace(unrecorded=unrecorded, side_call=side_call)
-        return above if found == above else found  # one object for all turns of a line
+        return above if found == above else found  # the turns of one line share an object
 
     def classified(self) -> Sequence[Classification]:
-        """Return the classification of each turn. The list stays readable when the session is deleted meanwhile."""
+        """Return the classification of every turn. The list stays valid if the session is deleted afterwards."""
         if self.turns:
             self.classify(self.turns[-1])
         return self._classified
 
     def clear(self) -> None:
-        """Let go of all turns at once: children and parents hold each other, and the garbage collector would take its
-        time. Requests in flight keep what they extend."""
+        """Drop all turns at once, without waiting for the garbage collector: children and parents refer to each other.
+
+        Requests in flight keep the turns that they extend.
+        """
         self._root.clear()
         self.answers.clear()
         self._classified = []

@@ -1,7 +1,7 @@
-"""Images and the like in a request: refused, or replaced by a fixed text, since a session traces text alone.
+"""The media policy: images, audio and the like in a request are refused, or replaced by a fixed text.
 
-An agent that has begun must be able to go on: by default what it attaches is refused in its first turn and replaced in
-later ones.
+A session records text only. By default media are refused in the first turn of a session and replaced in later turns:
+an agent that has begun must be able to go on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from middleware_hub.openai_session.episodes.contract import REFUSE, REPLACE
 from middleware_hub.openai_session.errors import MediaNotTraced
 from miles_router.errors import BadRequest
 
-#: The policies of a run; a contract has the last two.
+#: The policies of a run; a session's contract may set the last two.
 REFUSE_FIRST = "refuse_first"
 POLICIES = (REFUSE_FIRST, REFUSE, REPLACE)
-#: What stands for more than its words, by the type of its part in any API.
+#: The kind of medium for each part type of any agent API.
 KINDS: Mapping[str, str] = {
     **{
         f"{before}{kind}{behind}": kind
@@ -27,54 +27,53 @@ KINDS: Mapping[str, str] = {
     },
     **{"document": "document", "container_upload": "file", "computer_screenshot": "image"},
 }
-#: What parts of any other type are called.
+#: The kind of a part with any other type.
 OTHER = "content"
-#: What to do about a refusal.
-HINT = "for a text in its place, set the option media of the sessions, or media in the session's contract, to 'replace'"
+HINT = "to send a fixed text instead, set media to 'replace', in openai_session_middleware or the session's contract"
 
 
 class Media:
-    """What is not text in the requests of one history.
+    """The media policy of one request, and the count of replaced parts.
 
     Attributes:
-        refuses: whether such a part is refused.
-        replaced: how many of each kind were replaced.
+        refuses: True to refuse media, False to replace them.
+        replaced: the number of replaced parts of each kind.
     """
 
     def __init__(self, *, refuses: bool) -> None:
         self.refuses = refuses
         self.replaced: Counter[str] = Counter()
 
-    def text(self, kind: str, where: str) -> str:
-        """Return the text in place of a part of this type.
+    def replace(self, kind: str, where: str) -> str:
+        """Count a part of this type and return the text that replaces it.
 
         Raises:
-            MediaNotTraced: parts are refused.
+            MediaNotTraced: the policy refuses media.
         """
         if self.refuses:
-            raise MediaNotTraced(f"{where}: {kind[:64]!r} is no text, and a session traces text alone; {HINT}")
+            raise MediaNotTraced(f"{where}: {kind[:64]!r} is not text, and a session records text only; {HINT}")
         name = KINDS.get(kind, OTHER)
         self.replaced[name] += 1
         return f"[{name} omitted]"
 
-    def other(self, kind: object, where: str) -> str:
-        """Return the text in place of a part whose type no session traces.
+    def replace_unknown(self, kind: object, where: str) -> str:
+        """Count a part of an unknown type and return the text that replaces it.
 
         Raises:
-            BadRequest: parts are refused.
+            BadRequest: the policy refuses media.
         """
         if self.refuses:
-            raise BadRequest(f"{where}: blocks of the type {str(kind)[:64]!r} cannot be traced here; {HINT}")
-        return self.text(str(kind), where)
+            raise BadRequest(f"{where}: a session cannot record blocks of the type {str(kind)[:64]!r}; {HINT}")
+        return self.replace(str(kind), where)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record of a turn says of it."""
+        """The facts for the record of the turn."""
         return {"media_replaced": dict(self.replaced)} if self.replaced else {}
 
 
 def text_of_data(url: object) -> str | None:
-    """Return the text in a `data:` URL of a text; None for anything else."""
+    """Return the text of a base64 `data:text/` URL; None for anything else."""
     if not isinstance(url, str) or not url.startswith("data:text/"):
         return None
     head, _, data = url.partition(",")
@@ -82,7 +81,7 @@ def text_of_data(url: object) -> str | None:
 
 
 def text_of_base64(data: object) -> str | None:
-    """Return the UTF-8 text that is encoded so; None for anything else."""
+    """Return the UTF-8 text that `data` encodes in base64; None if it is not base64 of UTF-8."""
     try:
         return b64decode(data, validate=True).decode() if isinstance(data, str) else None
     except ValueError:

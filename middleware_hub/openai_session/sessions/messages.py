@@ -1,4 +1,4 @@
-"""Chat messages: what a request must have, and what a message weighs."""
+"""Chat messages: checks of the messages in a request, their memory size, and small helpers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _role, _content = methodcaller("get", "role"), methodcaller("get", "content")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def checked(parsed: object) -> Sequence[Message]:
-    """The messages of a request.
+def checked_messages(parsed: object) -> Sequence[Message]:
+    """Return the messages of a parsed request.
 
     Raises:
-        BadRequest: it is no object, or its messages are not a list of objects with a role.
+        BadRequest: the request is not an object, or its messages are not a list of objects with a role.
     """
     if not isinstance(parsed, Mapping):
         raise BadRequest("the request body must be a JSON object")
@@ -38,7 +38,7 @@ def checked(parsed: object) -> Sequence[Message]:
 
 
 def only_text(messages: Sequence[Message]) -> bool:
-    """Whether no message holds anything that ids alone do not carry."""
+    """Return True if every part of every message is text, so that token ids alone represent the messages."""
     return all(
         part.get("type") in TEXT_PARTS if isinstance(part, Mapping) else isinstance(part, str)
         for content in map(_content, messages)
@@ -48,10 +48,10 @@ def only_text(messages: Sequence[Message]) -> bool:
 
 
 def parse_text(text: str) -> Any:
-    """The JSON that a text in a message spells, such as the arguments of a call; halves of surrogate pairs as U+FFFD.
+    """Parse JSON in a text of a message, such as the arguments of a call. Lone surrogates become U+FFFD.
 
     Raises:
-        ValueError: it spells none, or is nested deeper than anything that is compared, or written again.
+        ValueError: the text is not JSON, or is nested too deep to be compared or serialized.
     """
     data = text.encode("utf-8", "surrogatepass")
     parsed = client_json.loads(data)
@@ -60,8 +60,8 @@ def parse_text(text: str) -> Any:
     return parsed
 
 
-def alike(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+def common_prefix(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -70,11 +70,11 @@ def alike(one: str, other: str) -> int:
 
 
 def message_bytes(message: object) -> int:
-    """The memory that a message, or a value in it, takes; but for keys, which are few and shared."""
+    """Return the memory size in bytes of a message, or of a value in it. Keys are few and shared, and do not count."""
     own = sys.getsizeof(message)
-    if isinstance(message, str):  # as most are
+    if isinstance(message, str):  # first, because most values are strings
         return own
-    if isinstance(message, (dict, Mapping)):  # the second is slow to look at
+    if isinstance(message, (dict, Mapping)):  # dict first: the check against Mapping is slow
         return own + sum(map(message_bytes, message.values()))
     if isinstance(message, (list, tuple)):
         return own + sum(map(message_bytes, message))
@@ -82,10 +82,10 @@ def message_bytes(message: object) -> int:
 
 
 def load_function(path: str, option: str, names: Mapping[str, object]) -> Callable[..., Any]:
-    """A function by its dotted path, for an option that also takes `names`.
+    """Import a function by its dotted path, for an option of the middleware that also accepts `names`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the path is not a dotted path, cannot be imported, or is not callable.
     """
     module, _, attribute = path.rpartition(".")
     where = f"openai_session_middleware.{option}"
@@ -96,11 +96,11 @@ def load_function(path: str, option: str, names: Mapping[str, object]) -> Callab
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{where}: cannot load {path!r}: {error}") from None
     if not callable(found):
-        raise ConfigError(f"{where}: {path!r} is no function")
-    return found  # type: ignore[no-any-return]  # whatever its operator named
+        raise ConfigError(f"{where}: {path!r} is not a function")
+    return found  # type: ignore[no-any-return]  # the operator's own function
 
 
 def function_of(holder: object) -> Mapping[str, Any]:
-    """The function that a tool, a call or a choice of one names; empty where it names none."""
+    """Return the `function` object of a tool, a tool call or a `tool_choice`; empty if it is missing."""
     function = holder.get("function") if isinstance(holder, Mapping) else None
     return function if isinstance(function, Mapping) else {}

@@ -1,8 +1,8 @@
-"""Calls and results of chat histories under ids that are texts.
+"""Conversion of tool calls and their results so that all have string ids.
 
-Agents with a loop of their own number their calls or leave ids out, and some send the form that OpenAI had before
-tools: a `function_call` of the assistant, answered by a message of the role `function`. SGLang 0.5.23 refuses numbers,
-and drops that form without a word.
+Agents with their own loop number their calls or leave ids out. Some send the form that OpenAI had before tools: a
+`function_call` of the assistant, answered by a message with the role `function`. SGLang 0.5.23 refuses numbers as ids
+and drops the old form without an error.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from middleware_hub.openai_session.sessions.fields import ASSISTANT, FUNCTION_CA
 from middleware_hub.openai_session.sessions.messages import Message, function_of
 from miles_router.errors import BadRequest
 
-#: How an id begins that a call was given here, since it had none. No session has sampled such a call.
+#: Prefix of the ids that this module gives to calls without one. No sampled call has such an id.
 UNNAMED = "call_unnamed_"
 TOOL, FUNCTION = "tool", "function"
 
 
-def id_of(value: object) -> str | None:
-    """Return a call id as a text; None where it is missing, null or empty.
+def normalized_id(value: object) -> str | None:
+    """Return a call id as a string; None if it is missing, null or empty.
 
     Raises:
-        ValueError: it is neither a text nor an integer.
+        ValueError: the id is neither a string nor an integer.
     """
     if isinstance(value, str | None):
         return value or None
@@ -34,21 +34,26 @@ def id_of(value: object) -> str | None:
 
 
 def unnamed_id(place: int, number: int = 0) -> str:
-    """Return the id of a call without one: the same in each request of a history that grows."""
+    """Return an id for a call without one, which is the same in every request of a growing history.
+
+    Args:
+        place: the index of the message.
+        number: the index of the call in the message.
+    """
     return f"{UNNAMED}{place}_{number}"
 
 
 def is_unnamed(call_id: object) -> bool:
-    """Return whether a call was given its id here."""
+    """Return True if `unnamed_id` made this id."""
     return isinstance(call_id, str) and call_id.startswith(UNNAMED)
 
 
 class OpenCalls:
-    """The calls of an answer that have no result yet, in their order."""
+    """The calls of an answer that have no result yet, in order."""
 
     def __init__(self, calls: object = ()) -> None:
-        self._names: dict[str, str] = {}  # by the ids of the calls
-        self._ids: dict[str, dict[str, None]] = {}  # by the names of the functions
+        self._names: dict[str, str] = {}  # call id to function name
+        self._ids: dict[str, dict[str, None]] = {}  # function name to the ids of its calls
         for call in calls if isinstance(calls, Sequence) else ():
             self.add(call)
 
@@ -56,63 +61,75 @@ class OpenCalls:
         return len(self._names)
 
     def add(self, call: object) -> None:
-        """Take one more call."""
+        """Add a call; a call without a string id and a function name is ignored."""
         call_id, name = call.get("id") if isinstance(call, Mapping) else None, function_of(call).get("name")
         if isinstance(call_id, str) and isinstance(name, str):
             self._names[call_id] = name
             self._ids.setdefault(name, {})[call_id] = None
 
     def answer(self, call_id: str) -> None:
-        """Note the result of a call."""
+        """Remove a call, because its result has come."""
         self._ids.get(self._names.pop(call_id, ""), {}).pop(call_id, None)
 
-    def only(self, name: object = None, *, is_function: bool = False) -> str | None:
-        """Return the id of the one call that a result without an id can be of. `is_function`: the result names the
-        function, and is of no other."""
+    def only_candidate(self, name: object = None, *, is_function: bool = False) -> str | None:
+        """Return the id of the only open call that a result without an id can belong to; None if there are several.
+
+        Args:
+            name: the function that the result names.
+            is_function: the result has the role `function`: if it names a function, no other function's call matches.
+        """
         of_name = self._ids.get(name, {}) if isinstance(name, str) else {}
         found = of_name or ({} if is_function and name else self._names)
         return next(iter(found)) if len(found) == 1 else None
 
     def first(self) -> str:
-        """Return the id of the first call."""
+        """Return the id of the first open call."""
         return next(iter(self._names))
 
 
 class _CallReader:
-    """Messages as they are read, the beginning first."""
+    """A converter of one request's messages, which must be read in order."""
 
     def __init__(self, messages: Sequence[Message], unread: Unread, *, writes_ids: bool) -> None:
         self._messages = messages
         self._unread = unread
         self._writes_ids = writes_ids
         self._calls = OpenCalls()
-        self._run_end = 0  # behind the results without ids that come next
+        self._run_end = 0  # the index behind the current run of results without ids
 
     def message(self, place: int) -> Message:
-        """Raises BadRequest: an id is none, or it is not clear which call a result is of."""
+        """Return the converted message at this index.
+
+        Raises:
+            BadRequest: an id is invalid, or the call of a result is ambiguous.
+        """
         message = self._messages[place]
         role = message["role"].lower()
         if role == ASSISTANT:
-            message = self._calling(message, place)
+            message = self._with_named_calls(message, place)
             self._calls = OpenCalls(message.get("tool_calls"))
         elif role in (TOOL, FUNCTION):
-            message = self._result(message, place)
+            message = self._with_result_id(message, place)
         return message
 
-    def _calling(self, message: Message, place: int) -> Message:
+    def _with_named_calls(self, message: Message, place: int) -> Message:
         calls, legacy = message.get("tool_calls"), message.get(FUNCTION_CALL)
         given: list[Any] = calls if isinstance(calls, list) else []
-        named = [_named(call, place, number) for number, call in enumerate(given)]
+        named = [_with_named_id(call, place, number) for number, call in enumerate(given)]
         function = self._function(legacy, place) if legacy else None
         if function is not None:
             message = {name: value for name, value in message.items() if name != FUNCTION_CALL}
             if function not in [_function(call) for call in given]:  # libraries write one call in both forms
                 named.append({"id": unnamed_id(place, len(given)), "type": FUNCTION, FUNCTION: function})
-        same = len(named) == len(given) and all(map(operator.is_, named, given))
-        return message if same else {**message, "tool_calls": named}
+        unchanged = len(named) == len(given) and all(map(operator.is_, named, given))
+        return message if unchanged else {**message, "tool_calls": named}
 
     def _function(self, legacy: object, place: int) -> dict[str, Any] | None:
-        """Return what a `function_call` calls; None where it cannot be read, and the session has begun."""
+        """Return the function of a `function_call`; None if it is invalid and the request is not the first turn.
+
+        Raises:
+            BadRequest: it is invalid in the first turn.
+        """
         function = _function({FUNCTION: legacy})
         if isinstance(function["name"], str) and function["name"]:
             return function
@@ -121,13 +138,13 @@ class _CallReader:
         self._unread.note([FUNCTION_CALL])
         return None
 
-    def _result(self, message: Message, place: int) -> Message:
+    def _with_result_id(self, message: Message, place: int) -> Message:
         try:
-            call_id = id_of(message.get("tool_call_id"))
+            call_id = normalized_id(message.get("tool_call_id"))
         except ValueError as error:
             raise BadRequest(f"messages[{place}].tool_call_id {error}") from None
         is_function = message["role"].lower() == FUNCTION
-        found = self._meant(message, place, is_function=is_function) if call_id is None else call_id
+        found = self._find_call(message, place, is_function=is_function) if call_id is None else call_id
         if found is None:
             return message
         self._calls.answer(found)
@@ -135,20 +152,24 @@ class _CallReader:
             return message
         return {**message, "role": TOOL, "tool_call_id": found}
 
-    def _meant(self, message: Message, place: int, *, is_function: bool) -> str | None:
-        """Return the call that a result without an id is of; None where it is of none, or names none."""
+    def _find_call(self, message: Message, place: int, *, is_function: bool) -> str | None:
+        """Return the id of the call that a result without an id belongs to; None if the result stays without one.
+
+        Raises:
+            BadRequest: several calls are possible, and the id matters.
+        """
         if not self._calls:
             return None
-        found = self._calls.only(message.get("name"), is_function=is_function)
-        if found is None and len(self._calls) > 1 and self._run(place) == len(self._calls):
-            return self._calls.first()  # as many results as calls: they are in order
+        found = self._calls.only_candidate(message.get("name"), is_function=is_function)
+        if found is None and len(self._calls) > 1 and self._run_length(place) == len(self._calls):
+            return self._calls.first()  # as many results as calls: take them in order
         if found is None and not is_function and (self._unread.first or self._writes_ids):
-            reason = f"is missing, and it is the result of one of {len(self._calls)} calls: say of which"
+            reason = f"is missing, and {len(self._calls)} calls are open: name the call of this result"
             raise BadRequest(f"messages[{place}].tool_call_id {reason}")
         return found
 
-    def _run(self, place: int) -> int:
-        """Return how many results without an id begin here."""
+    def _run_length(self, place: int) -> int:
+        """Return how many consecutive results without an id begin at this index."""
         if place >= self._run_end:
             rest = range(place, len(self._messages))
             self._run_end = next((each for each in rest if not _is_unnamed_result(self._messages[each])), rest.stop)
@@ -156,13 +177,13 @@ class _CallReader:
 
 
 def named_calls(messages: Sequence[Message], unread: Unread, *, writes_ids: bool) -> Sequence[Message]:
-    """Return messages whose calls and results have ids that are texts; the same object if they all have.
+    """Return the messages with string ids for all calls and results; the same object if nothing changes.
 
     Args:
-        writes_ids: whether the chat template writes ids. Where it does not, a result without one may stay so.
+        writes_ids: whether the chat template renders call ids. If it does not, a result may stay without one.
 
     Raises:
-        BadRequest: an id is neither a text nor an integer, or it is not clear which call a result is of.
+        BadRequest: an id is neither a string nor an integer, or the call of a result is ambiguous.
     """
     if all(map(_is_named, messages)):
         return messages
@@ -190,11 +211,11 @@ def _is_unnamed_result(message: Message) -> bool:
     return message["role"].lower() in (TOOL, FUNCTION) and message.get("tool_call_id") in (None, "")
 
 
-def _named(call: Any, place: int, number: int) -> Any:
+def _with_named_id(call: Any, place: int, number: int) -> Any:
     if _has_id(call):
         return call
     try:
-        call_id = id_of(call.get("id"))
+        call_id = normalized_id(call.get("id"))
     except ValueError as error:
         raise BadRequest(f"messages[{place}].tool_calls[{number}].id {error}") from None
     return {**call, "id": unnamed_id(place, number) if call_id is None else call_id}

@@ -1,6 +1,6 @@
-"""What of a chat request reaches the chat template beside the messages, as SGLang reads it (0.5.23, `protocol.py`).
+"""Tools and template settings of a chat request, as SGLang passes them to the chat template (0.5.23, `protocol.py`).
 
-It is read here and nowhere else: what a turn is rendered with, and whether it may continue another, is one question.
+Only this module reads them, because they decide both how a turn is rendered and which turn it may continue.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from typing import Any
 
 import orjson
 
-#: Efforts with a name; any other is a number.
+#: Named reasoning efforts; any other effort is a number.
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
-#: What a function keeps on its way through the request model of SGLang.
-ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
-OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
-#: What a request sets the template with.
+#: Fields of a function that SGLang's request model keeps; the first three are always present, null if not sent.
+REQUIRED_FUNCTION_FIELDS = ("description", "name", "parameters")
+FUNCTION_FIELDS = (*REQUIRED_FUNCTION_FIELDS, "strict", "defer_loading")
+#: Fields of a request that set template settings.
 SETTINGS = frozenset({"chat_template_kwargs", "reasoning", "reasoning_effort"})
-YES = frozenset({"1", "true", "yes", "y", "on"})
+TRUE_WORDS = frozenset({"1", "true", "yes", "y", "on"})
 
 
 class Context:
-    """What a conversation is rendered with beside its messages. Contexts that a template cannot tell apart are equal,
-    and so are their keys; the order of the names in an object counts for nothing."""
+    """The tools and template settings that a conversation is rendered with.
+
+    Contexts that a template cannot tell apart are equal and have equal keys. The order of names in an object does
+    not matter.
+    """
 
     __slots__ = ("key", "template_kwargs", "tools")
 
@@ -40,28 +43,28 @@ class Context:
 
 
 def read_key(key: bytes) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
-    """Return the tools and template settings of which a `Context.key` was made; of a completion's key, none."""
+    """Return the tools and template settings of a `Context.key`; (None, {}) for the key of a completion."""
     tools, template_kwargs = orjson.loads(key) if key.startswith(b"[") else (None, {})
     return tools and [_sent_tool(tool) for tool in tools], template_kwargs
 
 
 def shows_tools(key: bytes) -> bool:
-    """Whether the context of a key has tools."""
+    """Return True if the context with this key has tools."""
     return key.startswith(b"[[")
 
 
 def _sent_tool(tool: Any) -> Any:
-    """A prepared tool without what its sender need not have said."""
+    """Return a prepared tool without its null fields, which the client need not have sent."""
     return {name: value for name, value in tool.items() if value is not None} if isinstance(tool, Mapping) else tool
 
 
 def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
-    """What a request may be rendered with.
+    """Return the contexts in which a request may continue a recorded turn.
 
-    The first is what the engine's template is given for this request. It leaves out tools that `tool_choice` does not
-    allow; where all of them were shown before, the request goes on there as well, and that is the second.
+    The first is the context that the engine renders for this request, without tools that `tool_choice` excludes. If
+    some are excluded, the second context has all tools: the request may also continue a turn that showed them all.
     """
-    settings, shown, every_tool = settings_of(request), tools_of(request), _every_tool(request)
+    settings, shown, every_tool = settings_of(request), tools_of(request), _all_tools(request)
     own = Context(shown, settings)
     if shown is every_tool:
         return (own,)
@@ -70,19 +73,19 @@ def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
 
 
 def prepared_tool(tool: Any) -> Any:
-    """One tool as SGLang's request model writes it: the function's fields in the order they were sent."""
+    """Return a tool as SGLang's request model writes it, with the function's fields in the order in which they came."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         return tool
     sent = tool["function"]
-    known = {name: sent[name] for name in sent if name in OF_A_FUNCTION}
-    function = {**known, **{name: None for name in ALWAYS_OF_A_FUNCTION if name not in known}}
-    kept = {name: value for name, value in function.items() if value is not None or name in ALWAYS_OF_A_FUNCTION}
+    known = {name: sent[name] for name in sent if name in FUNCTION_FIELDS}
+    function = {**known, **{name: None for name in REQUIRED_FUNCTION_FIELDS if name not in known}}
+    kept = {name: value for name, value in function.items() if value is not None or name in REQUIRED_FUNCTION_FIELDS}
     return {"type": tool.get("type", "function"), "function": kept, "defer_loading": tool.get("defer_loading")}
 
 
 def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that the template is told of: none where none may be called, the one that must be."""
-    tools, choice = _every_tool(request), request.get("tool_choice")
+    """Return the tools that the template renders: None if `tool_choice` is "none", or only the tool that it names."""
+    tools, choice = _all_tools(request), request.get("tool_choice")
     if tools is None or choice == "none":
         return None
     if isinstance(choice, Mapping):
@@ -90,8 +93,8 @@ def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _every_tool(request: Mapping[str, Any]) -> list[Any] | None:
-    """The tools of a request; what is no list of them is for the engine to refuse."""
+def _all_tools(request: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of a request; None without tools. The engine refuses tools that are not a list."""
     tools = request.get("tools")
     return tools if isinstance(tools, list) and tools else None
 
@@ -102,8 +105,8 @@ def _name(tool: object) -> object:
 
 
 def settings_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's settings: `chat_template_kwargs`, and what `reasoning_effort` and `reasoning` mean for them."""
-    if SETTINGS.isdisjoint(request):  # as of most
+    """Return the template settings of `chat_template_kwargs`, `reasoning_effort` and `reasoning`."""
+    if SETTINGS.isdisjoint(request):  # the common case
         return {}
     reasoning = request.get("reasoning")
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
@@ -121,7 +124,7 @@ def _effort(value: object) -> str | float | None:
     if isinstance(value, str) and value in EFFORTS:
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return None  # none, or one that the engine refuses
+        return None  # missing, or invalid and refused by the engine
     try:
         return float(value)
     except ValueError:
@@ -132,4 +135,4 @@ def _enabled(reasoning: Mapping[str, Any]) -> bool:
     enabled = reasoning.get("enabled")
     if enabled is None:
         enabled = reasoning.get("enable", False)
-    return enabled.strip().lower() in YES if isinstance(enabled, str) else bool(enabled)
+    return enabled.strip().lower() in TRUE_WORDS if isinstance(enabled, str) else bool(enabled)

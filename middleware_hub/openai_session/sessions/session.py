@@ -1,4 +1,4 @@
-"""One session: its turns, its limits, how far it has come to its end, and what is kept for its agent."""
+"""One session: its turns, its contract, its status, and the data kept for its agent."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from middleware_hub.openai_session.sessions.history import SessionHistory
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.turn import Turn
 
-#: Why a turn is not simply the next one of its parent. Of a history that cannot be continued in tokens, words say it.
+#: The known reasons of branches. A history that cannot be continued in tokens has a reason in free text instead.
 REASONS: Collection[str] = frozenset(
     {
         *("retry", "choice", "parallel", "edited_history", "compaction", "sub_agent", "changed_tools"),
         *("text_prompt", "batch"),
     }
 )
-#: In place of words.
-IN_WORDS = "other"
-#: Characters of a label.
-LONGEST_LABEL = 200
-#: Of a group's name in lists; metadata, which anybody wrote, may name a longer one.
-LONGEST_GROUP = 256
+#: The name that stands for every reason in free text.
+FREE_TEXT = "other"
+#: The most characters of a label.
+MAX_LABEL = 200
+#: The most characters of a group's name in lists; clients may name longer ones in the metadata.
+MAX_GROUP = 256
 
 
 def reason_name(reason: str | None) -> str | None:
-    """A reason as one of few."""
-    return reason if reason is None or reason in REASONS else IN_WORDS
+    """Return a reason of `REASONS` unchanged, and `FREE_TEXT` for a reason in free text."""
+    return reason if reason is None or reason in REASONS else FREE_TEXT
 
 
 def shown_group(group: str | None) -> str | None:
-    """A group as lists name it."""
-    return None if group is None else group[:LONGEST_GROUP]
+    """Return the group's name, shortened for lists."""
+    return None if group is None else group[:MAX_GROUP]
 
 
 def label_of(metadata: Mapping[str, Any]) -> str | None:
-    """What people call a session, as its metadata says it."""
+    """Return the session's label from its metadata: `label`, else `instance_id`; None without either."""
     label = metadata.get("label", metadata.get("instance_id"))
     if label is None:
         return None
     text = label if isinstance(label, str) else orjson.dumps(label, default=dict).decode()
-    return text[:LONGEST_LABEL]
+    return text[:MAX_LABEL]
 
 
 class Tally:
-    """Sums over turns."""
+    """Running sums over the turns of a session."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
-        self.tokens = 0  # given and sampled, shared ones once
+        self.tokens = 0  # given and sampled; tokens that several turns share count once
         self.sampled = 0
         self.leaves = 0
         self.waited = 0.0  # seconds
-        self.versions: dict[str, None] = {}  # in the order of coming
+        self.versions: dict[str, None] = {}  # weight versions, in the order in which they appeared
         self.workers: dict[str, None] = {}
-        #: Sampled tokens in the loss of its samples, and of how many turns that is; None: nobody can tell.
+        #: The sampled tokens in the loss of the session's samples (None: not known), and the number of turns counted.
         self.trained: tuple[int | None, int] = (0, 0)
         self._seen = 0
 
     @classmethod
     def restored(cls, described: Mapping[str, Any], turns: int) -> Tally:
-        """Return the sums over so many turns that were written as `described`."""
+        """Return the sums over the first `turns` turns, from the output of `described`."""
         tally = cls()
         tally.reasons = Counter(described["reasons"])
         tally.tokens, tally.sampled, tally.leaves = described["tokens"], described["sampled"], described["leaves"]
@@ -75,15 +75,15 @@ class Tally:
         tally._seen = turns
         return tally
 
-    def upto(self, history: SessionHistory) -> Tally:
-        """Return the sums over all turns of the session."""
+    def updated(self, history: SessionHistory) -> Tally:
+        """Add the turns that are new since the last call, and return self."""
         for turn in history.turns[self._seen :]:
             self._add(history, turn)
         self._seen = len(history.turns)
         return self
 
     def described(self) -> dict[str, Any]:
-        """As JSON has it, but for what depends on how samples are made."""
+        """Return the sums as JSON, except `trained`, which depends on how samples are made."""
         return {
             "reasons": dict(self.reasons),
             "tokens": self.tokens,
@@ -124,59 +124,66 @@ class Session:
     ) -> None:
         """
         Args:
-            equal: whether a message that its agent sends back is one that is held.
-            by_header: its first turn named it in a header; else `POST /sessions` made it.
+            now: Unix seconds.
+            clock: seconds of a monotonic clock.
+            equal: compares a message that the agent sends back with the recorded one.
+            by_header: whether a turn with a session header created the session, not `POST /sessions`.
         """
         self.id = session_id
         self.by_header = by_header
-        self.ending = SessionEnd()  # what may still happen in it, and what ended its work
+        self.ending = SessionEnd()  # the status: which turns may still run, and the reason of the end
         self.episode = EpisodeState(contract, clock)
         self.created_at = now
         self.used_at = now
-        self.idle_since = clock  # by a clock that never jumps
+        self.idle_since = clock  # monotonic
         self.metadata = dict(metadata or {})
         self.history = SessionHistory(equal)
         self.turns: Sequence[Turn] = self.history.turns  # in the order in which they were recorded
-        self.roots: Sequence[Turn] = self.history.roots  # those of them that extend none
-        self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
+        self.roots: Sequence[Turn] = self.history.roots  # the turns without a parent
+        self.untraced: list[dict[str, Any]] = []  # requests that were forwarded without being recorded
         self.in_flight = 0
-        self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/reply.py)
-        self.repeats: dict[RepeatKey, RecordedReply] = {}  # of these, the replies that are whole
-        self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
+        self.replies: dict[object, Any] = {}  # futures by `repeat_key`, including running turns (turns/reply.py)
+        self.repeats: dict[RepeatKey, RecordedReply] = {}  # the complete replies among them
+        self.notes: dict[str, Any] = {}  # data that agent APIs keep between turns, by dotted names
         self.finalized_with: Mapping[str, Any] | None = None  # label, reward, and how its samples are built
         self.nbytes = 0  # arrays and messages
-        self.model: str | None = None  # that the last request named
+        self.model: str | None = None  # the model name of the last request
         self.tally = Tally()
-        self.read: set[int] = set()  # turns that a sample which somebody has read has in its loss
-        self.rewarded = False  # its reward is counted
+        self.read_turns: set[int] = set()  # numbers of the turns in the loss of a sample that a client has read
+        self.rewarded = False  # whether the statistics count its reward
 
     def leaves(self) -> list[Turn]:
-        """Return the turns that nothing extends, in the order in which they were recorded."""
+        """Return the turns without children, in the order in which they were recorded."""
         return self.history.leaves()
 
     @property
-    def place_in_order(self) -> tuple[float, str]:
-        """Where it stands among all."""
+    def sort_key(self) -> tuple[float, str]:
+        """The sort key of the session: creation time, then id."""
         return self.created_at, self.id
 
     @property
     def group(self) -> str | None:
-        """Which group it is of."""
+        """The group of the session, from its contract or its metadata."""
         group = self.episode.group(self.metadata)
         return None if group is None else str(group)
 
     def about(self) -> dict[str, Any]:
-        """Return the contract and the end reason, for records and samples."""
-        told = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
-        return {name: value for name, value in told.items() if value is not None}
+        """Return the contract and the end reason, without null values, for records and samples."""
+        values = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
+        return {name: value for name, value in values.items() if value is not None}
 
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
-        """Count a turn that sampled so many tokens. If a full context had ended the session, it goes on."""
+        """Count a turn that sampled this many tokens, and reopen the session if a full context had ended it.
+
+        Args:
+            turn: the key under which the ledger reserved tokens.
+            repeat_key: equal for a request and its repetitions, which count as one turn.
+        """
         self.episode.settle(turn, tokens, repeat_key)
         self.ending = self.ending.reopened()
 
     def clear(self) -> None:
-        """Let go of all turns and replies at once."""
+        """Drop all turns, replies and notes at once."""
         self.history.clear()
         self.replies.clear()
         self.repeats.clear()

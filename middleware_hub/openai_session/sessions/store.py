@@ -1,4 +1,4 @@
-"""All sessions: their creation, lookup, expiry and bounds. Time comes from outside."""
+"""The store of all sessions: creation, lookup, expiry and limits. The clocks are passed in."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from miles_router.middlewares.state import HeldNames, Owners
 logger = logging.getLogger(__name__)
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
-#: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
+#: The most bytes of client data beside the turns, for each of: metadata, contract, and label with reward.
 MAX_CARRIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much is held; `idle_timeout` in seconds, 0 for never."""
+    """The limits of the store; `idle_timeout` is in seconds, 0 means that sessions never expire."""
 
     sessions: int
-    turns: int  # of one session
+    turns: int  # per session
     session_bytes: int
     total_bytes: int
     idle_timeout: float
 
-    def check(self, of: str) -> None:
-        """Refuse what would let nothing in, or expire everything at once.
+    def check(self, middleware: str) -> None:
+        """Check that every limit is large enough to be usable.
 
         Raises:
-            ConfigError: naming the option of the middleware `of`.
+            ConfigError: a limit is too small; the message names the option of the middleware.
         """
         options = (
             ("max_sessions", self.sessions, 1),
@@ -59,18 +59,18 @@ class Bounds:
         )
         for option, value, least in options:
             if not value >= least:
-                raise ConfigError(f"{of}.{option}: must be at least {least}, not {value}")
+                raise ConfigError(f"{middleware}.{option}: must be at least {least}, not {value}")
 
 
 class SessionStore:
-    """Sessions by id, least recently used first.
+    """The sessions by id, least recently used first.
 
     Args:
-        now: Unix seconds, which are shown.
-        clock: seconds that never jump, by which sessions expire.
-        owners: which process has what, and what those before this one had.
-        durable: whether sessions outlive their process, so that none is lost with it.
-        equal: whether a message that an agent sends back is one that is held.
+        now: returns Unix seconds, for display.
+        clock: returns monotonic seconds, for expiry.
+        owners: tells which process has which session, and which sessions ended processes had.
+        durable: whether sessions survive the end of the process, so that none is ever lost.
+        equal: compares a message that an agent sends back with the recorded one.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class SessionStore:
     ) -> None:
         self.bounds = bounds
         self.equal = equal
-        #: Which process has what, where there are several.
+        #: Tells which process has which session, if there are several processes.
         self.owners = owners or Owners()
         self._names = HeldNames() if durable else self.owners.held_names("sessions", bounds.sessions)
         self.nbytes = 0
         self.written_ids = WrittenIds()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
-        #: Hears the id of each session that is forgotten.
+        #: Called with the id of each session that is removed.
         self.when_deleted: Callable[[str], None] = lambda session_id: None
-        #: Hears the id of each session whose work is over.
+        #: Called with the id of each session whose work is over, possibly more than once.
         self.when_over: Callable[[str], None] = lambda session_id: None
-        #: All of them in the order in which they were made.
+        #: All sessions in the order of creation.
         self.shelf = EpisodeShelf[Session]()
         self._now = now
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._by_header: OrderedDict[str, Session] = OrderedDict()  # those of them that their first turn made
+        self._by_header: OrderedDict[str, Session] = OrderedDict()  # the sessions that their first turn created
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -120,13 +120,15 @@ class SessionStore:
         *,
         by_header: bool = False,
     ) -> Session:
-        """A new session. Where there is no room, sessions of bare headers make it; for one that is made by its own
-        request those in which a turn runs, too: it is answered, and not recorded.
+        """Create a session.
+
+        If the store is full, it evicts sessions that only an `X-Session-Id` header created. For a session that
+        `POST /sessions` creates it also evicts such sessions with a running turn, which is answered but not recorded.
 
         Raises:
-            BadRequest: an id that does not fit into a path, or metadata or contract of more than `MAX_CARRIED_BYTES`.
+            BadRequest: the id does not fit into a path, or metadata or contract exceed `MAX_CARRIED_BYTES`.
             SessionExists: the id is taken.
-            TooManySessions: there is no room, even without those that have expired.
+            TooManySessions: the store is full, even after expiry and eviction.
         """
         if session_id is None:
             session_id = self.owners.new_name()
@@ -149,23 +151,23 @@ class SessionStore:
         if by_header:
             self._by_header[session_id] = session
         self._names.add(session_id)
-        self.shelf.add(session.place_in_order, session)
+        self.shelf.add(session.sort_key, session)
         self.account(session, nbytes)
         self.statistics.created += 1
         return session
 
     def get(self, session_id: str) -> Session:
-        """The session with this id, now the most recently used. Raises as `look_at`."""
-        session = self.look_at(session_id)
-        self._used(session)
+        """Return the session with this id and mark it as used. Raises like `peek`."""
+        session = self.peek(session_id)
+        self._touch(session)
         return session
 
-    def look_at(self, session_id: str) -> Session:
-        """The session with this id; that somebody looked is no use of it.
+    def peek(self, session_id: str) -> Session:
+        """Return the session with this id without marking it as used.
 
         Raises:
-            SessionNotFound: there is none (any more).
-            SessionLost: there was one, in a process that has ended.
+            SessionNotFound: there is no such session, or it has expired or was deleted.
+            SessionLost: the session was in a process that has ended.
         """
         session = self.find(session_id)
         if session is None:
@@ -174,68 +176,66 @@ class SessionStore:
         return session
 
     def find(self, session_id: str) -> Session | None:
-        """As `look_at`; None where there is none."""
+        """Return the session with this id without marking it as used, or None if it does not exist."""
         self.expire()
         return self._sessions.get(session_id)
 
     def get_or_create(self, session_id: str, contract: Contract = NO_CONTRACT) -> Session:
-        """The session with this id, made with this contract if there is none.
+        """Return the session with this id, or create it with this contract.
 
         Raises:
-            SessionLost: there was one, in a process that has ended; who goes on in it must not begin a new one unknown.
-            BadRequest, TooManySessions: as `create`.
+            SessionLost: the session was in a process that has ended. Its agent must not start a new one unknowingly.
+            BadRequest, TooManySessions: as in `create`.
         """
-        self.expire()  # first: `get` would find that it has expired
+        self.expire()  # first: `get` would raise for a session that has expired
         if session_id in self._sessions:
             return self.get(session_id)
         self.check_lost(session_id)
         return self.create(session_id, contract=contract, by_header=True)
 
     def check_lost(self, session_id: str) -> None:
-        """Raises:
-        SessionLost: there was a session with this id in a process that has ended.
-        """
+        """Raise SessionLost if a process that has ended had a session with this id."""
         if session_id not in self._sessions and self._names.was_lost(session_id):
-            raise SessionLost(f"session {session_id!r} was lost with the process that had it; begin another")
+            raise SessionLost(f"session {session_id!r} is lost with its router process; start a new session")
 
     def forget_lost(self, session_id: str) -> None:
-        """Somebody knows that a session was lost, if it was: its id is free again."""
+        """Free the id of a lost session, after its client has learned of the loss."""
         if session_id not in self._sessions:
             self._names.remove(session_id)
 
     def drop_unused(self, session: Session) -> None:
-        """Forget a session that was made by its first turn, where that was refused: nobody knows of it."""
+        """Delete a session that its first turn created, if that turn was refused: no client knows the session."""
         if session.by_header and not (session.turns or session.untraced or session.in_flight):
             self.delete(session)
 
     def delete(self, session: Session) -> None:
-        """Forget it; requests in flight finish and their results are dropped."""
+        """Remove a session. Its requests in flight finish, and their results are dropped."""
         if self._sessions.get(session.id) is session:
             self.end(session, SessionStatus.DELETED)
             del self._sessions[session.id]
             self._by_header.pop(session.id, None)
             self._names.remove(session.id)
-            self.shelf.remove(session.place_in_order)
+            self.shelf.remove(session.sort_key)
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
             session.clear()
             self.when_deleted(session.id)
 
     def restore(self, session: Session) -> None:
-        """A session that was made before, and is in memory again.
+        """Add a session that the archive has loaded.
 
         Raises:
-            TooManySessions: there is no room.
+            TooManySessions: the store is full.
         """
         self._check_count(running=False)
         self._sessions[session.id] = session
         if session.by_header:
             self._by_header[session.id] = session
-        self.shelf.add(session.place_in_order, session)
+        self.shelf.add(session.sort_key, session)
         self.nbytes += session.nbytes
 
     def end(self, session: Session, status: SessionStatus) -> None:
-        """End a session's work, as far as its status allows."""
+        """End a session's work with this status, if its present status allows that, and count the end."""
         if status is not SessionStatus.CONTEXT:
             self.when_over(session.id)
         before, session.ending = session.ending, session.ending.after(status)
@@ -243,10 +243,10 @@ class SessionStore:
             self.statistics.ended[status.reason] += 1
 
     def finalize(self, session: Session, carried: Mapping[str, Any]) -> None:
-        """End a session, which carries label and reward from now on, in place of those it has.
+        """End a session and store its label and reward, in place of earlier ones.
 
         Raises:
-            BadRequest: they have more than `MAX_CARRIED_BYTES`.
+            BadRequest: label and reward exceed `MAX_CARRIED_BYTES`.
         """
         before = message_bytes(session.finalized_with) if session.finalized_with is not None else 0
         self.account(session, _carried_bytes("label and reward", carried) - before)
@@ -254,7 +254,7 @@ class SessionStore:
         self.end(session, SessionStatus.FINALIZED)
 
     def expire(self) -> None:
-        """Forget the sessions that nobody has used for `idle_timeout`."""
+        """Delete the sessions that have been idle for `idle_timeout`."""
         if not self.bounds.idle_timeout:
             return
         before = self._clock() - self.bounds.idle_timeout
@@ -271,34 +271,43 @@ class SessionStore:
                 yield session
 
     def check_room(self, session: Session) -> None:
-        """Refuse a turn before it is generated rather than lose it afterwards.
+        """Check that there is room for another turn, before it is generated.
 
         Raises:
-            SessionFull, TooManySessions: there is no room for another turn.
+            SessionFull: the session has reached its limit of turns or bytes.
+            TooManySessions: the store has reached its limit of bytes.
         """
         if len(session.turns) + session.in_flight > self.bounds.turns:
-            under_way = f" and {session.in_flight - 1} under way" if session.in_flight > 1 else ""
+            under_way = f" and {session.in_flight - 1} running" if session.in_flight > 1 else ""
             raise self._full("max_turns", SessionFull, f"the session has {len(session.turns)} turns already{under_way}")
         if session.nbytes >= self.bounds.session_bytes:
             raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
         self._check_room()
 
     def _check_count(self, *, running: bool) -> None:
-        """Raises:
-        TooManySessions: there is no room for another session.
+        """Evict sessions until there is room for another one.
+
+        Raises:
+            TooManySessions: there is no room.
         """
         while len(self._sessions) >= self.bounds.sessions and self._evict("max_sessions", running=running):
             pass
         if len(self._sessions) >= self.bounds.sessions:
-            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
+            raise self._full(
+                "max_sessions",
+                TooManySessions,
+                f"{len(self._sessions)} sessions exist already; delete those you have collected",
+            )
         self._check_room(running=running)
 
     def _evict(self, bound: str, *, running: bool) -> bool:
-        """Forget the least recently used session that a bare header made; with `running` one in which a turn runs,
-        where no other is left. Return whether there was one."""
-        bare = (session for session in self._by_header.values() if _is_bare(session))
-        idle = (session for session in self._by_header.values() if not session.in_flight and _is_bare(session))
-        session = next(idle, None) or (next(bare, None) if running else None)
+        """Delete the least recently used session that only a header created, and return whether there was one.
+
+        With `running`, a session with a running turn is deleted if no idle one is left.
+        """
+        header_only = (session for session in self._by_header.values() if _has_header_only(session))
+        idle = (session for session in self._by_header.values() if not session.in_flight and _has_header_only(session))
+        session = next(idle, None) or (next(header_only, None) if running else None)
         if session is None:
             return False
         fields = {"session_id": session.id, "turns": len(session.turns), "bound": bound}
@@ -312,7 +321,7 @@ class SessionStore:
         while self.nbytes >= self.bounds.total_bytes and self._evict("max_bytes", running=running):
             pass
         if self.nbytes >= self.bounds.total_bytes:
-            message = f"sessions hold {self.nbytes} bytes already; delete those collected"
+            message = f"sessions hold {self.nbytes} bytes already; delete those you have collected"
             raise self._full("max_bytes", TooManySessions, message)
 
     def _full(self, bound: str, error: type[RouterError], message: str) -> RouterError:
@@ -321,42 +330,44 @@ class SessionStore:
 
     @contextmanager
     def in_use(self, session: Session) -> Iterator[None]:
-        """A request is under way in it: it does not expire."""
+        """Keep the session from expiring while a request runs in it."""
         session.in_flight += 1
         try:
             yield
         finally:
             session.in_flight -= 1
             if not session.ending.status.is_forgotten:
-                self._used(session)
+                self._touch(session)
             if (
                 session.ending.status.is_over
                 and not session.in_flight
                 and self._sessions.get(session.id, session) is session
             ):
-                self.when_over(session.id)  # again: what has run until now may have come to its worker after the end
+                self.when_over(session.id)  # again: this request may have reached its worker after the session's end
 
-    def _used(self, session: Session) -> None:
+    def _touch(self, session: Session) -> None:
         session.used_at, session.idle_since = self._now(), self._clock()
         self._sessions.move_to_end(session.id)
         if session.id in self._by_header:
             self._by_header.move_to_end(session.id)
 
     def account(self, session: Session, nbytes: int) -> None:
-        """`nbytes` more are held for a session."""
+        """Add `nbytes` to the size of a session and of the store."""
         if not session.ending.status.is_forgotten:
             session.nbytes += nbytes
             self.nbytes += nbytes
 
 
 def is_session_name(name: str) -> bool:
-    """Return whether a session may have this name."""
+    """Return True if a session id is valid."""
     return ID.fullmatch(name) is not None and name not in (".", "..")
 
 
-def _is_bare(session: Session) -> bool:
-    """Return whether nothing but `X-Session-Id` says that a session is one: no instance, no turn ids, not finalized. It
-    may be an agent's own header, that nobody collects."""
+def _has_header_only(session: Session) -> bool:
+    """Return True if the `X-Session-Id` header is the only sign of an episode: no instance, turn ids or finalization.
+
+    An agent may send this header for its own purposes, so that no client will ever collect the session.
+    """
     named = "instance_id" in session.metadata or any(turn.facts.get("turn_id") for turn in session.turns)
     return not named and session.finalized_with is None
 

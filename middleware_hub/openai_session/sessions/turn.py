@@ -1,6 +1,6 @@
-"""A turn: one generation and what it was asked. Turns refer to their parents alone, and never change.
+"""A turn: one generation with its request. Turns are immutable and refer to their parents only.
 
-turn      parent's tokens (but for `dropped` at their end) + given + sampled
+The tokens of a turn: the parent's without the last `dropped`, then `given`, then `sampled`.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind, first_
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 
-#: Facts of a turn for audits, where there is something to say: what its request said of settings that an engine assumes
-#: else; the setting that made its logprobs those of another distribution; the adapter that sampled it (None: not
-#: known); what of its prompt no messages say.
+#: Names of facts for audits, each present only if it has a value: the request's own sampling settings; the setting
+#: that made the logprobs those of another distribution; the adapter that sampled the turn (None: not known); the reason
+#: why the messages do not determine the prompt.
 SAMPLING, RESHAPED_BY, ADAPTER, UNRENDERED = "sampling", "reshaped_by", "adapter", "unrendered"
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One generation. Two turns are equal only if they are one object.
+    """One recorded generation. Two turns are equal only if they are the same object.
 
     Attributes:
-        path: where the agent asked, such as "/v1/chat/completions".
-        parent: the turn whose tokens this one extends; None for a root.
-        appended: messages that the request added to the parent's; all of them for a root.
-        context: tools and template settings.
-        answer: the message that was sampled.
-        given: tokens that the engine was given behind the parent's.
-        dropped: tokens at the parent's end that the engine was not given again.
+        path: the path of the agent's request, such as "/v1/chat/completions".
+        parent: the turn whose tokens this turn extends; None for a root.
+        appended: the messages that the request added to the parent's history; all messages for a root.
+        context: the key of the tools and template settings (`prompting.Context.key`).
+        answer: the sampled message.
+        given: the prompt tokens behind the parent's tokens.
+        dropped: the number of tokens at the parent's end that the prompt leaves out.
         sampled: the sampled tokens.
-        finish_reason: why the engine ended it.
-        ended_itself: its last token is a stop token.
-        number: its place in the order in which turns were recorded.
-        request: the number of the first turn that answers the same prompt of the same request; its own by default.
-        choice: its index in the answer.
-        segment: for a root that continues a held history in words: why not in tokens.
-        facts: for records: ids, times, counts.
-        rows: of all its tokens but the last, where they are captured.
-        tools: of a root, for `sent_tools`.
-        side_call: its agent says that it does not belong to the main line.
-        cache: the prefix cache that the engine sampled it with, which the next turn keeps.
-        prompt_tokens, tokens: how many tokens stand in front of the sampled ones, and how many there are in all.
-        messages: how many messages its whole history has, the answer included.
+        finish_reason: the finish reason that the engine reported.
+        ended_itself: whether the last token is the model's own stop token.
+        number: the index of the turn, in the order in which turns were recorded.
+        request: the number of the first turn for the same prompt of the same request; the turn's own by default.
+        choice: the index of the choice in the answer.
+        segment: for a root that continues a recorded history as text: the reason why not as tokens.
+        facts: ids, times and counts, for records.
+        rows: the captured rows of all tokens but the last.
+        tools: of a root, compressed JSON for `sent_tools`.
+        side_call: whether the agent reports that the turn does not belong to its main line.
+        cache: the prefix cache that the engine sampled the turn with, which the next turn reuses.
+        prompt_tokens, tokens: the number of prompt tokens, and of all tokens.
+        messages: the number of messages in the whole history, including the answer.
     """
 
     path: str
@@ -89,49 +89,51 @@ class Turn:
 
     @property
     def sent_answers(self) -> list[Message]:
-        """The answers in the messages that its request added."""
+        """The assistant messages among the messages that the request added."""
         return [message for message in self.appended if message.get("role") == "assistant"]
 
     @property
     def sent_tools(self) -> Sequence[Any] | None:
-        """The tools of a root with the names of their objects in the order in which they were sent, which `context`
-        does not tell and templates write."""
+        """The tools of a root exactly as sent; None without tools.
+
+        Templates render the names of an object in the order sent, which `context` does not keep.
+        """
         tools: Sequence[Any] | None = orjson.loads(zlib.decompress(self.tools)) if self.tools else None
         return tools
 
     def line(self) -> list[Turn]:
-        """The turns from the root to this one."""
+        """Return the turns from the root to this one."""
         line = [self]
         while (parent := line[-1].parent) is not None:
             line.append(parent)
         return line[::-1]
 
     def trajectory(self) -> Trajectory:
-        """Everything the engine was given and sampled up to this turn's end."""
+        """Return all tokens from the root to the end of this turn."""
         return line_trajectory(self.line())
 
     def held_rows(self, kind: RowKind, tokens: int) -> RowPrefix | None:
-        """The rows held of its first `tokens` tokens, or of as many of them as possible."""
+        """Return the recorded rows of the first `tokens` tokens, or of as many of them as possible."""
         line = self.line()
         ends = accumulate((min(end, tokens) for end in reversed(line_ends(line))), min)
         return first_prefix((turn.rows.get(kind), end) for turn, end in zip(reversed(line), ends, strict=True))
 
     @property
     def last_id(self) -> int | None:
-        """The last sampled token."""
+        """The id of the last sampled token; None if none was sampled."""
         return int(self.sampled[-1].tokens[-1]) if self.sampled and len(self.sampled[-1]) else None
 
 
 class Classification(NamedTuple):
-    """What the turns before one say of it: a pure function of them, computed when it is read.
+    """The relation of a turn to the turns before it: a pure function of those, computed when it is first read.
 
     Attributes:
-        conversation: the root that began its conversation.
-        reason: why it is not simply the next turn of its parent; None if it is.
-        edit: what its request changed in what was held.
-        first: the first turn that was asked the same; None for that turn itself.
-        unrecorded: an answer in its request is none that this session recorded.
-        side_call: its agent says of it, or of a turn above it, that it does not belong to the main line.
+        conversation: the root that began the turn's conversation.
+        reason: why the turn is a branch; None if it is simply the next turn of its parent.
+        edit: what the request changed in the recorded history; None if nothing.
+        first: the first turn with the same request; None for that turn itself.
+        unrecorded: whether the request contains an answer that this session did not record.
+        side_call: whether the agent reports that the turn, or an ancestor, does not belong to its main line.
     """
 
     conversation: Turn
@@ -143,8 +145,12 @@ class Classification(NamedTuple):
 
 
 def line_trajectory(line: Sequence[Turn], *, elsewhere: Mapping[Turn, int] | None = None) -> Trajectory:
-    """The tokens along a line of turns. `elsewhere`: how many of a turn's first sampled tokens are out of the loss,
-    because another sample has them in it."""
+    """Return the tokens along a line of turns.
+
+    Args:
+        elsewhere: for each turn, how many of its first sampled tokens the loss of another sample already includes; the
+            loss of this trajectory excludes them. By default it includes all sampled tokens.
+    """
     pieces: list[Piece] = []
     for turn in line:
         _drop(pieces, turn.dropped)
@@ -154,7 +160,7 @@ def line_trajectory(line: Sequence[Turn], *, elsewhere: Mapping[Turn, int] | Non
 
 
 def line_ends(line: Sequence[Turn]) -> list[int]:
-    """Where in the tokens of a line each turn ends: what the next one dropped is no part of it."""
+    """Return the end of each turn in the tokens of a line, without the tokens that the next turn dropped."""
     return [turn.prompt_tokens - len(turn.given) for turn in line[1:]] + [line[-1].tokens]
 
 

@@ -1,4 +1,4 @@
-"""How many values a turn may have. Each is looked at by itself, on the event loop. Pure."""
+"""Limits on the number of JSON values in a turn, because the event loop handles each value one by one. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 from miles_router.engines.client_json import may_have_many_values, refuse_many_values
 from miles_router.errors import BadRequest
 
-#: Values in a turn beside a prompt of ids. A template takes some 50 microseconds for a message of three or more.
+#: The most values in a turn, without the ids of a prompt. A chat template takes some 50 microseconds for a message,
+#: which has at least three values.
 MAX_VALUES = 1 << 16
-#: Ids of a prompt.
+#: The most ids in a prompt.
 MAX_IDS = 1 << 20
 PROMPT = "prompt"
 
 
 def refuse_long_turn(body: bytes, parsed: Any) -> None:
-    """Refuse a turn that would hold the event loop for seconds.
+    """Refuse a turn that would block the event loop for seconds.
 
     Raises:
-        BadRequest: it has more than `MAX_VALUES`, the arguments of a call too, or a prompt of more than `MAX_IDS`.
+        BadRequest: the turn, or the arguments of one call, have more than `MAX_VALUES` values, or the prompt more than
+            `MAX_IDS` ids.
     """
     if not isinstance(parsed, dict) or not may_have_many_values(body, MAX_VALUES):
         return
@@ -26,7 +28,7 @@ def refuse_long_turn(body: bytes, parsed: Any) -> None:
     if isinstance(prompt, list) and sum(len(each) if isinstance(each, list) else 1 for each in prompt) > MAX_IDS:
         raise BadRequest(f"the prompt has more than {MAX_IDS} ids")
     fields = {name: value for name, value in parsed.items() if name != PROMPT or not isinstance(value, list)}
-    refuse_many_values(body, [fields], MAX_VALUES)  # in a list: no other field of a turn holds ids
+    refuse_many_values(body, [fields], MAX_VALUES)  # in a list, because at the top level it would exempt fields of ids
     if any(_values_in(text) > MAX_VALUES for text in _arguments([*parsed.values()])):
         raise BadRequest(f"the arguments of a call have more than {MAX_VALUES} values")
 
@@ -36,7 +38,7 @@ def _values_in(text: str) -> int:
 
 
 def _arguments(waiting: list[Any]) -> list[str]:
-    """Return the arguments of calls that are JSON in a text."""
+    """Return all call arguments that are JSON in a string; `waiting` is consumed."""
     found: list[str] = []
     while waiting:
         value = waiting.pop()

@@ -1,1 +1,1 @@
-"""A turn on its way: taken in, relayed, recorded, given again."""
+"""The life of a turn: accept the request, relay it to the engine, resume a cut answer, record it, repeat the reply."""

@@ -1,4 +1,4 @@
-"""Turns that a pause or a lost worker cuts: each choice goes on behind exactly the tokens that it has."""
+"""Resumption of turns that a pause or a lost worker cut: each choice continues after exactly its sampled tokens."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from miles_router.middlewares.generation import (
     UnreadCounter,
 )
 
-#: Gives the ids of tokens that spell some bytes each; None where they are not certain.
+#: Returns the ids of tokens, given the bytes of each; None if the ids are ambiguous.
 NameTokens = Callable[[Sequence[bytes]], Awaitable["list[int] | None"]]
-#: Parameters of the model's `generation_config.json` that would not be the same behind a cut.
+#: Parameters of the model's `generation_config.json` that have another effect behind a cut.
 ASSUMED = ("repetition_penalty",)
 _ABORTED = b'"%b"' % ABORT.encode()
 
 
 class TurnReply(Collected):
-    """A whole reply of the engine's to a turn.
+    """The engine's complete reply to a turn.
 
     Args:
-        attempt: the request that this is the reply to; None where nothing is carried on.
+        attempt: the attempt that the engine replies to; None if the turn cannot be resumed.
     """
 
     layer = "openai_sessions"
 
     def __init__(self, metrics: UnreadCounter, attempt: Attempt | None = None) -> None:
         super().__init__(metrics)
-        #: The places of the choices that a pause has cut.
+        #: The positions in `choices` that a pause has cut.
         self.cut: list[int] = []
         self._attempt = attempt
 
     async def whole(self, body: bytes) -> None:
-        """Keep the body, and find out which choices were cut while the reply holds its engine."""
+        """Store the body and find the cut choices, while the open reply still tells which engine process answered."""
         await super().whole(body)
         if self._attempt is None or not self.is_json or _ABORTED not in body:
             return
@@ -69,19 +69,19 @@ class TurnReply(Collected):
             finishes = [finish_of(choice) for choice in choices]
             sound = all(type(each["index"]) is int and isinstance(each["message"], dict) for each in choices)
         except (*MALFORMED, orjson.JSONDecodeError):
-            return  # no answer: its reader says so
+            return  # not an answer: its reader raises
         if not sound:
             return
         self.cut = [place for place, finish in enumerate(finishes) if await self._attempt.was_cut(finish)]
 
 
 class CarriedTurn(ContinuedRequest):
-    """The choices of one turn, as they are sampled in several attempts. What follows a cut comes in whole answers.
+    """The choices of one turn, sampled in several attempts. By default each resumed attempt returns a whole answer.
 
     Args:
-        app: the app inside of the session's.
-        scope: of the request to the engine.
-        body: the same request.
+        app: the app inside the session middleware.
+        scope: the scope of the request to the engine.
+        body: the body of the request to the engine.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class CarriedTurn(ContinuedRequest):
         self.lost = 0
         self._plan = plan
         self._parsers = parsers
-        self._prompts: dict[int, Sequence[int]] = {}  # of a choice that had only queued, its generation knows none
+        self._prompts: dict[int, Sequence[int]] = {}  # by choice; the generation of a queued choice knows no prompt
         self._rows: dict[int, CarriedRows] = {}
         self._ended_at_cut: set[int] = set()
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The request's fields. What the engine takes from the model's own settings counts like the agent's."""
+        """The request's fields, with the parameters that the engine takes from the model's own settings."""
         fields, model = orjson.loads(self.body), self.services.router.generation_config
         assumed = {name: model.get(name) for name in ASSUMED if fields.get(name) is None}
         return {**fields, **{name: value for name, value in assumed.items() if value is not None}}
@@ -115,44 +115,46 @@ class CarriedTurn(ContinuedRequest):
         """The parser of whole texts."""
         return MessageReader(self._parsers, self.fields)
 
-    def may_go_on(self) -> bool:
-        """Count a lost worker, and return whether the turn may go on without it."""
+    def may_retry(self) -> bool:
+        """Count a lost worker, and return whether the turn may try another one."""
         self.lost += 1
         return self.services.resume_lost and self.lost <= self.services.router.config.max_retries
 
     def rename(self) -> None:
-        """Give the request another name before it is sent once more: a worker that was out of reach still has the last
-        one, and SGLang takes no name twice. An abort still finds it by what its client called it."""
+        """Give the request a new rid before it is sent again. An abort still finds it by the client's rid.
+
+        An unreachable worker may still run the request under the old rid, and SGLang refuses a rid that is in use.
+        """
         name, flight = self.fields.get(RID), self.exchange.flight
         if isinstance(name, str):
             flight.rids.add(name)
             flight.inward = {name: uuid.uuid4().hex}
             self.body = orjson.dumps({**orjson.loads(self.body), RID: flight.inward[name]})
 
-    def prompt(self, told: object) -> Sequence[int]:
-        """Return the ids that a choice was given: those that were sent, or those that the worker tells.
+    def prompt(self, returned: object) -> Sequence[int]:
+        """Return the prompt ids of a choice: the sent ids, or else `returned`, the ids in the worker's answer.
 
         Raises:
-            CannotResume: it tells none.
+            CannotResume: the worker returned no prompt ids.
         """
         if sent := self.fields.get("input_ids"):
             return sent  # type: ignore[no-any-return]
-        if not isinstance(told, list) or not told or not all(type(each) is int for each in told):
-            raise CannotResume("the worker did not tell the ids of the prompt")
-        return told
+        if not isinstance(returned, list) or not returned or not all(type(each) is int for each in returned):
+            raise CannotResume("the worker did not return the ids of the prompt")
+        return returned
 
     def begin(
         self, index: int, prompt: Sequence[int], attempt: Attempt, part: Mapping[str, Any], finish: Any
     ) -> ChatGeneration:
-        """Begin to carry a choice on.
+        """Return the generation that resumes a choice.
 
         Args:
-            prompt: the ids that it was given.
-            part: what there is of it, in the form of `/generate`.
-            finish: why it ended; None where its worker was lost.
+            prompt: the prompt ids of the choice.
+            part: the sampled part of the choice, in the form of `/generate`.
+            finish: the finish reason of the cut; None if the worker was lost.
 
         Raises:
-            CannotResume, UnreadableAnswer: it cannot be.
+            CannotResume, UnreadableAnswer: the choice cannot be resumed.
         """
         generation = ChatGeneration(self.fields, index, prompt, attempt.facts)
         generation.begin(part)
@@ -162,11 +164,11 @@ class CarriedTurn(ContinuedRequest):
         self._rows[index] = CarriedRows(self._plan.deliveries, index, tokens, rid)
         return generation
 
-    async def carried_on(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
-        """Carry choices on to their ends. Raises as `carry_on`.
+    async def resume(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
+        """Resume choices until they end. Raises like `carry_on`.
 
         Returns:
-            By its index, the whole of each choice in the form of `/generate`.
+            The complete answers by choice index, in the form of `/generate`.
         """
         await self.carry_on(generations)
         for each in generations:
@@ -181,39 +183,41 @@ class CarriedTurn(ContinuedRequest):
         return dict(self.answers)
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
-        """Take the answer of a choice that no worker has ended."""
+        """Store the answer of a choice whose last attempt did not end it."""
         self.answers[generation.index] = answer
         if generation.done:
             self._ended_at_cut.add(generation.index)
 
     def read_attempt(self, answer: Any) -> Any:
-        """Return the rest of a choice."""
+        """Return the rest of a choice, in the form of `/generate`."""
         return rest_as_generate(answer)
 
     def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
-        """Leave the delivery of a choice's rows with the exchange of its attempts."""
+        """Attach the row deliveries of a choice to the exchange of its attempts."""
         return self._rows[generation.index].left_on(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Have a worker carry a choice on; it is asked for the rows behind those that are held now."""
+        """Resume a choice on a worker, and ask for the rows behind those received so far."""
         self._rows[generation.index].renew()
         await super().sample(attempt, generation, seam, body)
 
     def on_answer(self, generation: ResumableGeneration) -> None:
-        """Take the rows of an attempt: the next asks for those behind them."""
+        """Take the rows of a finished attempt, so that the next attempt asks for the rows behind them."""
         before = generation.answer["output_ids"] if generation.answer is not None else ()
         self._rows[generation.index].take(len(self._prompts[generation.index]) + len(before) + generation.tokens)
 
 
 class CarriedAnswer(CarriedTurn):
-    """A turn whose answer comes in one piece. The agent has seen nothing of it: one that cannot be carried on is asked
-    for again, as it was."""
+    """A cut turn whose answer is not streamed.
 
-    async def sampled(self) -> tuple[TurnReply, dict[str, Any] | None]:
-        """Have the engine sample.
+    The agent has not seen any of it, so that a turn that cannot be resumed is sampled again from the beginning.
+    """
+
+    async def sample_all(self) -> tuple[TurnReply, dict[str, Any] | None]:
+        """Sample the whole answer, in as many attempts as it takes.
 
         Returns:
-            The last reply to the whole request, and the answer if it was put together from several.
+            The last reply to the original request, and the joined answer if there were several attempts, else None.
         """
         metrics = self.services.router.metrics
         while True:
@@ -223,7 +227,7 @@ class CarriedAnswer(CarriedTurn):
                 with self.in_flight(self.exchange, self.body):
                     await attempt.ask(reply, self.scope, self.receive, self.body)
             except UpstreamBroken:
-                if not self.may_go_on():
+                if not self.may_retry():
                     raise
                 self.rename()
                 continue
@@ -234,15 +238,14 @@ class CarriedAnswer(CarriedTurn):
                 return reply, joined
 
     async def _joined(self, first: Mapping[str, Any], places: Sequence[int], attempt: Attempt) -> dict[str, Any] | None:
-        """Return the whole answer, of which the choices in these places were cut; None where it has to be asked for
-        again."""
+        """Resume the choices at these positions; return the joined answer, or None if the turn must start again."""
         self.answers = {}
         try:
             cut = [self._begun(first["choices"][place], attempt) for place in places]
         except (CannotResume, UnreadableAnswer) as error:
             self.give_up(error)
             return None
-        answers = await self.carried_on(cut)
+        answers = await self.resume(cut)
         if any(each.given_up for each in cut):
             return None
         try:

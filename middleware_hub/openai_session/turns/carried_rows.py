@@ -1,4 +1,4 @@
-"""The rows of a choice that is sampled in several attempts: those that have come are the prefix of the next request."""
+"""The rows of a choice that is sampled in several attempts: each attempt asks only for the rows still missing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind
 
 @dataclass(frozen=True)
 class _HeldRows:
-    """Rows that were checked attempt by attempt, as a delivery hands them on."""
+    """Rows that were checked attempt by attempt, in the form that `RowDelivery.unchecked` needs."""
 
     rows: AlignedRows
 
     def align(self, tokens: int, rid: str | None) -> AlignedRows:
-        """Return the rows of the first `tokens` tokens."""
+        """Return the rows of the first `tokens` tokens but the last, which has none."""
         held, count = self.rows, tokens - 1
         if len(held) == count:
             return held
@@ -36,9 +36,9 @@ class CarriedRows:
     """The rows of one choice.
 
     Args:
-        deliveries: those of the whole turn, with the rows of the first attempt; they get those of all.
-        tokens: tokens of the prompt and of the first attempt.
-        rid: the engine's name of the choice.
+        deliveries: the deliveries of the whole turn; they have the rows of the first attempt, and get all rows.
+        tokens: the number of tokens of the prompt and the first attempt.
+        rid: the engine's name for the choice.
     """
 
     def __init__(self, deliveries: RowDeliveries, index: int, tokens: int, rid: str | None) -> None:
@@ -50,20 +50,24 @@ class CarriedRows:
         self._note(deliveries.take(index, tokens, rid))
 
     def left_on(self, exchange: Exchange) -> AbstractContextManager[None]:
-        """Have the rows of attempts under this exchange delivered."""
+        """Attach the deliveries of the resumed attempts to this exchange."""
         return self._attempts.left_on(exchange)
 
     def renew(self) -> None:
-        """Have the next attempt ask for the rows behind those that are held now; some may have been let go."""
+        """Set the prefix of the next attempt to the rows received so far, some of which may have been dropped since."""
         for kind, delivery in self._attempts.items():
             delivery.prefixes = [self._prefix(kind)]
 
     def take(self, tokens: int) -> None:
-        """Take the rows of an attempt, behind which the choice has so many tokens, prompt included."""
+        """Take the rows of an attempt.
+
+        Args:
+            tokens: the number of tokens after the attempt, including the prompt.
+        """
         self._note(self._attempts.take(0, tokens, self._rid))
 
     async def ask(self, questions: EngineQuestions, channels: Mapping[RowKind, RowChannel], ids: Sequence[int]) -> None:
-        """Ask an engine for the rows of these ids that have not come: those of a lost worker never do."""
+        """Ask an engine to compute the missing rows of these ids, such as those that a lost worker did not return."""
         for kind, delivery in self._attempts.items():
             prefix, hold = self._prefix(kind), channels[kind].hold
             start = 0 if prefix is None else prefix.count
@@ -77,7 +81,11 @@ class CarriedRows:
                 delivery.missing = str(error)
 
     def deliver(self, tokens: int) -> None:
-        """Hand on the rows of the choice, which has so many tokens, prompt included."""
+        """Put the rows of the choice into the turn's deliveries, or the reason why some are missing.
+
+        Args:
+            tokens: the number of tokens of the choice, including the prompt.
+        """
         for kind, delivery in self._deliveries.items():
             held = self._held.get(kind)
             if held is not None and len(held) >= tokens - 1:
@@ -96,10 +104,10 @@ class CarriedRows:
 
 
 def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
-    """Return so many rows of base64 in the smallest of the kind's types.
+    """Decode `count` rows from base64 into the smallest type of the kind that holds their values.
 
     Raises:
-        UnreadableAnswer: they are none.
+        UnreadableAnswer: the data is not `count` rows of valid ids.
     """
     raw = decode_rows(encoded)
     data = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
@@ -110,6 +118,6 @@ def _read(encoded: str, kind: RowKind, count: int) -> RowArray:
         or data.min() < kind.least
         or data.max() > np.iinfo(kind.types[-1]).max
     ):
-        raise UnreadableAnswer("incomplete", f"{len(data)} ids are no {count} rows")
+        raise UnreadableAnswer("incomplete", f"{len(data)} ids do not make {count} valid rows")
     fits = next(each for each in kind.types if data.max() <= np.iinfo(each).max)
     return data.reshape(count, -1).astype(fits)

@@ -1,4 +1,4 @@
-"""A streamed turn that is cut: its choices are carried on while the agent reads what comes."""
+"""Resumption of a streamed turn: the agent reads each cut choice further while it is sampled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from miles_router.middlewares.generation import (
 )
 
 NO_TEXT: Mapping[str, Any] = {"reasoning_content": None}
-#: Shows what an attempt has said so far: its text, and the entries of its logprobs.
+#: Sends an attempt's output so far to the agent: its text, and its logprob entries.
 ShowMore = Callable[[str, Sequence[Any]], Awaitable[None]]
 
 
 class RestStream(FollowingStream):
-    """The stream of an attempt that carries one choice on, as raw text."""
+    """The stream of an attempt that resumes one choice, with unparsed text."""
 
     layer = "openai_sessions"
 
@@ -49,17 +49,21 @@ class RestStream(FollowingStream):
 
     @property
     def choice(self) -> GrowingChatChoice | None:
-        """The choice; None while nothing has come of it."""
+        """The choice; None before its first chunk."""
         return self.growing.growing.get(0)
 
     async def event(self, event: Event) -> bytes:
-        """Take an event, and show what it brings."""
+        """Add an event to the choice and show the new text; return b"" because nothing is relayed as it came.
+
+        Raises:
+            CannotResume: the event is not a chunk.
+        """
         if event.data and not event.is_last:
             self.keep(0, len(event.raw), more=True)
             try:
                 await self._read(event.parse())
             except (UnreadableAnswer, *MALFORMED) as error:
-                raise CannotResume("the worker's stream says something that is no chunk") from error
+                raise CannotResume("the worker's stream has an event that is not a chunk") from error
         return b""
 
     async def _read(self, chunk: Any) -> None:
@@ -77,14 +81,14 @@ class RestStream(FollowingStream):
             await self._show("".join(certain), self.choice.entries)
 
     def part(self) -> dict[str, Any]:
-        """Return all of it in the form of `/generate`.
+        """Return the attempt's output in the form of `/generate`.
 
         Raises:
-            CannotResume: it had no end.
-            UnreadableAnswer: it did not tell its ids.
+            CannotResume: the stream had no finish reason.
+            UnreadableAnswer: the stream did not contain its token ids.
         """
         if self._end is None or self.choice is None:
-            raise CannotResume("the worker's stream had no end")
+            raise CannotResume("the worker's stream ended without a finish reason")
         end = self._end
         if end["type"] == "length":
             end = {"type": "length", "length": len(self.choice.entries)}
@@ -93,23 +97,25 @@ class RestStream(FollowingStream):
         return {**self.growing.as_generate(0, self._generation.given, end), "text": "".join(self._text)}
 
     async def lost_part(self, names: NameTokens) -> dict[str, Any] | None:
-        """Return what there is of it where its worker was lost; None for nothing.
+        """Return the output of an attempt whose worker was lost, in the form of `/generate`; None if there is none.
 
         Raises:
-            CannotResume: its ids are not certain.
+            CannotResume: the token ids are ambiguous.
         """
         if self.choice is None:
             return None
-        self.growing.set_ids({0: await named(self.choice, names)})
+        self.growing.set_ids({0: await token_ids_of(self.choice, names)})
         return {**self.growing.as_generate(0, self._generation.given, None), "text": "".join(self._text)}
 
 
 class CarriedStream(CarriedTurn):
-    """A turn whose answer comes chunk by chunk. What the agent has seen stays: a choice that cannot be carried on ends
-    with the finish reason `abort`."""
+    """A cut turn whose answer is streamed.
 
-    def carries(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
-        """Go on from this stream, the first attempt's."""
+    The agent keeps what it has seen: a choice that cannot be resumed ends with the finish reason `abort`.
+    """
+
+    def start_from(self, stream: TurnStream, attempt: Attempt, reply: ReplySender, names: NameTokens) -> None:
+        """Set the stream of the first attempt, from which the turn will resume."""
         self._stream = stream
         assert isinstance(stream.growing, GrowingChat)
         self._growing = stream.growing
@@ -117,21 +123,21 @@ class CarriedStream(CarriedTurn):
         self._reply = reply
         self._names = names
         self._live: dict[int, LiveText] = {}
-        self._told: dict[int, int] = {}  # of each choice, for how many tokens the agent has had the logprobs
-        self._by_engine = False
+        self._shown_entries: dict[int, int] = {}  # by choice: the number of tokens whose logprobs the agent has
+        self._confirmed = False
 
-    async def lose(self) -> None:
-        """Learn what a lost worker has not told of the stream.
+    async def recover_lost(self) -> None:
+        """Recover token ids and prompt ids that a lost worker did not send.
 
         Raises:
-            UpstreamBroken: that cannot be known.
+            UpstreamBroken: they cannot be recovered.
         """
         growing, router = self._growing, self.services.router
         try:
-            if not self._stream.lose():
-                raise CannotResume("what it said cannot be read")
+            if not self._stream.mark_lost():
+                raise CannotResume("its stream so far cannot be read")
             growing.set_ids(
-                {index: await named(choice, self._names) for index, choice in sorted(growing.growing.items())}
+                {index: await token_ids_of(choice, self._names) for index, choice in sorted(growing.growing.items())}
             )
             if not (self.fields.get("input_ids") or growing.prompt):
                 growing.prompt = await self.questions().render(self.fields)
@@ -143,24 +149,24 @@ class CarriedStream(CarriedTurn):
             self._attempt.facts = next(iter(await router.fleet.all_facts()), Facts())
 
     async def run(self) -> None:
-        """Carry the choices that were cut on, and show their ends."""
+        """Resume the cut choices, and show the agent how they end."""
         cut, grown = self._stream.cut_choices, self._growing.growing
         answers: dict[int, Any] = {}
         began = [grown[index] for index in cut if index in grown]
-        self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, began)
+        self._confirmed = await self._engine_confirms(self.exchange.flight.worker_url, began)
         try:
-            answers = await self.carried_on([await self._begun(index) for index in sorted(cut)])
+            answers = await self.resume([await self._begun(index) for index in sorted(cut)])
         except (CannotResume, UnreadableAnswer) as error:
             self.give_up(error)
         for index in sorted(cut):
-            await self._reply.give(await self._rest(index, answers.get(index)))
-        self._show_of_all(answers)
+            await self._reply.send_part(await self._final_chunks(index, answers.get(index)))
+        self._show_totals(answers)
         for index, answer in answers.items():
             self._growing.replace_tokens(index, answer)
-        self._stream.end_carried()
+        self._stream.end_resumed()
 
-    async def _said_by_engine(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
-        """Return whether the engine itself says that it has the weights that the router noted while it streamed."""
+    async def _engine_confirms(self, url: str | None, choices: Iterable[GrowingChatChoice]) -> bool:
+        """Return True if the engine confirms the weight version that the router noted while it streamed."""
         versions = {run.version for choice in choices for run in choice.versions.runs}
         if url is None or len(versions) != 1:
             return False
@@ -170,27 +176,31 @@ class CarriedStream(CarriedTurn):
         finish = self._stream.cut_choices[index]
         end = None if finish is None else {"type": finish}
         prompt = self.prompt(self._growing.prompt)
-        self._told[index] = len(self._growing.growing[index].entries)
+        self._shown_entries[index] = len(self._growing.growing[index].entries)
         generation = self.begin(index, prompt, self._attempt, self._growing.as_generate(index, len(prompt), end), end)
         self._watch(generation)
         return generation
 
-    # What follows, as it comes
+    # Resumed attempts
 
     def _watch(self, generation: ChatGeneration) -> None:
-        """Find out whether what follows can be read as it comes: once something was shown of the choice."""
+        """Find out whether the rest of the choice can be parsed while it streams.
+
+        Raises:
+            CannotResume: the agent has seen a tool call without a function name.
+        """
         index = generation.index
         if index not in self._live or not self._live[index].is_live:
             try:
-                shown, begun = self._stream.shown(index), self._stream.begun(index)
+                shown, begun = self._stream.shown_message(index), self._stream.message_start(index)
             except MALFORMED as error:
-                raise CannotResume("a tool call was shown that names no function") from error
+                raise CannotResume("the agent was sent a tool call without a function name") from error
             growing = self.reader.growing(begun, self._attempt.facts)
             self._live[index] = LiveText(growing, GrowingMessage.from_message(shown))
         generation.watched = self._live[index].is_live
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Have a worker carry a choice on, as a stream where that can be read, else as a whole."""
+        """Resume a choice on a worker: as a stream if it can be parsed while it streams, else as a whole answer."""
         assert isinstance(generation, ChatGeneration)
         if not generation.live:
             await super().sample(attempt, generation, seam, body)
@@ -199,7 +209,7 @@ class CarriedStream(CarriedTurn):
         pool, flight = self.services.router.pool, attempt.exchange.flight
 
         async def show(text: str, entries: Sequence[Any]) -> None:
-            await self._more(generation, text, entries)
+            await self._show_new(generation, text, entries)
 
         following = RestStream(attempt, generation, lambda: pool.version_of(flight.worker_url), show)
         try:
@@ -207,51 +217,51 @@ class CarriedStream(CarriedTurn):
         except UpstreamBroken:
             part = await following.lost_part(self._names) if self.services.resume_lost else None
             if part is not None:
-                self._by_engine = False
+                self._confirmed = False
                 generation.add(part)
             raise
         meta = generation.add(following.part())
         self.on_answer(generation)
-        known = await self._said_by_engine(flight.worker_url, following.growing.growing.values())
-        self._by_engine = self._by_engine and known
+        known = await self._engine_confirms(flight.worker_url, following.growing.growing.values())
+        self._confirmed = self._confirmed and known
         with Watch(self.receive, 0):
             joined, stopped = await seam.mend(finished=True)
         generation.verify(joined)
         if stopped:
-            raise CannotResume("a stop string stands across the cut")
+            raise CannotResume("a stop string spans the cut")
         await self.note_end(attempt, generation, meta["finish_reason"])
         if generation.done:
             self.answers[generation.index] = joined
         else:
             self._watch(generation)
 
-    async def _more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
-        """Show what has come, as far as it is certain."""
+    async def _show_new(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
+        """Show the part of the new text whose parse cannot change any more."""
         index, before = generation.index, generation.answer
         deltas = self._live[index].new_deltas((before["text"] if before is not None else "") + text)
-        said = [*(entries_of(before) if before is not None else ()), *entries]
-        await self._reply.give(self._show(index, deltas, said))
-        generation.shown_ids = self._growing.growing[index].tokens = self._told[index]
+        all_entries = [*(entries_of(before) if before is not None else ()), *entries]
+        await self._reply.send_part(self._show(index, deltas, all_entries))
+        generation.shown_ids = self._growing.growing[index].tokens = self._shown_entries[index]
 
     def _show(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
-        """Return deltas of a choice as they are shown, with the logprobs that it has now and had not before."""
-        new = entries[self._told[index] :]
-        self._told[index] += len(new)
+        """Return the chunks for deltas of a choice, with the logprob entries that the agent does not have yet."""
+        new = entries[self._shown_entries[index] :]
+        self._shown_entries[index] += len(new)
         shown = deltas or ([NO_TEXT] if new else [])
         logprobs = [{"content": new} if new else None, *[None] * len(shown)]
         pairs = zip(shown, logprobs, strict=False)
-        return b"".join(self._stream.show(index, delta, logprobs=told) for delta, told in pairs)
+        return b"".join(self._stream.show(index, delta, logprobs=own) for delta, own in pairs)
 
     # The end
 
-    async def _rest(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
-        """Return what is left to show of a choice."""
+    async def _final_chunks(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
+        """Return the last chunks of a choice, up to its finish reason; `abort` if there is no complete answer."""
         if answer is None:
             return self._stream.show(index, NO_TEXT, finish_reason=ABORT)
-        self._stream.carried_by_engine[index] = self._by_engine
+        self._stream.resumed_confirmed[index] = self._confirmed
         deltas: list[Mapping[str, Any]] = []
         try:
-            begun, facts = self._stream.begun(index), self._attempt.facts
+            begun, facts = self._stream.message_start(index), self._attempt.facts
             read = await self.reader.read(answer, begun, facts, self.questions(), stream=True)
             finish, deltas = finish_reason_of(answer, read.message), self._live[index].remaining_deltas(*read)
         except (CannotResume, UnreadableAnswer, RouterError, *MALFORMED) as error:
@@ -261,8 +271,8 @@ class CarriedStream(CarriedTurn):
         end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
         return shown + self._stream.show(index, NO_TEXT, **end)
 
-    def _show_of_all(self, answers: Mapping[int, Any]) -> None:
-        """Show what the stream tells of all choices at its end."""
+    def _show_totals(self, answers: Mapping[int, Any]) -> None:
+        """Write the chunks at the stream's end that belong to all choices: ids, rows and usage."""
         growing, stream = self._growing, self._stream
         extension = {**growing.extension}
         if extension.get("output_ids"):
@@ -274,12 +284,12 @@ class CarriedStream(CarriedTurn):
             rows = [each["meta_info"][name] for each in answers.values() if each["meta_info"].get(name)]
             extension |= {name: rows[0]} if rows else {}
         if extension:
-            stream.show_of_all(sglext=extension)
+            stream.show_totals(sglext=extension)
         if growing.usage is not None:
             metas = [self._meta(index, answers) for index in sorted(growing.growing)]
             usage = joined_usage(growing.usage, metas)
             growing.prompt_tokens = token_count(usage)
-            stream.show_of_all(usage=usage)
+            stream.show_totals(usage=usage)
 
     def _meta(self, index: int, answers: Mapping[int, Any]) -> Mapping[str, Any]:
         if index in answers:
@@ -288,19 +298,19 @@ class CarriedStream(CarriedTurn):
         return {"completion_tokens": len(self._growing.growing[index].entries)}
 
 
-async def named(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
-    """Return the ids of a stream that has not told them, by the bytes of its tokens.
+async def token_ids_of(choice: GrowingChatChoice, names: NameTokens) -> list[int]:
+    """Return the token ids of a choice in a stream: from its logprob entries, or else from the bytes of its tokens.
 
     Raises:
-        CannotResume: they may be those of other tokens.
+        CannotResume: the bytes are missing or ambiguous.
     """
-    told = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
-    if told and len(told) == len(choice.entries):
-        return told
+    ids_in_entries = [entry[TOKEN_ID] for entry in choice.entries if type(entry.get(TOKEN_ID)) is int]
+    if ids_in_entries and len(ids_in_entries) == len(choice.entries):
+        return ids_in_entries
     try:
         ids = await names([token_bytes(entry) for entry in choice.entries])
     except MALFORMED as error:
-        raise CannotResume("a token of a stream that did not end has no bytes") from error
+        raise CannotResume("the cut stream does not give the bytes of a token") from error
     if ids is None:
-        raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
+        raise CannotResume("the ids of the cut stream are not certain: the bytes of its tokens are ambiguous")
     return ids

@@ -1,5 +1,7 @@
-"""Where requests within a session come in: a turn is taken by the face of its path, what agents need besides passes.
-Nothing else does: whoever has a session's address has the clients' key, and runs what a model wrote."""
+"""The entry for requests within a session: turns go to the agent API of their path, a few other requests pass through.
+
+All others are refused: the agent may hold the clients' key, and it runs code that a model wrote.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from miles_router.engines.known import ASIDE, COMPUTED
 from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send
 
-#: Paths that generate, and that are not recorded where no face answers them.
+#: Paths that generate, and are forwarded without being recorded if no agent API answers them.
 UNTRACED = frozenset({paths.GENERATE})
 
 
 class SessionEndpoint:
-    """Takes the requests of all sessions."""
+    """The handler of requests within all sessions."""
 
     def __init__(
         self, app: ASGIApp, faces: Iterable[Face], store: SessionStore, archive: SessionArchive, runner: TurnRunner
@@ -35,11 +37,14 @@ class SessionEndpoint:
         self._runner = runner
 
     def is_turn(self, scope: Scope) -> bool:
-        """Whether a face takes a request as a turn."""
+        """Return True if an agent API treats the request as a turn."""
         return scope["method"] == "POST" and scope["path"] in self._faces
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer what a face answers beside turns; False where none does."""
+        """Answer a request that is not a turn, if an agent API answers it; return whether one did.
+
+        `GET /v1/models` is answered here too if the session's contract names its model.
+        """
         name, method, path = session.episode.contract.model.name, scope["method"], scope["path"]
         send = self._until_durable(session, send) if method == "DELETE" else send
         named = name is not None and method == "GET" and _is_of_models(path)
@@ -52,17 +57,17 @@ class SessionEndpoint:
         return named
 
     def speak(self, scope: Scope, path: str) -> None:
-        """Have the errors of a request for this path within a session written in the words of its API."""
+        """Write the errors of a request in the format of its agent API; `path` is the path within the session."""
         own = self._faces.get(path)
         for face in (own,) if own is not None else self._faces.values():
             if face.speaks(scope, path):
                 Exchange.of(scope).error_body = face.error_body
 
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """Any request within a session.
+        """Answer a request within a session.
 
         Raises:
-            NotFound: it is none that an agent makes.
+            NotFound: agents may not make this request.
         """
         method, path = scope["method"], scope["path"]
         Exchange.of(scope).flight.private = True
@@ -85,16 +90,16 @@ class SessionEndpoint:
                 await self._app(scope, receive, send)
 
     def _until_durable(self, session: Session, send: Send) -> Send:
-        """Have the end of an answer wait until what became of the session is durable."""
+        """Return a `send` that delays the end of the answer until the session is saved."""
         return ReplySender(send, partial(self._archive.save, session)).send
 
     async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one turn of a session. Raises as `TurnRunner.run_turn`."""
+        """Run one turn of a session. Raises like `TurnRunner.run_turn`."""
         await self._runner.run_turn(self._faces[scope["path"]], session, scope, receive, send)
 
 
 def _is_aside(method: str, path: str) -> bool:
-    """Whether an agent may ask for this beside its turns."""
+    """Return True if an agent may make this request besides its turns."""
     if method == "POST":
         return path in ASIDE
     return method in ("GET", "HEAD") and _is_of_models(path)

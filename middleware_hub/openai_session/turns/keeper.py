@@ -1,4 +1,4 @@
-"""Holds turns to the contract of their session: what they may still have, what they must carry, and when they end."""
+"""Enforcement of session contracts on turns: budgets, fixed fields, weight freshness, deadlines and group aborts."""
 
 from __future__ import annotations
 
@@ -33,83 +33,95 @@ from miles_router.engines.refusals import Overflow
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
 
-#: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
-#: have had it yet.
-GRACE, AGAIN = 5.0, 0.2
+#: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
+#: engine may not have received the generation yet.
+ABORT_GRACE, ABORT_INTERVAL = 5.0, 0.2
 
 
 class RunningTurn:
-    """A turn from its request to its end, and how it is ended when it is no longer wanted.
+    """A running turn, which its session can stop.
 
-    It ends at its engine: that is told to abort it. What it has sampled until then comes as its answer, where that is
-    to stay. Where it is not, or where the engine does not end it, its connection is broken off too.
+    To stop a turn, the router asks the engine to abort it; the engine then answers with the tokens sampled so far. The
+    router cancels the request if these tokens are not wanted, or if the engine does not end the turn in time.
     """
 
     def __init__(self, session: Session, exchange: Exchange, router: Router) -> None:
         self.session = session
-        #: Its name at the engine, by which it is aborted; None where the engine knows it by others.
+        #: The rid by which the engine can abort the turn; None if the router did not choose one.
         self.rid: str | None = None
-        #: The error for which its session ended it; None while the session goes on.
+        #: The error with which the session stopped the turn; None if the session did not stop it.
         self.stopped_by: RouterError | None = None
-        #: Tells the tokens of its stream that have come; None for a whole answer.
+        #: Returns the number of tokens that have streamed; None for a whole answer.
         self.streamed_tokens: Callable[[], int | None] = lambda: None
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router
-        #: Where its request is.
+        #: The request context.
         self.flight = exchange.flight
         self._task = asyncio.current_task()
         self._ended = asyncio.Event()
 
     def stop(self, error: RouterError, *, keep: bool) -> None:
-        """End it; `keep`: what was sampled until now stays. `error` is what its agent is told where nothing does."""
+        """Stop the turn.
+
+        Args:
+            error: the agent gets this error if the turn has no answer.
+            keep: whether the tokens sampled so far are recorded and returned.
+        """
         self.flight.aborted = True
         if self.rid is None or self.flight.worker_url is None:
-            self._break_off(error)
+            self._cancel_task(error)
         else:
-            end = self._abort(self.rid, error) if keep else self._drop(self.rid, error)
+            end = self._abort_and_wait(self.rid, error) if keep else self._abort_and_cancel(self.rid, error)
             spawn(end, name=f"abort {self.rid}")
 
-    def over(self) -> None:
-        """It has ended."""
+    def mark_ended(self) -> None:
+        """Note that the turn has ended."""
         self._ended.set()
 
-    async def _abort(self, rid: str, error: RouterError) -> None:
-        spawn(self._tell_until_it_ends(rid), name=f"tell {rid}")
-        await self._ends_within(GRACE)
-        self._break_off(error)
+    async def _abort_and_wait(self, rid: str, error: RouterError) -> None:
+        spawn(self._repeat_abort(rid), name=f"abort {rid}")
+        await self._wait_for_end(ABORT_GRACE)
+        self._cancel_task(error)
 
-    async def _tell_until_it_ends(self, rid: str) -> None:
+    async def _repeat_abort(self, rid: str) -> None:
         while not self._ended.is_set():
-            await self._tell(rid)
-            await self._ends_within(AGAIN)
+            await self._send_abort(rid)
+            await self._wait_for_end(ABORT_INTERVAL)
 
-    async def _ends_within(self, seconds: float) -> None:
+    async def _wait_for_end(self, seconds: float) -> None:
         with suppress(TimeoutError):
             await within(seconds, self._ended.wait(), name="a turn's end")
 
-    async def _drop(self, rid: str, error: RouterError) -> None:
-        await asyncio.wait({spawn(self._tell(rid), name=f"tell {rid}")}, timeout=AGAIN)
-        self._break_off(error)
+    async def _abort_and_cancel(self, rid: str, error: RouterError) -> None:
+        await asyncio.wait({spawn(self._send_abort(rid), name=f"abort {rid}")}, timeout=ABORT_INTERVAL)
+        self._cancel_task(error)
 
-    async def _tell(self, rid: str) -> None:
-        with suppress(RouterError):  # who cannot be told is broken off
+    async def _send_abort(self, rid: str) -> None:
+        with suppress(RouterError):  # `_cancel_task` ends the turn if the engine cannot be reached
             await self._router.control.abort(rid, self._exchange.request_id)
 
-    def _break_off(self, error: RouterError) -> None:
+    def _cancel_task(self, error: RouterError) -> None:
         if self._error is None and self._task is not None and not self._ended.is_set():
             self._error = error
             self._task.cancel()
 
-    def cancelled(self) -> RouterError | None:
-        """Why its task was cancelled, if it was from here."""
+    def take_cancellation(self) -> RouterError | None:
+        """Return the error for which `stop` cancelled the task, or None if the cancellation came from elsewhere.
+
+        The cancellation is undone (Python 3.11 and later), so that the task can raise the error instead.
+        """
         if self._error is not None and sys.version_info >= (3, 11) and self._task is not None:
             self._task.uncancel()
         return self._error
 
 
 class EpisodeKeeper:
-    """Keeps the contracts of all sessions. `clock` is the one by which they began."""
+    """The enforcement of all sessions' contracts.
+
+    Args:
+        clock: the monotonic clock that the deadlines of sessions refer to.
+    """
 
     def __init__(
         self, router: Router, store: SessionStore, archive: SessionArchive, clock: Callable[[], float]
@@ -122,11 +134,11 @@ class EpisodeKeeper:
 
     @contextmanager
     def running(self, session: Session, exchange: Exchange) -> Iterator[RunningTurn]:
-        """While a turn runs, what ends its episode ends it.
+        """Register a turn as running, so that the end of its episode stops it.
 
         Raises:
-            ContextOverflow: the episode ends meanwhile.
-            SessionNotFound: the session is deleted meanwhile, together with what runs in it.
+            ContextOverflow: the episode ended during the turn.
+            SessionNotFound: the session and its running turns were deleted during the turn.
         """
         episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
         if (until := episode.deadline()) is not None:
@@ -137,22 +149,22 @@ class EpisodeKeeper:
         try:
             yield running
         except asyncio.CancelledError:
-            if (error := running.cancelled()) is None:
+            if (error := running.take_cancellation()) is None:
                 raise
             raise error from None
         except AnswerCut:
             if running.stopped_by is None:
                 raise
-            raise running.stopped_by from None  # its agent need not ask again
+            raise running.stopped_by from None  # AnswerCut would invite the agent to retry, which is useless now
         finally:
-            running.over()
+            running.mark_ended()
             episode.running.discard(running)
             episode.release(running)
             if timer is not None:
                 timer.cancel()
 
     def check(self, session: Session) -> None:
-        """See whether a turn may begin.
+        """Check that a turn may begin.
 
         Raises:
             ContextOverflow: the episode is over.
@@ -162,21 +174,23 @@ class EpisodeKeeper:
         if not session.ending.status.stops_turns and until is not None and until <= self._clock():
             self.stop(session, SessionStatus.DEADLINE)
         if session.ending.status.stops_turns:
-            raise stopped(session, session.ending.status)
+            raise stop_error(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
-        """End an episode, and what runs in it. What was sampled until now stays, unless the session is discarded."""
+        """End an episode and its running turns. Tokens sampled so far are kept, unless the session is discarded."""
         self._store.end(session, status)
         keep = status is not SessionStatus.DISCARDED
         if keep:
             self._archive.save_soon(session)
         for running in tuple(session.episode.running):
-            running.stopped_by = stopped(session, status)
+            running.stopped_by = stop_error(session, status)
             running.stop(running.stopped_by, keep=keep)
 
     async def _end_group(self, group: object) -> None:
-        """End every episode of a group that is aborted, whether something runs in it or not: first those in memory,
-        whatever the disk says."""
+        """End every episode of an aborted group, running or not.
+
+        The episodes in memory end first, so that a failing disk cannot prevent that.
+        """
         ended: set[Session] = set()
         await self._stop_all(group, ended)
         await self._archive.load_all(lambda head: head["group"] == str(group))
@@ -194,50 +208,59 @@ class EpisodeKeeper:
             await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:
-        """What is not traced cannot be held to a contract.
+        """Refuse a request that would not be recorded, if the session has a contract.
 
         Raises:
-            OutsideContract: the session has one.
+            OutsideContract: the session has a contract, which cannot be enforced on such a request.
         """
         if session.episode.given:
             raise OutsideContract(f"{why}, and the session has a contract")
 
     async def grant(self, face: Face, request: AgentRequest, key: RepeatKey | None, running: RunningTurn) -> TurnGrant:
-        """Return what the session's contract allows of a request, with a name by which it can be ended at its engine.
+        """Return the request as the session's contract allows it, with a rid by which the engine can abort it.
+
+        Args:
+            key: equal for a request and its repetitions; None without a turn id.
 
         Raises:
-            ContextOverflow: nothing is left for it.
-            StaleWeights: the weights that would have a part in it are too old.
-            OutsideContract: its prompt's length is not known.
-            BadRequest: nobody can tell how much it asks for.
+            ContextOverflow: the budget is used up.
+            StaleWeights: weights that are too old would take part in the turn.
+            OutsideContract: the contract limits the context, and the prompt's length is not known.
+            BadRequest: a length field or `n` is invalid, so that the needed budget is not known.
         """
         session, contract = request.session, request.session.episode.contract
         fields, asked_for = contract.apply_fixed(request.fields)
         self._check_freshness(session, request.places[0].parent)
         grant = TurnGrant(fields, asked_for)
         if contract.budget.limits_length or contract.budget.max_turns is not None:
-            grant = await self._measured(face, replace(request, fields=fields), grant, key, running)
-        return replace(grant, fields=self._named(request, grant.fields, running))
+            grant = await self._within_budget(face, replace(request, fields=fields), grant, key, running)
+        return replace(grant, fields=self._with_rid(request, grant.fields, running))
 
-    def _named(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
-        """Give a turn a name at its engine, so that it can be ended there. Where only a deletion would end it, the
-        agent's own name stays. Of several choices each gets another name, which the router does not learn (SGLang,
-        `TokenizerManager._handle_batch_request`)."""
+    def _with_rid(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
+        """Return the fields with a rid by which the turn can be aborted at its engine.
+
+        The agent's own rid stays if nothing but a deletion would stop the turn. With several choices the router cannot
+        know the rids: SGLang makes one for each choice (`TokenizerManager._handle_batch_request`).
+        """
         episode, own = request.session.episode, fields.get(RID)
-        if isinstance(own, str) and is_generated(own):  # it passes for one of ours, and other agents may send it too
+        if isinstance(own, str) and is_generated(own):  # looks like a rid of the router; other agents may send the same
             fields, own = {**fields, RID: secrets.token_hex(16)}, None
-        ends = own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
-        ends = ends or episode.contract.budget.limits_usage
-        if request.several or not ends:
+        is_abortable = (
+            own is None or episode.deadline() is not None or episode.group(request.session.metadata) is not None
+        )
+        is_abortable = is_abortable or episode.contract.budget.limits_usage
+        if request.has_several_choices or not is_abortable:
             return fields
         running.rid = secrets.token_hex(16)
         return {**fields, RID: running.rid}
 
-    async def _measured(
+    async def _within_budget(
         self, face: Face, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
     ) -> TurnGrant:
-        """Return the grant, cut to what is left. Where that is less than the request asks for and other turns hold the
-        rest, it waits for them. Raises as `grant`."""
+        """Return the grant, limited to the budget that is left, and reserve it. Raises like `grant`.
+
+        If too little is left because other running turns have reserved the rest, wait until they end.
+        """
         session, budget = request.session, request.session.episode.contract.budget
         ledger, prompt, window = session.episode.ledger, None, None
         lengths = face.endpoint.length_fields
@@ -256,25 +279,29 @@ class EpisodeKeeper:
             await session.episode.wait_until_freed()
         if not ledger.has_turns(budget, key):
             self._store.end(session, SessionStatus.TURNS)
-            raise stopped(session, SessionStatus.TURNS)
+            raise stop_error(session, SessionStatus.TURNS)
         if left.tokens is not None and left.tokens < 1:
             self._store.end(session, left.end)
             raise _overflow(left, prompt, ledger.tokens)
         if short and left.tokens is not None:
             grant = replace(grant, cut_by=left.end)
-            # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
+            # A limit that only the engine's window sets is not sent: the engine applies it by itself.
             if asked is not None or left.end is not SessionStatus.CONTEXT or left.limit != window:
                 grant = replace(grant, fields=limit_tokens(grant.fields, lengths, left.tokens))
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         return replace(grant, reservation=running)
 
     async def _window(self) -> int | None:
-        """Tokens that every engine's context window holds."""
+        """Return the smallest context window of the fleet in tokens; None if none is known."""
         known = [facts.context_length for facts in await self._router.fleet.all_facts()]
         return min((length for length in known if length is not None), default=None)
 
     def _check_freshness(self, session: Session, parent: Turn | None) -> None:
-        """Refuse a turn that goes on from tokens of weights that are too old, or would be sampled with such."""
+        """Refuse a turn whose prompt was sampled by weights that are too old, or whose answer would be.
+
+        Raises:
+            StaleWeights: the contract refuses such turns.
+        """
         freshness = session.episode.contract.freshness
         if freshness.oldest_version is None or freshness.otherwise != REFUSE:
             return
@@ -284,11 +311,13 @@ class EpisodeKeeper:
         if old:
             self._store.end(session, SessionStatus.STALE)
             oldest = freshness.oldest_version
-            raise StaleWeights(f"weights of version {old[0]} would take part, and the contract's oldest is {oldest}")
+            raise StaleWeights(
+                f"weights of version {old[0]} would take part, but the contract's oldest_version is {oldest}"
+            )
 
 
-def stopped(session: Session, status: SessionStatus) -> RouterError:
-    """What an agent is told whose episode is over."""
+def stop_error(session: Session, status: SessionStatus) -> RouterError:
+    """Return the error for an agent whose episode is over."""
     budget = session.episode.contract.budget
     words = {
         SessionStatus.TURNS: f"its contract allows {budget.max_turns} turns",
@@ -297,11 +326,11 @@ def stopped(session: Session, status: SessionStatus) -> RouterError:
     }
     if status is SessionStatus.DISCARDED:
         return SessionNotFound(f"session {session.id!r} was deleted")
-    return ContextOverflow(status.reason, f"the session is over, {words[status]}")
+    return ContextOverflow(status.reason, f"the session is over: {words[status]}")
 
 
 def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
     if left.end is SessionStatus.CONTEXT and prompt is not None:
         return ContextOverflow(left.end.reason, overflow=Overflow(prompt, left.limit))
-    why = f"{used} of the {left.limit} tokens of the session's contract are sampled"
+    why = f"the session has sampled {used} of the {left.limit} tokens that its contract allows"
     return ContextOverflow(left.end.reason, why)

@@ -1,7 +1,8 @@
-"""Turns whose client leaves, in a session with a budget: what was sampled for them counts.
+"""Turns whose client disconnects, in a session with a budget: the sampled tokens still count.
 
-Otherwise an agent that reads all but the end of its answers would sample without a bound. The engine is told to end the
-turn, and what it has sampled until then is recorded as aborted; where it does not tell that, the turn is counted.
+Otherwise an agent that disconnects right before the end of every answer could sample without limit. The router aborts
+the turn at the engine and records the tokens sampled so far. If the engine does not return them, the turn is counted
+without being recorded.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from middleware_hub.openai_session.turns.reply import ReplySender
 from miles_router.errors import ClientDisconnected, RouterError
 from miles_router.middlewares import Message, Receive, spawn
 
-LEFT = "the client left before its answer was complete"
+CLIENT_LEFT = "the client left before its answer was complete"
 
 
-class SeenThrough:
-    """Runs one turn to its end, whether its client stays or leaves:
+class RunToEnd:
+    """A context that runs one turn to its end even if the client disconnects:
 
-        async with SeenThrough(...) as receive:
-            ...  # with this `receive`, which tells nothing of the client
+        async with RunToEnd(...) as receive:
+            ...  # this `receive` never reports a disconnect
 
     Raises:
-        ClientDisconnected: the client has left; the turn is recorded, or counted.
+        ClientDisconnected: the client disconnected; the turn is recorded or counted.
     """
 
     def __init__(
@@ -47,22 +48,22 @@ class SeenThrough:
         self._reply = reply
 
     async def __aenter__(self) -> Receive:
-        self._watch = spawn(self._until_gone(), name="watch client of a turn")
-        return _never
+        self._watch = spawn(self._stop_on_disconnect(), name="watch client of a turn")
+        return _wait_forever
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        if not self._reply.left:
+        if not self._reply.client_left:
             return
         if not self._reply.recorded and self._running.flight.worker_url is not None:
             self._count()
         if error is None or isinstance(error, RouterError):
-            raise ClientDisconnected(LEFT) from None
+            raise ClientDisconnected(CLIENT_LEFT) from None
 
     def _count(self) -> None:
-        """Count a turn that could not be recorded: what its stream has shown, or what a whole answer may have had."""
+        """Count a turn that could not be recorded: the streamed tokens, or for a whole answer all reserved tokens."""
         running, episode = self._running, self._request.session.episode
         tokens = running.streamed_tokens()
         if tokens is None:
@@ -70,14 +71,14 @@ class SeenThrough:
         key = self._key if episode.contract.budget.max_turns is not None else None
         self._request.session.settle(self._grant.reservation, tokens, key)
 
-    async def _until_gone(self) -> None:
+    async def _stop_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._reply.left = True
-        self._running.stop(ClientDisconnected(LEFT), keep=True)
+        self._reply.client_left = True
+        self._running.stop(ClientDisconnected(CLIENT_LEFT), keep=True)
 
 
-async def _never() -> Message:
-    """Say nothing of the client: its leaving ends the turn at the engine, not the connection to that."""
+async def _wait_forever() -> Message:
+    """Wait forever: a disconnect aborts the turn at the engine, and must not close the connection to the engine."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")

@@ -1,4 +1,4 @@
-"""The values of one turn between the steps of `run_turn`, each made once by one step."""
+"""The values that the steps of `run_turn` pass on: the request, the grant, the plan and the sampled answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TurnRequest:
 
     Attributes:
         parsed: the JSON of the body.
-        turn_id: the agent's name for the turn, or for the turn of which this is a step (`X-Turn-Id`).
+        turn_id: the agent's id for the turn, or for the turn that this request is a step of (`X-Turn-Id`).
         repeat_key: equal for a request and its repetitions; None without a turn id.
     """
 
@@ -43,7 +43,7 @@ class TurnRequest:
 
     @classmethod
     def read(cls, face: Face, scope: Scope, receive: Receive, body: bytes, parsed: Any) -> TurnRequest:
-        """Read the headers of a request.
+        """Return the turn request with its turn id and repeat key.
 
         Raises:
             BadRequest: `X-Turn-Id` is too long.
@@ -54,10 +54,10 @@ class TurnRequest:
 
 
 def turn_id_of(scope: Scope) -> str | None:
-    """Return the agent's name for a turn.
+    """Return the agent's id for a turn, from `X-Turn-Id`; None without one.
 
     Raises:
-        BadRequest: it is too long.
+        BadRequest: the id is too long.
     """
     value = first_header(scope["headers"], b"x-turn-id")
     if value is not None and len(value) > MAX_TURN_ID:
@@ -66,7 +66,7 @@ def turn_id_of(scope: Scope) -> str | None:
 
 
 def repeat_key(turn_id: str, path: str, body: bytes) -> RepeatKey:
-    """Return what a request and its repetitions have in common."""
+    """Return a key that is equal for a request and its repetitions."""
     return turn_id, path, blake2b(body, digest_size=16).digest()
 
 
@@ -75,10 +75,10 @@ class TurnGrant:
     """A request as the contract of its session allows it.
 
     Attributes:
-        fields: the request with what the contract fixes and leaves.
-        asked_for: what the agent wanted where the contract has something else.
-        cut_by: the limit that made the answer shorter than the agent wanted, as the status that the session ends with.
-        reservation: the key of the tokens that the ledger of the episode has reserved; None where nothing is measured.
+        fields: the request with the contract's fixed values and token limit.
+        asked_for: the agent's own values that the contract replaced.
+        cut_by: the limit that made the answer shorter than requested, as the status that the session will end with.
+        reservation: the key of the tokens reserved in the episode's ledger; None if the contract has no budget.
     """
 
     fields: Mapping[str, Any]
@@ -89,14 +89,14 @@ class TurnGrant:
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """What the engine is asked, and what the recorded turn takes from the request.
+    """How the engine is asked, and which parts of the request the recorded turn keeps.
 
     Attributes:
         streams: whether the engine is asked for a stream; an agent's stream may be written from a whole answer.
-        deliveries: of the rows that are captured.
-        written: the ids of the prompt as JSON, in pieces; empty where the engine is given none.
-        side_call: whether the agent says that the turn is not of its main line.
-        raw: how the answer is read here; None where the engine reads it.
+        deliveries: the deliveries of captured rows.
+        written: the prompt ids as JSON, in pieces; empty if the engine gets messages.
+        side_call: whether the agent reports that the turn does not belong to its main line.
+        raw: how the router parses the answer; None if the engine parses it.
     """
 
     request: AgentRequest
@@ -112,14 +112,14 @@ class TurnPlan:
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """What was sampled, and what the agent gets for it.
+    """The sampled choices, and the agent's reply to them.
 
     Attributes:
-        choices: None where a stream does not tell what recording needs: the turn passes untraced.
-        prompt_tokens: the tokens of all prompts that the engine says it read; None where it does not say.
-        start: the head of a whole reply; None where it was given.
-        error: the agent is told this in place of the end: the turn is recorded, and its finish reason has no word in
-            the agent's API.
+        choices: None if a stream lacks data that recording needs: the turn is not recorded.
+        prompt_tokens: the number of tokens in all prompts, as the engine reports it; None if it does not.
+        start: the head of a whole reply; None if it was already sent.
+        error: the agent gets this error in place of the end. The turn is recorded, but the agent's API cannot express
+            its finish reason.
     """
 
     choices: Sequence[Choice] | None
@@ -129,10 +129,10 @@ class SampledAnswer:
 
 
 class ProcessShortfalls(dict[str, str]):
-    """What the streams of one engine process do not tell, by endpoint. Kept with its facts, and gone with them."""
+    """The reasons why streams of one engine process cannot be recorded, by endpoint; kept with the process's facts."""
 
     def note(self, path: str, reason: str) -> str:
-        """Keep a reason, and log it once."""
+        """Store the first reason for a path, log it once, and return the stored reason."""
         if path not in self:
             self[path] = reason
             logger.warning("streams_are_buffered", extra={"fields": {"path": path, "reason": reason}})
@@ -140,24 +140,25 @@ class ProcessShortfalls(dict[str, str]):
 
 
 class StreamFacts:
-    """Tells by the facts of the worker that will answer whether a streamed turn would tell all that recording needs,
-    and adds what a stream has shown."""
+    """A lookup of whether a worker's streams contain all data that recording needs; it learns from failed streams."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def fall_short(self, candidates: Sequence[Facts], endpoint: OpenAIEndpoint) -> bool:
-        """Whether a stream of one of these engines would not tell all. Then the turn is generated whole, and given as a
-        stream afterwards."""
+        """Return True if streams of one of these engines lack data for recording.
+
+        The turn is then sampled as a whole answer, and streamed to the agent afterwards.
+        """
         shortfalls = [_shortfall(facts, endpoint) for facts in candidates]
         return any(reason is not None for reason in shortfalls)
 
     async def learn(self, url: str, path: str, reason: str) -> None:
-        """A stream of this worker's has fallen short, as others of the same process would."""
+        """Remember that streams of this worker's process cannot be recorded."""
         (await self._router.fleet.facts(url)).learned(ProcessShortfalls).note(path, reason)
 
     async def candidates(self, turn: AgentRequest) -> Sequence[Facts]:
-        """The facts of the worker that a session is tied to while that is routable; before, of all that may answer."""
+        """Return the facts of the workers that may answer: the session's last worker if routable, else all workers."""
         fleet, pool, turns = self._router.fleet, self._router.pool, turn.session.turns
         last = pool.find(turns[-1].facts["worker"] or "") if turns else None
         if last is not None and last in pool.routable:

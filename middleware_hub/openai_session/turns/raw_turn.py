@@ -1,6 +1,6 @@
-"""Turns on engines whose chat takes no ids or returns none: the session renders the prompt and parses the answer.
+"""Turns on engines whose chat endpoint takes or returns no ids: the router renders the prompt and parses the answer.
 
-The engine is sent chat by `input_ids`, which its folder translates to `/generate`.
+The router sends a chat request with `input_ids`; the engine's folder in `engines/` translates it to `/generate`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from miles_router.trajectory.pieces import Tokens
 logger = logging.getLogger(__name__)
 
 MAX_ID = 1 << 31
-#: Tokens at the end of a prompt in which the start of reasoning is looked for.
+#: The number of tokens at the end of a prompt in which the start of reasoning is searched.
 TAIL = 16
 NO_DELTA: Mapping[str, Any] = {"reasoning_content": None}
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Check the fields that an engine checks where it renders and parses itself.
+    """Check the fields that an engine would check if it rendered the prompt and parsed the answer.
 
     Raises:
-        BadRequest: one of them is invalid.
+        BadRequest: a field is invalid.
     """
     tools = fields.get("tools")
     functions = [each.get("function") if isinstance(each, Mapping) else None for each in tools or ()]
@@ -55,11 +55,11 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def obstacle(request: AgentRequest, fields: Mapping[str, Any], reader: TextReader) -> str | None:
-    """Return why the session cannot render the request or parse its answer; None if it can."""
+    """Return why the router cannot render the request or parse its answer; None if it can."""
     if request.prompt is None and not only_text(fields["messages"]):
-        return "the template of the router renders text only, and a message has another part"
+        return "the router renders text only, and a message has a part that is not text"
     if (parser := reader.missing) is not None:
-        return f"the router has no parser in place of {parser}"
+        return f"the router has no parser for {parser}"
     tools = tools_of(fields)
     if tools and fields.get("tool_choice") not in (None, "auto"):
         return "tool_choice other than auto and none needs the engine's own grammar"
@@ -75,13 +75,13 @@ def written_ids(ids: Tokens) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class RawTurn:
-    """One turn whose answer is parsed here.
+    """One turn whose answer the router parses.
 
     Attributes:
         fields: the agent's request.
-        facts: of an engine that may answer; its parsers' names say how the text is parsed.
+        facts: the facts of an engine that may answer; they name the parsers to use.
         opened: whether the prompt ends with the start of reasoning.
-        prompt: the ids of a root's prompt; None for a turn whose parent is recorded.
+        prompt: the prompt ids of a root; None for a turn that extends a parent.
     """
 
     fields: Mapping[str, Any]
@@ -91,7 +91,7 @@ class RawTurn:
     prompt: Sequence[int] | None = None
 
     @classmethod
-    def behind(
+    def from_prompt(
         cls,
         given: Tokens,
         fields: Mapping[str, Any],
@@ -101,26 +101,29 @@ class RawTurn:
         *,
         root: bool,
     ) -> RawTurn:
-        """Return the turn whose prompt ends with these ids; they are all of a root's."""
+        """Return the turn whose prompt ends with these ids; for a root they must be the whole prompt."""
         opened = begins_reasoning(given, fields, facts, decode)
         return cls(fields, parsers, facts, opened, given.tolist() if root else None)
 
     @property
     def reader(self) -> TextReader:
-        """Return the parser of this turn's texts."""
+        """The parser of this turn's texts."""
         return TextReader(self.fields, self.parsers, self.facts)
 
     @property
-    def asked(self) -> Mapping[str, Any]:
-        """Return the request with the engine's parsers turned off."""
+    def engine_fields(self) -> Mapping[str, Any]:
+        """The request to the engine, with the engine's parsers turned off."""
         rendered = {name: value for name, value in self.fields.items() if name != GOES_ON}
         return {**rendered, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
 
-    def whole(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
+    def parse_answer(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
         """Parse the text of every choice.
 
+        Args:
+            shows_open_calls: whether an unfinished tool call stays in the message.
+
         Returns:
-            The answer with parsed messages, and by the index of a choice why its tool calls could not be parsed.
+            The answer with parsed messages, and by choice index the reason why its tool calls could not be parsed.
 
         Raises:
             One of `MALFORMED`.
@@ -129,19 +132,21 @@ class RawTurn:
         unread: dict[int, str] = {}
         for choice in answer["choices"]:
             began, finish = choice["message"], choice["finish_reason"]
-            message, _, reason = self.read(began["content"] or "", began, None if not shows_open_calls else finish)
+            message, _, reason = self.parse(began["content"] or "", began, None if not shows_open_calls else finish)
             unread |= {} if reason is None else {choice["index"]: reason}
             choices.append({**choice, "message": message, **_end(choice, message)})
         return {**answer, "choices": choices}, unread
 
-    def read(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
+    def parse(self, text: str, began: Mapping[str, Any], finish: str | None) -> tuple[dict[str, Any], str, str | None]:
         """Parse a whole text.
 
         Args:
-            finish: the finish reason; None if an unfinished tool call is to be left out.
+            began: fields of the message that are kept.
+            finish: the finish reason; None to leave out an unfinished tool call.
 
         Returns:
-            The message, the text behind the reasoning, and why the text could not be parsed; it is the content then.
+            The message, the text behind the reasoning, and the reason why the text could not be parsed (None if it
+            could). Unparsed text is the message's content.
         """
         reader = self.reader
         try:
@@ -164,7 +169,10 @@ def _end(choice: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any
 
 
 def begins_reasoning(ids: Tokens, fields: Mapping[str, Any], facts: Facts, decode: Callable[..., str]) -> bool:
-    """Return whether a prompt with these last ids, or the message that the answer goes on from, starts reasoning."""
+    """Return True if reasoning is open at the end of a prompt with these last ids.
+
+    If the request continues its last assistant message, that message decides instead.
+    """
     begin, end = reasoning_marks(facts.reasoning_parser or "")
     if not begin:
         return False
@@ -185,12 +193,12 @@ class RawStream:
         self.unread: dict[int, str] = {}
 
     def text(self, index: int) -> str:
-        """Return the text of a choice that has come."""
+        """Return the text of a choice so far."""
         choice = self._choices.get(index)
         return "" if choice is None else choice.text
 
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parsed chunks that one chunk becomes. Raises one of `MALFORMED`."""
+        """Yield the parsed chunks for one chunk. Raises one of `MALFORMED`."""
         if not chunk["choices"]:
             yield chunk
         for choice in chunk["choices"]:
@@ -226,9 +234,11 @@ class _RawChoice:
         self.live = LiveText(turn.reader.growing(opened=turn.opened), GrowingMessage())
 
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-        """Return the remaining deltas, and why the text could not be parsed."""
-        deltas = self.live.new_deltas(self.text, at_once=True)  # shown even if the whole text is parsed otherwise
-        message, rest, unread = self._turn.read(self.text, {}, finish)
+        """Return the remaining deltas, and why the text could not be parsed; None if it could."""
+        deltas = self.live.new_deltas(
+            self.text, at_once=True
+        )  # shown even if parsing the whole text gives another result
+        message, rest, unread = self._turn.parse(self.text, {}, finish)
         if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
             return deltas, unread or "a call was shown that the whole text does not have"
         try:

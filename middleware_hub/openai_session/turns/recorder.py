@@ -1,4 +1,4 @@
-"""Finished turns, hung into their session's tree."""
+"""The recorder of finished turns, which adds them to their session's tree."""
 
 from __future__ import annotations
 
@@ -27,15 +27,21 @@ from miles_router.trajectory import InvalidTrajectory, Piece
 
 logger = logging.getLogger(__name__)
 
-MAX_UNTRACED = 1000  # of one session; the log has the rest
-UNTRACED_BYTES = 1024  # of each of them, about
-LENGTH = "length"  # how an answer ends that may not be longer
-MAX_MODEL = 256  # characters of a model's name that are kept
-TURN_BYTES = 2304  # what a turn takes beside its arrays and messages, about
+MAX_UNTRACED = 1000  # the most untraced requests that a session lists; the log has all
+UNTRACED_BYTES = 1024  # the approximate size of each
+LENGTH = "length"  # the finish reason of an answer that reached its token limit
+MAX_MODEL = 256  # the most characters kept of a model's name
+TURN_BYTES = 2304  # the approximate size of a turn without its arrays and messages
 
 
 class TurnRecorder:
-    """Turns answers into turns."""
+    """The recorder of all sessions.
+
+    Args:
+        is_special: returns True for special tokens such as `<|im_end|>`.
+        now: returns Unix seconds.
+        run: counts the recorded tokens for the run's statistics.
+    """
 
     def __init__(
         self,
@@ -54,21 +60,25 @@ class TurnRecorder:
     def record(
         self, plan: TurnPlan, choices: Sequence[Choice], facts: Mapping[str, Any], cache: int | None = None
     ) -> bool:
-        """Record all choices of an answer, or none. Return False where the session was deleted meanwhile.
+        """Record all choices of an answer, or none.
 
         Args:
-            cache: the prefix cache that the turn was sampled with, where that is known.
+            facts: facts that all choices share.
+            cache: the prefix cache that the turn was sampled with, if known.
+
+        Returns:
+            False if the session was removed during the turn, so that nothing is recorded.
 
         Raises:
-            UnusableAnswer: it cannot be held exactly.
-            SessionNotFound: the session was deleted, together with what ran in it.
+            UnusableAnswer: the answer cannot be recorded exactly.
+            SessionNotFound: the session and its running turns were deleted.
         """
         if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
         request = plan.request
         prompts = _Prompts(request)
-        parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
-        places = _places(request, choices)
+        parts = [(choice, prompts.piece_of(choice), _sampled_pieces(choice)) for choice in choices]
+        places = _parents_of(request, choices)
         session = request.session
         if session.ending.status is SessionStatus.DISCARDED:
             raise SessionNotFound(f"session {session.id!r} was deleted")
@@ -85,7 +95,7 @@ class TurnRecorder:
                 nbytes += new
         tools, new = session.history.intern_tools(tools_of(fields) if request.places[0].parent is None else None)
         nbytes += new
-        requests: dict[int, int] = {}  # the number of the first turn that each prompt has, by its piece
+        requests: dict[int, int] = {}  # id of a prompt's piece to the number of its first turn
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             number = len(session.turns)
             numbers = {"number": number, "request": requests.setdefault(id(given), number)}
@@ -98,31 +108,31 @@ class TurnRecorder:
             if request.remember is not None:
                 nbytes += request.remember(turn)
             if plan.written:
-                self.written_ids.recorded(session.id, turn, plan.written)
+                self.written_ids.keep(session.id, turn, plan.written)
         tokens = sum(len(piece) for _, _, sampled in parts for piece in sampled)
         session.settle(plan.grant.reservation, tokens, plan.repeat_key)
         if plan.grant.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, plan.grant.cut_by)
         self._store.account(session, nbytes)
-        new, reused = prompts.tokens, request.prompt.held if request.prompt is not None else 0
+        new, reused = prompts.tokens, request.prompt.kept if request.prompt is not None else 0
         self.statistics.given_tokens += new
         self.statistics.reused_tokens += reused
         for turn in session.turns[len(session.turns) - len(choices) :]:
             cached = turn.facts.get("cached_tokens") if new or reused else None
             reason = reason_name(session.history.classify(turn).reason)
             self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
-            new = reused = 0  # once for all choices
+            new = reused = 0  # count the prompt once for all choices
         return True
 
     def check_prompts(self, request: AgentRequest, choices: Sequence[Choice]) -> None:
-        """Compare the ids that the engine tells of its prompts with those that it was sent.
+        """Compare the prompt ids in the engine's answer with the ids that were sent.
 
         Raises:
-            UnusableAnswer: it tells none, or others.
+            UnusableAnswer: the ids differ, or the answer to a root has none.
         """
         prompts = _Prompts(request)
         for choice in choices:
-            prompts.given(choice)
+            prompts.piece_of(choice)
 
     def _turn(
         self,
@@ -139,7 +149,7 @@ class TurnRecorder:
         request: int,
     ) -> Turn:
         asked, prompt = plan.request, plan.request.prompt
-        tokens = (0 if prompt is None else prompt.held) + len(given) + sum(map(len, sampled))
+        tokens = (0 if prompt is None else prompt.kept) + len(given) + sum(map(len, sampled))
         return Turn(
             path=asked.path,
             parent=place.parent,
@@ -173,19 +183,21 @@ class TurnRecorder:
             },
         )
 
-    def said_ids(self, choice: Choice) -> Sequence[int]:
-        """Return what a choice sampled, without the special token that ended it.
+    def ids_without_end(self, choice: Choice) -> Sequence[int]:
+        """Return the ids that a choice sampled, without a special token at the end.
 
         Raises:
-            UnusableAnswer: its parts do not fit each other.
+            UnusableAnswer: ids, logprobs and versions of the choice do not fit each other.
         """
-        if not _pieces(choice):
+        if not _sampled_pieces(choice):
             return choice.ids
         return choice.ids[:-1] if self._is_special(choice.ids[-1]) else choice.ids
 
     def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
-        """Whether the last token is the model's own end of turn. With tool calls the engine does not say what
-        matched."""
+        """Return True if the last token is the model's own end of turn.
+
+        With tool calls the engine does not report which token matched, so any special token counts.
+        """
         if not sampled:
             return False
         last = int(sampled[-1].tokens[-1])
@@ -193,8 +205,8 @@ class TurnRecorder:
             return self._is_special(last)
         return choice.finish == "stop" and choice.matched == last
 
-    def pass_by(self, path: str, session: Session, reason: str, request_id: str) -> None:
-        """A request in a session that is not recorded; the session says so."""
+    def note_untraced(self, path: str, session: Session, reason: str, request_id: str) -> None:
+        """List and log a request of the session that is not recorded."""
         self.statistics.untraced += 1
         if len(session.untraced) < MAX_UNTRACED:
             self._store.account(session, UNTRACED_BYTES)
@@ -204,18 +216,18 @@ class TurnRecorder:
 
 
 def _by_version(pieces: Iterable[Piece]) -> Counter[str | None]:
-    """How many tokens each weight version sampled."""
+    """Return the number of tokens that each weight version sampled."""
     tokens: Counter[str | None] = Counter()
     for piece in pieces:
         tokens[piece.version] += len(piece)
     return tokens
 
 
-def _pieces(choice: Choice) -> tuple[Piece, ...]:
-    """The sampled tokens.
+def _sampled_pieces(choice: Choice) -> tuple[Piece, ...]:
+    """Return the sampled tokens of a choice.
 
     Raises:
-        UnusableAnswer: the parts do not fit each other.
+        UnusableAnswer: ids, logprobs and versions do not fit each other.
     """
     try:
         return choice.pieces()
@@ -223,11 +235,11 @@ def _pieces(choice: Choice) -> tuple[Piece, ...]:
         raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
 
 
-def _places(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatch]:
-    """Where each choice will hang. A batch of prompts is answered prompt by prompt, each with all of its choices.
+def _parents_of(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatch]:
+    """Return the parent of each choice. The answer to a batch has all choices of the first prompt first, and so on.
 
     Raises:
-        UnusableAnswer: it has not the same number of choices for each prompt.
+        UnusableAnswer: the prompts of a batch have different numbers of choices.
     """
     places = request.places
     if len(places) == 1:
@@ -239,7 +251,7 @@ def _places(request: AgentRequest, choices: Sequence[Choice]) -> list[ParentMatc
 
 
 class _Prompts:
-    """What the choices of one answer were given: one piece for all that share a prompt."""
+    """The prompt pieces of one answer's choices; choices with the same prompt share a piece."""
 
     def __init__(self, request: AgentRequest) -> None:
         self._prompt = request.prompt
@@ -247,35 +259,35 @@ class _Prompts:
 
     @property
     def tokens(self) -> int:
-        """Tokens given, each prompt counted once."""
-        return sum(map(len, self._given()))
+        """The number of prompt tokens behind the parent's, each prompt counted once."""
+        return sum(map(len, self._distinct()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens given."""
-        return sum(piece.nbytes for piece in self._given())
+        """The size of these pieces in bytes."""
+        return sum(piece.nbytes for piece in self._distinct())
 
-    def _given(self) -> list[Piece]:
+    def _distinct(self) -> list[Piece]:
         return [self._prompt.given] if self._prompt is not None else [piece for _, piece in self._pieces]
 
-    def given(self, choice: Choice) -> Piece:
-        """What this choice was given behind its parent's tokens.
+    def piece_of(self, choice: Choice) -> Piece:
+        """Return the prompt piece of a choice, behind its parent's tokens.
 
         Raises:
-            UnusableAnswer: the engine does not tell, or tells other ids than it was sent.
+            UnusableAnswer: the engine returned no prompt ids, or other ids than it was sent.
         """
         if self._prompt is not None:
             if choice.prompt is not None and not np.array_equal(np.asarray(choice.prompt), self._prompt.ids()):
-                raise UnusableAnswer("the worker says that it was given other ids than it was sent")
+                raise UnusableAnswer("the worker reports a prompt with other ids than it was sent")
             return self._prompt.given
         if not choice.prompt:
-            raise UnusableAnswer("the worker does not tell the ids of the prompt")
+            raise UnusableAnswer("the worker's answer does not contain the ids of the prompt")
         for ids, piece in self._pieces:
             if ids is choice.prompt or ids == choice.prompt:
                 return piece
         try:
             piece = Piece.given(choice.prompt)
         except InvalidTrajectory as error:
-            raise UnusableAnswer(f"the worker's prompt ids are none: {error}") from None
+            raise UnusableAnswer(f"the worker's prompt ids are invalid: {error}") from None
         self._pieces.append((choice.prompt, piece))
         return piece

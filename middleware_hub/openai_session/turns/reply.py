@@ -1,7 +1,7 @@
-"""The reply to one turn, and replies that are given again to requests that repeat one.
+"""The sender of the reply to one turn, and the repetition of recorded replies.
 
-A request that is repeated under its `X-Turn-Id` gets the answer that was recorded. Another request under the same id is
-another step of that turn: harnesses ask the model several times within one.
+A request that repeats another with the same `X-Turn-Id` and body gets the recorded reply. A request with the same id
+and another body is another step of that turn: harnesses ask the model several times in one turn.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ JSON = [(b"content-type", b"application/json")]
 
 
 class ReplySender:
-    """Sends the reply to one turn. Its end waits until the session is durable; of a reply that is no stream the head
-    waits as well, so that a failure to save can be told with a status.
+    """The sender of the reply to one turn.
+
+    The end of the reply waits until the session is saved. The head of a reply that is not a stream waits too, so that a
+    failure to save becomes an error status.
 
     Args:
-        send: the client's side.
-        settle: awaited before the end of the reply. Raises StateError.
+        send: sends to the client.
+        save: saves the session; awaited before the end of the reply. Raises StateError.
     """
 
-    def __init__(self, send: Send, settle: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, send: Send, save: Callable[[], Awaitable[None]]) -> None:
         self._send = send
-        self._settle = settle
+        self._save = save
         self._start: Message | None = None
         self._kept: list[bytes] | None = None
         self._is_open = False
-        #: The headers of the reply; None while it has not begun.
+        #: The headers of the reply; None before it begins.
         self.headers: list[tuple[bytes, bytes]] | None = None
-        #: Called with the whole reply before its end is sent.
-        self.when_whole: Callable[[RecordedReply], None] | None = None
-        #: The client has left: nothing is sent any more.
-        self.left = False
-        #: The turn is recorded; `repeatable`: and its answer is not one that the client's leaving has cut.
+        #: Called with the complete reply before its end is sent.
+        self.when_complete: Callable[[RecordedReply], None] | None = None
+        #: True if the client has disconnected: nothing is sent any more.
+        self.client_left = False
+        #: `recorded`: the turn is recorded. `repeatable`: its answer may also be sent again, because no disconnect of
+        #: the client has cut it.
         self.recorded = self.repeatable = False
 
-    def keep(self, when_whole: Callable[[RecordedReply], None]) -> None:
-        """Keep what is sent, and give the whole reply to `when_whole` before its end is sent."""
-        self._kept, self.when_whole = [], when_whole
+    def keep(self, when_complete: Callable[[RecordedReply], None]) -> None:
+        """Keep the sent parts, and pass the complete reply to `when_complete` before its end is sent."""
+        self._kept, self.when_complete = [], when_complete
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message.
 
         Raises:
-            StateError: what the reply tells of cannot be made durable.
+            StateError: the session cannot be saved.
         """
-        if self.left:
+        if self.client_left:
             return
         if message["type"] == "http.response.start":
             self.headers = message["headers"]
             if message["status"] != 200:
-                self._kept = None  # a refusal is not given again
+                self._kept = None  # an error is not repeated
             if not _is_stream(message):
                 self._start = message
                 return
@@ -72,39 +75,38 @@ class ReplySender:
         await self._send(message)
 
     async def send_once_begun(self, message: Message) -> None:
-        """Send one message of one of several replies to the turn: the agent gets the head of the first alone. Raises as
-        `send`."""
+        """Send one ASGI message of an attempt, but only the head of the first attempt. Raises like `send`."""
         if message["type"] != "http.response.start" or self.headers is None:
             await self.send(message)
 
-    async def give(self, data: bytes) -> None:
-        """Send a part of the body."""
+    async def send_part(self, data: bytes) -> None:
+        """Send a part of the body; b"" sends nothing."""
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, end: bytes, start: Message | None = None, *, stays_open: bool = False) -> None:
-        """Send the end of the body; with `start`, the head before it, once the session is durable. Raises as `send`.
+        """Save the session, then send the head if given, and the end of the body. Raises like `send`.
 
         Args:
-            stays_open: the reply is closed by `close`. Once it is closed, `receive` says that the client has left.
+            stays_open: leave closing the reply to `close`. After the close, `receive` reports a disconnect.
         """
         if start is not None:
             self.headers, self._start = start["headers"], start
-        if not self.left:
+        if not self.client_left:
             self._is_open = stays_open
             await self._end({"type": "http.response.body", "body": end, "more_body": stays_open})
 
     async def close(self) -> None:
-        """Close a reply that `finish` has left open."""
-        if self._is_open and not self.left:
+        """Close a reply that `finish` left open."""
+        if self._is_open and not self.client_left:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, message: Message) -> None:
-        if self._kept is not None and self.when_whole is not None:
+        if self._kept is not None and self.when_complete is not None:
             assert self.headers is not None
             headers = [pair for pair in self.headers if pair[0] != b"x-request-id"]
-            self.when_whole(RecordedReply(headers, b"".join([*self._kept, message.get("body", b"")])))
-        await self._settle()
+            self.when_complete(RecordedReply(headers, b"".join([*self._kept, message.get("body", b"")])))
+        await self._save()
         await self._begin()
         await self._send(message)
 
@@ -119,38 +121,40 @@ def _is_stream(start: Message) -> bool:
 
 
 @asynccontextmanager
-async def first_of_repeated(
+async def run_or_repeat(
     session: Session,
     key: RepeatKey | None,
     receive: Receive,
     reply: ReplySender,
     account: Callable[[int], None],
 ) -> AsyncIterator[bool]:
-    """Tell whether a request is the first with its `key`. Where another one ran, the reply of that is given; where one
-    runs at this moment, its reply is waited for. A turn that failed, or was not recorded, may run again.
+    """Yield True if the turn must run, or send the reply of an earlier request with the same key and yield False.
+
+    If the earlier request is still running, wait for its reply. A turn that failed or was not recorded may run again.
 
     Args:
-        account: is told the bytes of a reply that is kept.
+        key: equal for a request and its repetitions; None if the request cannot be a repetition.
+        account: called with the size in bytes of a reply that is kept.
 
     Raises:
-        ClientDisconnected: the client has left while it waited.
+        ClientDisconnected: the client disconnected while it waited.
     """
     if key is None:
         yield True
         return
     while (known := session.replies.get(key)) is not None:
-        with Watch(receive):  # it may take long, and an agent that has left must not hold its request for that time
+        with Watch(receive):  # this may take long: end the request if the agent disconnects
             recorded = await asyncio.shield(known)
         if recorded is not None:
-            await recorded.give_to(reply.send)
+            await recorded.send_to(reply.send)
             yield False
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
-    session.replies[key], whole = future, None
+    session.replies[key], complete = future, None
 
     def keep(recorded: RecordedReply) -> None:
-        nonlocal whole
-        whole = recorded
+        nonlocal complete
+        complete = recorded
         if reply.repeatable and key not in session.repeats:
             session.repeats[key] = recorded
             account(len(recorded.body))
@@ -159,8 +163,8 @@ async def first_of_repeated(
     try:
         yield True
     finally:
-        reply.when_whole = None  # which holds the session, and is held by the reply
-        given = whole if reply.repeatable or session.ending.status.is_forgotten else None
+        reply.when_complete = None  # breaks the reference from the reply to the session
+        given = complete if reply.repeatable or session.ending.status.is_forgotten else None
         if given is None:
             session.replies.pop(key, None)
         future.set_result(given)

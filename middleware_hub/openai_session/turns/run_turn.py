@@ -1,4 +1,4 @@
-"""One turn: what an agent asks, the engine's answer to it, and its record, as one coroutine."""
+"""One turn as one coroutine: the agent's request, the engine's answer, and the record."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.sessions.values import refuse_long_turn
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
-from middleware_hub.openai_session.turns.leaving import SeenThrough
+from middleware_hub.openai_session.turns.leaving import RunToEnd
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawTurn, check_fields, obstacle, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, first_of_repeated
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, ReplySender, run_or_repeat
 from middleware_hub.openai_session.turns.sampling import WHOLE, SamplingServices, StreamedTurn, TurnSampling, WholeTurn
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from miles_router.engines import models, paths
@@ -43,13 +43,13 @@ from miles_router.middlewares.rows import RowDeliveries
 
 
 class TurnRunner:
-    """Runs the turns of all sessions.
+    """The runner of all sessions' turns.
 
     Args:
-        app: the app inside, which asks an engine.
-        now: Unix seconds.
-        whole_answers: every chat turn is generated whole, and given as a stream afterwards.
-        heartbeat: seconds of silence after which a stream says that it goes on; 0 for never.
+        app: the app inside the session middleware, which asks an engine.
+        now: returns Unix seconds.
+        whole_answers: whether every chat turn is sampled as a whole answer, and streamed to the agent afterwards.
+        heartbeat: seconds of silence after which a stream sends a heartbeat; 0 for never.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class TurnRunner:
         """Run one turn: read, place, grant, plan, sample, record, save, and end the reply.
 
         Raises:
-            BadRequest: the request is invalid, or the session has no room, is finalized or has a contract against it.
+            BadRequest: the request is invalid, the session is full or finalized, or its contract forbids the turn.
             UnusableAnswer: the worker's answer cannot be read or recorded.
             TokenizerDiffers: a worker has another tokenizer than the router.
-            StateError: what became of it cannot be made durable.
+            StateError: the session cannot be saved.
         """
         exchange = Exchange.of(scope)
         exchange.error_body, exchange.flight.private = face.error_body, True
@@ -105,7 +105,7 @@ class TurnRunner:
                     await self._run_once(session, asked, form, reply)
             except StateError:
                 raise
-            except RouterError:  # which may have ended the episode
+            except RouterError:  # the error may have ended the episode: save that too
                 await self._archive.save(session)
                 raise
             except asyncio.CancelledError:
@@ -118,32 +118,33 @@ class TurnRunner:
             await self.pass_untraced(session, reason, asked.body, asked.scope, asked.receive, reply.send)
             return
         account = partial(self._store.account, session)
-        async with first_of_repeated(session, asked.repeat_key, asked.receive, reply, account) as is_first:
+        async with run_or_repeat(session, asked.repeat_key, asked.receive, reply, account) as is_first:
             if not is_first:
                 return
             try:
                 await self._run(session, asked, form, reply)
             except ContextOverflow as error:
-                # Harnesses of some APIs look for it in the stream; a stream that a heartbeat has begun is told anyway.
+                # Harnesses of some APIs look for a full context in the stream. If a heartbeat has begun the stream, the
+                # error is written there anyway.
                 events = None if form.began else face.as_stream(session, asked.parsed, error)
                 if events is None:
                     raise
                 await reply.finish(events, head(events, EVENT_STREAM))
 
     async def _run(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
-        # Only now: a recorded answer is given again even where there is no room for another turn.
+        # Checked only here: a recorded answer is repeated even if there is no room for another turn.
         if session.ending.status is SessionStatus.FINALIZED:
             raise SessionFinalized(f"session {session.id!r} is finalized")
         self._store.check_room(session)
-        if not self._archive.is_saved(session):  # what could not be made durable must be, before there is more of it
+        if not self._archive.is_saved(session):  # earlier turns must be durable before the session grows
             await self._archive.save(session)
         self._keeper.check(session)
         with self._keeper.running(session, asked.exchange) as running:
-            with Watch(asked.receive):  # a long text takes its time, which is not spent for an agent that has left
+            with Watch(asked.receive):  # encoding a long text takes time: stop if the agent disconnects
                 request = await asked.face.turn(session, asked.parsed, now=self._now())
                 form.is_of(request)
                 grant = await self._keeper.grant(asked.face, request, asked.repeat_key, running)
-            async with self._seen_through(request, grant, asked, running, reply) as receive:
+            async with self._run_to_end(request, grant, asked, running, reply) as receive:
                 plan = await self._plan(asked, request, grant)
                 try:
                     await self._sample(plan, asked, receive, running, reply)
@@ -151,12 +152,12 @@ class TurnRunner:
                     flag_worker(self._recorder.statistics.invalid_answers, asked.exchange.flight.worker_url)
                     raise
 
-    def _seen_through(
+    def _run_to_end(
         self, request: AgentRequest, grant: TurnGrant, asked: TurnRequest, running: RunningTurn, reply: ReplySender
     ) -> AbstractAsyncContextManager[Receive]:
         if not request.session.episode.contract.budget.limits_usage:
             return nullcontext(asked.receive)
-        return SeenThrough(request, grant, asked.repeat_key, running, asked.receive, reply)
+        return RunToEnd(request, grant, asked.repeat_key, running, asked.receive, reply)
 
     # Plan
 
@@ -164,11 +165,11 @@ class TurnRunner:
         await self._agreement.require(asked.scope)
         if self._router.traces is not None:
             self._router.traces.reads(asked.exchange.flight, "session", session=request.session.id)
-        self._settle_adapter(grant, asked.exchange)
+        self._set_adapter(grant, asked.exchange)
         endpoint, parent = asked.face.endpoint, request.places[0].parent
         if request.prompt is not None and parent is not None:
             asked.exchange.flight.continued_cache = parent.cache
-        missing = endpoint.rows_missing if request.several else None
+        missing = endpoint.rows_missing if request.has_several_choices else None
         deliveries = RowDeliveries.captured(
             self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
         )
@@ -178,7 +179,7 @@ class TurnRunner:
         candidates = await self._stream_facts.candidates(request)
         raw = None
         if endpoint.takes_ids and (facts := _without_ids(candidates)) is not None:
-            raw, written = await self._raw(asked.face, request, grant, facts, written)
+            raw, written = await self._plan_raw(asked.face, request, grant, facts, written)
         plan = TurnPlan(
             request,
             grant,
@@ -191,42 +192,45 @@ class TurnRunner:
         )
         return replace(plan, streams=True) if self._streams(plan, endpoint, candidates) else plan
 
-    async def _raw(
+    async def _plan_raw(
         self, face: Face, request: AgentRequest, grant: TurnGrant, facts: Facts, written: Sequence[bytes]
     ) -> tuple[RawTurn, Sequence[bytes]]:
-        """Return how a turn is read here, and its prompt as JSON, which is rendered here if it is a root's.
+        """Return how the router parses the turn's answer, and the prompt ids as JSON; a root's prompt is rendered here.
 
         Raises:
-            UnsupportedByEngine: it cannot be.
+            UnsupportedByEngine: the router cannot render the prompt or parse the answer.
             BadRequest: a field is invalid, or the template refuses the messages.
         """
         parsers, fields = self._sampling.parsers, grant.fields
         check_fields(fields)
         if (reason := obstacle(request, fields, TextReader(fields, parsers, facts))) is not None:
             kind = facts.engine.kind if facts.engine is not None else "this engine"
-            raise UnsupportedByEngine(f"the chat of {kind} has no ids, and a session cannot stand in for it: {reason}")
+            why = f"the chat endpoint of {kind} has no token ids, and the router cannot add them"
+            raise UnsupportedByEngine(f"{why}: {reason}")
         decode = self._router.tokenizer.decode
         if request.prompt is not None:
-            return RawTurn.behind(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
+            return RawTurn.from_prompt(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
         ids = await face.rendered(fields)
-        return RawTurn.behind(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
+        return RawTurn.from_prompt(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
 
-    def _settle_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
-        """What the run or a contract puts into a turn counts more than the adapter that its agent has named."""
+    def _set_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
+        """Set the adapter of the request. An adapter from the run or the contract overrides the agent's."""
         served = self._router.fleet.model_names
         if exchange.adapter is not None and (adapter := adapter_in(grant.fields, (*served, DEFAULT))) is not None:
             exchange.adapter = adapter or None
 
     def _streams(self, plan: TurnPlan, endpoint: OpenAIEndpoint, candidates: Sequence[Facts]) -> bool:
-        """Return whether the engine is asked for a stream; an agent's stream may be generated whole."""
+        """Return whether the engine is asked for a stream; an agent's stream may come from a whole answer."""
         request = plan.request
         if not request.stream or endpoint.chunks is None:
             return request.stream
-        # A stream of several choices tells the rows of one alone, those of some kinds it does not tell, and that of a
-        # pair does not say whether they are right.
+        # A stream lacks rows in three cases: with several choices it has the rows of one, it has no rows of some kinds,
+        # and the stream of a prefill/decode pair does not tell whether its rows are right.
         paired = bool(self._router.pool.snapshot.prefill)
-        untold = any(request.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.deliveries)
-        if self._whole_answers or untold or WHOLE in request.session.notes:
+        lacks_rows = any(
+            request.has_several_choices or paired or not ROW_FIELDS[kind].in_chat_streams for kind in plan.deliveries
+        )
+        if self._whole_answers or lacks_rows or WHOLE in request.session.notes:
             return False
         return plan.raw is not None or not self._stream_facts.fall_short(candidates, endpoint)
 
@@ -236,21 +240,21 @@ class TurnRunner:
         self, plan: TurnPlan, asked: TurnRequest, receive: Receive, running: RunningTurn, reply: ReplySender
     ) -> None:
         request = plan.request
-        # Where the answer does not say whose rows are whose, none are asked for.
-        unclear = request.stream and request.several and asked.face.endpoint.rows_missing is not None
+        # No rows are requested if the answer does not tell which choice they belong to.
+        unclear = request.stream and request.has_several_choices and asked.face.endpoint.rows_missing is not None
         with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
             await sampled.run(receive, reply, partial(self._end, plan, sampled, asked.exchange, reply))
 
     async def _end(self, plan: TurnPlan, sampled: TurnSampling, exchange: Exchange, reply: ReplySender) -> None:
-        """Read what was sampled, record it, and end the reply once it is durable."""
+        """Read the sampled answer, record it, and end the reply once the session is saved."""
         try:
             answer = await sampled.answer()
             if answer.choices is not None:
                 self._record(plan, answer.choices, answer.prompt_tokens, exchange, reply)
         except UpstreamError as error:
-            await reply.give(sampled.failed(error))
+            await reply.send_part(sampled.error_part(error))
             raise
         if answer.error is not None:
             raise answer.error
@@ -277,11 +281,11 @@ class TurnRunner:
             self._check_prompt(plan, choices, prompt_tokens, exchange)
             recorded = self._recorder.record(plan, choices, facts, flight.cache)
         except UnusableAnswer as error:
-            if plan.streams:  # the agent has its text, and goes on from it
-                self._recorder.pass_by(request.path, request.session, str(error), exchange.request_id)
+            if plan.streams:  # the agent has the text already and may go on from it
+                self._recorder.note_untraced(request.path, request.session, str(error), exchange.request_id)
             raise
         aborted = any(choice.finish == ABORT for choice in choices)
-        reply.recorded, reply.repeatable = recorded, recorded and not (reply.left and aborted)
+        reply.recorded, reply.repeatable = recorded, recorded and not (reply.client_left and aborted)
         if (traces := self._router.traces) is not None:
             traces.prompt(flight, _prompt_tokens(request, choices))
             for each in choices:
@@ -291,14 +295,14 @@ class TurnRunner:
     def _check_prompt(
         self, plan: TurnPlan, choices: Sequence[Choice], prompt_tokens: int | None, exchange: Exchange
     ) -> None:
-        """Compare the number of tokens that the engine says it read with those that it was given.
+        """Compare the number of prompt tokens that the engine reports with the number sent.
 
         Raises:
-            PromptNotRead: it read another number.
-            UnusableAnswer: it tells other ids.
+            PromptNotRead: the engine read another number of tokens.
+            UnusableAnswer: the engine reports other prompt ids.
         """
         request, given = plan.request, _prompt_tokens(plan.request, choices)
-        queued = any(not choice.ids and choice.finish == ABORT for choice in choices)  # which tells no prompt
+        queued = any(not choice.ids and choice.finish == ABORT for choice in choices)  # reports no prompt
         if prompt_tokens is None or queued or prompt_tokens == given or not given:
             return
         worker = exchange.flight.worker_url
@@ -306,11 +310,11 @@ class TurnRunner:
             return
         self._recorder.check_prompts(request, choices)
         error = PromptNotRead.of(worker, given, prompt_tokens)
-        self._recorder.pass_by(request.path, request.session, str(error), exchange.request_id)
+        self._recorder.note_untraced(request.path, request.session, str(error), exchange.request_id)
         raise error
 
     def _facts_for_audits(self, plan: TurnPlan, url: str | None) -> dict[str, Any]:
-        """Return what an audit must know of the request, where there is something to know."""
+        """Return the facts of the request that an audit needs, without null values."""
         fields, served = plan.grant.fields, self._router.fleet.known_facts(url or "").served_model_name
         asked = AskedSampling.of_chat(fields, (served, DEFAULT) if served else ())
         rendered = plan.request.prompt is not None or plan.request.path == paths.COMPLETIONS
@@ -322,22 +326,22 @@ class TurnRunner:
         own = {} if asked.adapter == "" else {ADAPTER: asked.adapter}
         return {**{name: value for name, value in facts.items() if value is not None}, **own}
 
-    # Requests that are no turns
+    # Requests that are not turns
 
     async def pass_untraced(
         self, session: Session, why: str, body: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Have a request that generates answered as it came, but for the adapter of the run; the session notes it.
+        """Forward a generating request like `pass_on`, and list it in the session as not recorded.
 
         Raises:
             OutsideContract: the session has a contract.
         """
         self._keeper.refuse_untraced(session, why)
-        self._recorder.pass_by(scope["path"], session, why, Exchange.of(scope).request_id)
+        self._recorder.note_untraced(scope["path"], session, why, Exchange.of(scope).request_id)
         await self.pass_on(body, scope, receive, send)
 
     async def pass_on(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have a request answered as it came, but for the adapter of the run."""
+        """Forward a request unchanged, except for the adapter of the run."""
         if adapter := self._settings.lora_path:
             Exchange.of(scope).adapter = adapter
             body = models.force_adapter(body, adapter)
@@ -346,7 +350,7 @@ class TurnRunner:
 
 
 def _without_ids(candidates: Sequence[Facts]) -> Facts | None:
-    """Return the facts of an engine whose chat takes or tells no ids; None where there is none."""
+    """Return the facts of the first engine whose chat endpoint takes or returns no ids; None if all do."""
     for facts in candidates:
         if facts.engine is not None and not facts.engine.chats_by_ids:
             return facts
@@ -354,8 +358,8 @@ def _without_ids(candidates: Sequence[Facts]) -> Facts | None:
 
 
 def _prompt_tokens(request: AgentRequest, choices: Sequence[Choice]) -> int:
-    """Return the number of tokens of all prompts, each of which has as many choices."""
+    """Return the number of tokens in all prompts; every prompt must have the same number of choices."""
     if request.prompt is not None:
         return request.prompt.length
-    one_each = choices[:: max(1, len(choices) // len(request.places))]
-    return sum(len(each.prompt or ()) for each in one_each)
+    one_per_prompt = choices[:: max(1, len(choices) // len(request.places))]
+    return sum(len(each.prompt or ()) for each in one_per_prompt)

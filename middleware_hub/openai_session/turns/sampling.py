@@ -1,4 +1,4 @@
-"""How the engine samples the answer to one turn: as a stream, or whole."""
+"""The sampling of one turn at the engine: as a stream, or as a whole answer."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from miles_router.middlewares.generation import ResumeServices
 
 logger = logging.getLogger(__name__)
 
-#: Noted of a session whose stream the engine ended with an error: its parser may fail at what the model writes. What
-#: its agent asks next is generated whole, so that it can be asked for once more.
+#: A note of a session whose stream the engine ended with an error, perhaps because its parser failed at the model's
+#: text. Later turns are sampled as whole answers, which can be requested again as raw text.
 WHOLE = "turns.whole"
 
 
 @dataclass(frozen=True)
 class SamplingServices:
-    """What all turns have in common.
+    """The services that all turns share.
 
     Attributes:
-        app: the app inside, which asks an engine.
-        parsers: make a message of an answer that came in parts.
-        names: give the ids of tokens whose stream has told none.
+        app: the app inside the session middleware, which asks an engine.
+        parsers: the router's own parsers of reasoning and tool calls.
+        names: finds the ids of tokens by their bytes, for streams without ids.
     """
 
     app: ASGIApp
@@ -83,41 +83,41 @@ class TurnSampling(ABC):
         self.exchange: Exchange = asked.exchange
         self.fields: Mapping[str, Any] = plan.grant.fields
         self.writer: ReplyWriter = asked.face.writer(plan.request)
-        #: Carries the turn on where it is cut; None where nothing does.
+        #: The services that resume a cut turn; None if the turn cannot be resumed.
         self.resume = services.router.resume if self.face.endpoint.path == paths.CHAT else None
 
     @abstractmethod
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
-        """Have the engine sample, and await `end` once the answer is there. Where the engine refuses, the agent is told
-        so, and nothing ends.
+        """Ask the engine, and await `end` when the answer is complete. An error of the engine is sent to the agent
+        without awaiting `end`.
 
         Raises:
-            UnusableAnswer: it answers something that is none of its API. Others as `end`.
+            UnusableAnswer: the engine's answer does not follow its API. Other errors come from `end`.
         """
 
     @abstractmethod
     async def answer(self) -> SampledAnswer:
-        """Read what was sampled.
+        """Return the sampled answer.
 
         Raises:
-            UnusableAnswer: it cannot be read, and the agent must not have it.
-            UpstreamBroken: it is not whole.
+            UnusableAnswer: the answer cannot be read, and the agent must not get it.
+            UpstreamBroken: the answer is incomplete.
         """
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return what the agent gets once the turn is recorded: the end of a stream, or the whole reply."""
+        """Return the bytes that the agent gets once the turn is recorded: the end of a stream, or the whole reply."""
 
     def streamed_tokens(self) -> int | None:
-        """Return how many tokens of a stream have come; None for a whole answer."""
+        """Return the number of tokens that have streamed; None for a whole answer."""
         return None
 
-    def failed(self, error: RouterError) -> bytes:
-        """Return what the agent is shown of an error that comes in place of the end; b"" where its status tells."""
+    def error_part(self, error: RouterError) -> bytes:
+        """Return the bytes of an error in place of the stream's end; b"" if an HTTP status reports the error."""
         return b""
 
     def inner_scope(self, body: bytes) -> Scope:
-        """Return the scope of a request to the engine: an API that is translated asks another path than its agent."""
+        """Return the scope of a request to the engine, whose path may differ from the agent's."""
         inner = with_body(self.asked.scope, body)
         if self.face.path != self.face.endpoint.path:
             path = self.face.endpoint.path
@@ -125,13 +125,13 @@ class TurnSampling(ABC):
         return inner
 
     def body(self, *, stream: bool) -> bytes:
-        """Return the engine's request."""
-        fields = self.fields if self.plan.raw is None else self.plan.raw.asked
+        """Return the body of the request to the engine."""
+        fields = self.fields if self.plan.raw is None else self.plan.raw.engine_fields
         return self.face.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
 
 
 class StreamedTurn(TurnSampling):
-    """A turn whose answer is streamed: every chunk goes on as it comes, up to what ends the answer."""
+    """A turn that the engine streams: each chunk is relayed at once, except the end of the answer."""
 
     def __init__(self, services: SamplingServices, plan: TurnPlan, asked: TurnRequest) -> None:
         super().__init__(services, plan, asked)
@@ -166,8 +166,10 @@ class StreamedTurn(TurnSampling):
         reply: ReplySender,
         end: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run a turn that is carried on where it is cut. Under `resume_lost` the engine is asked again where its stream
-        had said nothing."""
+        """Run a turn that can be resumed.
+
+        Under `resume_lost`, a turn whose worker is lost before the stream has content starts again.
+        """
         services = self.services
         carried = CarriedStream(
             resume, services.app, self.inner_scope(body), receive, body, self.plan, services.parsers
@@ -183,17 +185,17 @@ class StreamedTurn(TurnSampling):
                 attempt,
                 begun=reply.headers is not None,
             )
-            carried.carries(self.stream, attempt, reply, services.names.ids)
+            carried.start_from(self.stream, attempt, reply, services.names.ids)
             try:
                 with carried.in_flight(self.exchange, carried.body):
                     await attempt.ask(tap, carried.scope, receive, carried.body)
             except UpstreamBroken as error:
                 if tap.refused:
-                    await reply.give(self.failed(error))
-                if tap.refused or tap.has_ended or not carried.may_go_on():
+                    await reply.send_part(self.error_part(error))
+                if tap.refused or tap.has_ended or not carried.may_retry():
                     raise
-                if self.stream.has_come or tap.passing:
-                    await carried.lose()
+                if self.stream.has_content or tap.passing:
+                    await carried.recover_lost()
                 else:
                     self.stream = self._new_stream()
                     carried.rename()
@@ -205,7 +207,7 @@ class StreamedTurn(TurnSampling):
 
     async def answer(self) -> SampledAnswer:
         stream = self.stream
-        if (cut := stream.cut) is not None:
+        if (cut := stream.cut_reason) is not None:
             raise UpstreamBroken(cut)
         choices: Sequence[Choice] | None = None
         if stream.began:
@@ -215,7 +217,7 @@ class StreamedTurn(TurnSampling):
                 if self.face.endpoint.path == paths.CHAT and self.plan.raw is None:
                     await self._show_all_calls(choices)
             except UnusableAnswer as error:
-                self._pass_by(str(error))
+                self._note_untraced(str(error))
                 raise
             except UnreadableAnswer as error:
                 choices = None
@@ -228,20 +230,20 @@ class StreamedTurn(TurnSampling):
     def streamed_tokens(self) -> int:
         return self.stream.growing.tokens
 
-    def failed(self, error: RouterError) -> bytes:
-        return self.stream.failed(error)
+    def error_part(self, error: RouterError) -> bytes:
+        return self.stream.error_part(error)
 
     async def _learn_version(self) -> None:
         url = self.exchange.flight.worker_url
         if len(self.stream.growing.versions) == 1 and url is not None:
-            said = await self.services.router.fleet.weight_version(url)
-            self.stream.by_engine = self.stream.growing.versions == {said}
+            version = await self.services.router.fleet.weight_version(url)
+            self.stream.version_confirmed = self.stream.growing.versions == {version}
 
     async def _note_unreadable(self, error: UnreadableAnswer) -> None:
-        """Note a stream that cannot be recorded. Where only something is missing, the agent keeps what it has.
+        """List a stream that cannot be recorded. If it only lacks data, the agent keeps its answer.
 
         Raises:
-            UpstreamBroken: the stream may have lost its end.
+            UpstreamBroken: the end of the stream may be lost.
             UnusableAnswer: the stream contradicts itself.
         """
         url, request = self.exchange.flight.worker_url, self.plan.request
@@ -250,18 +252,18 @@ class StreamedTurn(TurnSampling):
         if isinstance(error, StreamShortfall) and url is not None:
             await self.services.stream_facts.learn(url, self.face.endpoint.path, str(error))
         reason = f"the worker's stream cannot be recorded: {error}"
-        self._pass_by(reason)
-        if self.stream.told_error and tools_of(self.fields):
+        self._note_untraced(reason)
+        if self.stream.ended_with_error and tools_of(self.fields):
             request.session.notes[WHOLE] = True
         if error.reason != INCOMPLETE:
             raise UnusableAnswer(reason) from None
 
-    def _pass_by(self, reason: str) -> None:
+    def _note_untraced(self, reason: str) -> None:
         request = self.plan.request
-        self.services.recorder.pass_by(request.path, request.session, reason, self.exchange.request_id)
+        self.services.recorder.note_untraced(request.path, request.session, reason, self.exchange.request_id)
 
     async def _show_all_calls(self, choices: Sequence[Choice]) -> None:
-        """Show the tool calls that were sampled and not shown; where that cannot be, the turn says why."""
+        """Show the sampled tool calls that the stream left out; if that fails, put the reason into the turn's facts."""
         url, services = self.exchange.flight.worker_url, self.services
         if url is None or not tools_of(self.fields):
             return
@@ -269,7 +271,9 @@ class StreamedTurn(TurnSampling):
         for choice in choices:
             cut = choice.finish not in OWN_ENDS
             try:
-                text = services.router.tokenizer.decode(services.recorder.said_ids(choice), skip_special_tokens=False)
+                text = services.router.tokenizer.decode(
+                    services.recorder.ids_without_end(choice), skip_special_tokens=False
+                )
                 deltas = unshown_calls(choice.message, text, self.fields, services.parsers, facts, cut=cut)
             except UnreadableAnswer as error:
                 choice.facts[SHOWN_OTHERWISE] = str(error)
@@ -278,35 +282,35 @@ class StreamedTurn(TurnSampling):
                 logger.warning("calls_shown_otherwise", extra={"fields": fields})
             else:
                 if deltas:
-                    self.stream.complete(choice, deltas, cut=cut)
+                    self.stream.add_calls(choice, deltas, cut=cut)
 
 
 class WholeTurn(TurnSampling):
-    """A turn whose answer comes in one piece; its agent may get it as a stream."""
+    """A turn that the engine answers as a whole; the agent may get the answer as a stream."""
 
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
         body, services = self.body(stream=False), self.services
         scope, self._joined = self.inner_scope(body), None
         if self.resume is not None:
             carried = CarriedAnswer(self.resume, services.app, scope, receive, body, self.plan, services.parsers)
-            self._collected, self._joined = await carried.sampled()
+            self._collected, self._joined = await carried.sample_all()
         else:
             self._collected = TurnReply(services.router.metrics)
             await self._collected.call(services.app, scope, replay(body, receive))
         collected = self._collected
         self._raw = self.plan.raw
-        self._again = await self._read_here(receive) if collected.status == PARSER_FAILED else None
-        if collected.status == 200 or self._again is not None:
+        self._reparsed = await self._retry_as_raw(receive) if collected.status == PARSER_FAILED else None
+        if collected.status == 200 or self._reparsed is not None:
             await end()
         else:
             await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
 
     async def answer(self) -> SampledAnswer:
-        answer = self._again or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
+        answer = self._reparsed or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
         unread: dict[int, str] = {}
         try:
             if self.plan.raw is not None:
-                answer, unread = self.plan.raw.whole(answer, shows_open_calls=self.face.shows_open_calls)
+                answer, unread = self.plan.raw.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
             elif self.face.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.face.endpoint.choices(answer)
@@ -322,35 +326,37 @@ class WholeTurn(TurnSampling):
         try:
             stream = self.plan.request.stream
             self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.whole(seen))
-        except orjson.JSONEncodeError:  # before it is recorded: its agent would not get it
-            raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
+        except orjson.JSONEncodeError:  # raise before recording, because the agent cannot get the answer
+            raise UnusableAnswer("the worker's answer cannot be sent to the agent: it is nested too deep") from None
         except AnswerCut as error:
             return SampledAnswer(choices, read, error=error)
-        headers = self._collected.start["headers"] if self._again is None else JSON
+        headers = self._collected.start["headers"] if self._reparsed is None else JSON
         return SampledAnswer(choices, read, head(body, EVENT_STREAM if stream else headers))
 
     def end(self) -> bytes:
         return self._end
 
     def _as_stream(self, answer: Mapping[str, Any]) -> bytes:
-        """Return a whole answer as the stream that the agent asked for."""
+        """Return a whole answer as the bytes of a stream."""
         assert self.face.endpoint.chunks is not None
         events = [self.writer.chunk(chunk, b"") for chunk in self.face.endpoint.chunks(answer, self.fields)]
         return b"".join([*events, self.writer.other(Event.read(LAST_EVENT))])
 
     async def _with_unfinished(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer with the tool calls that it ends within."""
+        """Return the answer with the incomplete tool calls at its end."""
         url, services = self.exchange.flight.worker_url, self.services
         if url is None or not ends_early(answer, self.fields):
             return answer
         facts = await services.router.fleet.facts(url)
         return with_unfinished_calls(answer, self.fields, services.parsers, facts, services.router.tokenizer.decode)
 
-    async def _read_here(self, receive: Receive) -> dict[str, Any] | None:
-        """Ask for the answer once more, as raw text, where the engine's parser may have failed at what was sampled, and
-        read it here. None where that cannot be done, or fails as well."""
+    async def _retry_as_raw(self, receive: Receive) -> dict[str, Any] | None:
+        """Ask for the answer again as raw text and parse it here, because the engine's parser may have failed at it.
+
+        Return None if that is not possible or fails too.
+        """
         url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
-        if url is None or plan.request.several or plan.deliveries or self.face.endpoint.path != paths.CHAT:
+        if url is None or plan.request.has_several_choices or plan.deliveries or self.face.endpoint.path != paths.CHAT:
             return None
         if plan.raw is not None:  # the engine parsed nothing
             return None
@@ -359,10 +365,10 @@ class WholeTurn(TurnSampling):
             return None
         try:
             turn, written = await self._raw_turn(facts, receive)
-            body = self.face.endpoint.request(turn.asked, stream=False, ids=written)
+            body = self.face.endpoint.request(turn.engine_fields, stream=False, ids=written)
             answer = await self._json(body, receive)
             (_,) = answer["choices"]
-            read, unread = turn.whole(answer, shows_open_calls=self.face.shows_open_calls)
+            read, unread = turn.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
         except (UnreadableAnswer, ValueError, *MALFORMED):
             return None
         if unread:
@@ -373,13 +379,13 @@ class WholeTurn(TurnSampling):
         return read
 
     async def _raw_turn(self, facts: Facts, receive: Receive) -> tuple[RawTurn, Sequence[bytes]]:
-        """Return the turn as it is parsed here, and its prompt in JSON; that of a root is told by the engine."""
+        """Return the turn for the router's parsers, and its prompt ids as JSON; the engine renders a root's prompt."""
         request, decode, parsers = self.plan.request, self.services.router.tokenizer.decode, self.services.parsers
         if request.prompt is not None:
             given = request.prompt.given.tokens
-            return RawTurn.behind(given, self.fields, parsers, facts, decode, root=False), self.plan.written
+            return RawTurn.from_prompt(given, self.fields, parsers, facts, decode, root=False), self.plan.written
         ids = np.asarray(prompt_of(await self._json(prompt_request(self.fields), receive)))
-        return RawTurn.behind(ids, self.fields, parsers, facts, decode, root=True), written_ids(ids)
+        return RawTurn.from_prompt(ids, self.fields, parsers, facts, decode, root=True), written_ids(ids)
 
     async def _json(self, body: bytes, receive: Receive) -> Any:
         collected = TurnReply(self.services.router.metrics)
@@ -392,13 +398,13 @@ def _parsed(collected: Collected) -> Any:
 
 
 def _whole_answer(answer: Any, choices: int) -> dict[str, Any]:
-    """Return the engine's answer, which has so many choices.
+    """Return the engine's answer, after checking its form.
 
     Raises:
-        UnusableAnswer: it is none.
+        UnusableAnswer: the answer is not an object, or does not have `choices` choices.
     """
     if not isinstance(answer, dict):
-        raise UnusableAnswer("the worker's answer is no JSON that can be read")
+        raise UnusableAnswer("the worker's answer is not a JSON object")
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise UnusableAnswer("the worker's answer has no choices")
     if len(answer["choices"]) != choices:

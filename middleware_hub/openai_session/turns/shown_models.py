@@ -1,4 +1,4 @@
-"""The list of models, as an agent is shown it whose contract names its model: that one alone, under its name."""
+"""The model list for agents whose contract names their model: only that model, under the contract's name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from miles_router.middlewares import ASGIApp, Collected, Receive, Scope, Send
 
 
 async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer `GET /v1/models` and `/v1/models/{model}`; `app` asks a worker.
+    """Answer `GET /v1/models` and `/v1/models/{model}` with the one model of the contract.
+
+    Args:
+        name: the model's name in the contract.
+        app: asks a worker.
 
     Raises:
-        NotFound: another model is asked for.
+        NotFound: the path names another model.
     """
     path = scope["path"]
     if path not in (MODELS, f"{MODELS}/{name}"):
-        raise NotFound(f"there is no model but {name!r} in this session")
+        raise NotFound(f"the only model of this session is {name!r}")
     collected = Collected()
     await collected.call(app, {**scope, "path": MODELS, "raw_path": MODELS.encode(), "query_string": b""}, receive)
     listed = collected.parse() if collected.status == 200 and collected.is_json else None

@@ -1,4 +1,4 @@
-"""The relay of one attempt's stream, up to what ends the answer."""
+"""The relay of one attempt's stream to the agent, up to the event that ends the answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from miles_router.middlewares.generation import Attempt, UnreadCounter
 
 
 class TurnTap(Tap):
-    """Relays the stream of a turn up to what ends its answer.
+    """The relay of a turn's stream, up to the event that ends its answer.
 
     Args:
-        end: awaited once, at the last event or the stream's end, unless a choice was cut: records the turn, and ends
-            the reply. A worker may keep its connection busy for long behind the last event, and an agent may leave as
-            soon as it has read it.
-        attempt: the request that this is the reply to; None where nothing is carried on.
-        begun: whether the agent has the head of a stream, of an attempt before this one.
+        end: records the turn and ends the reply. Awaited once, unless a choice was cut: at the last event, or at the
+            end of the stream. It must not wait longer: a worker may keep its connection busy for long behind the last
+            event, and an agent may disconnect as soon as it has read that event.
+        attempt: the attempt that the engine replies to; None if the turn cannot be resumed.
+        begun: whether an earlier attempt has sent the head of the stream to the agent.
     """
 
     layer = "openai_sessions"
@@ -39,50 +39,56 @@ class TurnTap(Tap):
     ) -> None:
         super().__init__(send, metrics)
         self._begun = begun
-        #: Whether what this attempt was answered is no stream, and the agent has the head of one.
+        #: True if the worker did not answer with a stream although the agent already has the head of one.
         self.refused = False
         self._stream = stream
         self._writer = writer
         self._end = end
         self._attempt = attempt
-        #: Whether the turn was read to its end: errors are those of its record, and not the worker's.
+        #: True if the turn was read to its end: further errors come from recording, not from the worker.
         self.has_ended = False
 
     def passes(self, start: Message) -> bool:
-        """A refusal that is no JSON, which has no form of an API's."""
+        """Return True for an error that is not JSON: it is relayed unchanged, because no agent API can format it.
+
+        Raises:
+            UpstreamBroken: the agent has the head of a stream, and this attempt is not one.
+        """
         if self._attempt is not None:
             self._attempt.note_engine()
         if self._begun and not (start["status"] == 200 and self.kind is Kind.EVENTS):
             self.refused = True
-            raise UpstreamBroken(f"the worker was lost, and the next one answered {start['status']}, and no stream")
+            raise UpstreamBroken(
+                f"the worker was lost, and the next one answered {start['status']} instead of a stream"
+            )
         return start["status"] != 200 and self.kind is not Kind.JSON
 
     def unread(self, reason: str) -> None:
-        """An answer that cannot be read is not given either.
+        """Refuse an answer that cannot be read, and let errors pass.
 
         Raises:
-            UnusableAnswer: always, but for refusals.
+            UnusableAnswer: the status is 200.
         """
         super().unread(reason)
         if self.start["status"] == 200:
             raise UnusableAnswer(f"the worker's answer cannot be read: {reason}")
 
     async def whole(self, body: bytes) -> bytes:
-        """A refusal.
+        """Return an error of the engine in the format of the agent API.
 
         Raises:
-            UnusableAnswer: it is an answer, and no stream of events.
+            UnusableAnswer: the body is an answer, but not a stream of events.
         """
         if self.start["status"] == 200:
-            raise UnusableAnswer("the worker's answer is no stream of events")
+            raise UnusableAnswer("the worker's answer is not an event stream")
         return self._writer.refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
-        """Return what the agent is shown of an event."""
+        """Return the bytes that the agent gets for an event."""
         self.keep(self._stream, len(event.raw), more=True)
         shown = self._stream.feed(event)
         if self._stream.undecided:
-            shown += await self._decide()
+            shown += await self._show_aborts()
         if not event.is_last:
             return shown
         await self.give(shown)
@@ -90,8 +96,10 @@ class TurnTap(Tap):
         return b""
 
     async def ended(self) -> None:
-        """Read the end of a stream. Where the worker has not said that it ends, the agent is told so all the same.
-        Bytes behind the last whole event are the engine's own, and are not given."""
+        """Finish the turn at the end of a stream.
+
+        The agent gets `[DONE]` even if the worker did not send it. Bytes behind the last complete event are dropped.
+        """
         if self._stream.cut_choices:
             await self._finish_turn()
             return
@@ -99,11 +107,11 @@ class TurnTap(Tap):
             self._stream.broken = "the worker's stream ended inside an event"
         else:
             self._stream.is_open = not self.events.rest.strip()
-        if self._stream.cut is None and not self._stream.told_error:
+        if self._stream.cut_reason is None and not self._stream.ended_with_error:
             self._stream.feed(Event.read(LAST_EVENT))
         await self._finish_turn()
 
-    async def _decide(self) -> bytes:
+    async def _show_aborts(self) -> bytes:
         stream, attempt, shown = self._stream, self._attempt, []
         assert attempt is not None
         undecided, stream.undecided = stream.undecided, []
@@ -111,12 +119,12 @@ class TurnTap(Tap):
             cut = await attempt.was_cut(chunk["choices"][0]["finish_reason"])
             if cut:
                 await attempt.learn_engine()
-            shown.append(stream.decide(chunk, name, cut=cut))
+            shown.append(stream.show_abort(chunk, name, cut=cut))
         return b"".join(shown)
 
     async def _finish_turn(self) -> None:
         await self.give_shown()
-        self._finished = True  # what still comes is dropped
+        self._finished = True  # further bytes are dropped
         if not self._stream.cut_choices:
             self.has_ended = True
             await self._end()

@@ -1,4 +1,4 @@
-"""Tool calls that a whole answer ends within: its agent sees them as far as they go."""
+"""Incomplete tool calls at the end of a whole answer: the agent gets the part that was sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from miles_router.engines.parsers import Parsers
 
 
 def ends_early(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether some choice may end within a call."""
+    """Return True if a choice may end inside a tool call."""
     return bool(tools_of(fields)) and any(choice.get("finish_reason") not in OWN_ENDS for choice in answer["choices"])
 
 
@@ -24,7 +24,11 @@ def with_unfinished_calls(
     facts: Facts,
     decode: Callable[..., str],
 ) -> dict[str, Any]:
-    """The answer with the calls that its choices end within. Raises one of `MALFORMED` where it is none."""
+    """Return the answer with the incomplete tool calls at the end of its choices.
+
+    Raises:
+        One of `MALFORMED`: the answer lacks a field.
+    """
 
     def whole(choice: Any) -> Any:
         if choice["finish_reason"] in OWN_ENDS:

@@ -15,7 +15,7 @@ from middleware_hub.openai_session.faces.messages.tools import MessagesTools
 from middleware_hub.openai_session.sessions.documents import as_parts, text_of
 from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
+from middleware_hub.openai_session.sessions.named_calls import OpenCalls, normalized_id, unnamed_id
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
 BILLING = "x-anthropic-billing-header:"
@@ -103,7 +103,7 @@ class MessagesConversation:
         self._texts.append(text)
 
     def _result(self, block: Mapping[str, Any], where: str) -> None:
-        call_id = _id(block, "tool_use_id", where) or self._open.only()
+        call_id = _id(block, "tool_use_id", where) or self._open.only_candidate()
         if call_id is None:
             raise invalid(f"{where}.tool_use_id", "Field required: it is not clear which call this is the result of")
         self._open.answer(call_id)
@@ -242,7 +242,7 @@ def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], st
 
 def _id(block: Mapping[str, Any], name: str, where: str) -> str | None:
     try:
-        return id_of(block.get(name))
+        return normalized_id(block.get(name))
     except ValueError as error:
         raise invalid(f"{where}.{name}", f"Input {error}") from None
 

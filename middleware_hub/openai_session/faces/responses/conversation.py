@@ -35,7 +35,7 @@ from middleware_hub.openai_session.faces.responses.tools import shown_name
 from middleware_hub.openai_session.sessions import documents
 from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
+from middleware_hub.openai_session.sessions.named_calls import OpenCalls, normalized_id, unnamed_id
 
 SYSTEM = ("system", "developer")
 #: What asks OpenAI's server to compact a history, and what it answers, which it alone can read.
@@ -144,7 +144,7 @@ class ResponsesConversation:
         elif kind in COMPACTIONS:
             raise no_compaction(f"{where}.type", f"Compaction at the server (an item of type '{kind}')")
         elif not self.media.refuses:  # it is left out, and counted: no session has made such an item
-            self.media.text(kind, where)
+            self.media.replace(kind, where)
         else:
             raise _untraced(where, f"An item of type '{kind[:64]}'")
 
@@ -267,7 +267,9 @@ class ResponsesConversation:
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _id(item, "call_id", where)
         if call_id is None:  # a shell of this machine names its call so
-            call_id = _id(item, "id", where) if item["type"] == "local_shell_call_output" else self._open.only()
+            call_id = (
+                _id(item, "id", where) if item["type"] == "local_shell_call_output" else self._open.only_candidate()
+            )
         if call_id is None:
             raise missing(f"{where}.call_id")
         self._open.answer(call_id)
@@ -304,7 +306,7 @@ class ResponsesConversation:
 
 def _id(item: Mapping[str, Any], name: str, where: str) -> str | None:
     try:
-        return id_of(item.get(name))
+        return normalized_id(item.get(name))
     except ValueError:
         raise wrong_type(f"{where}.{name}", "a string or an integer") from None
 
@@ -365,7 +367,7 @@ def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media | None)
         return text
     if media is None or media.refuses:
         raise _untraced(where, f"Content of type '{kind[:64]}'")
-    return media.text(kind, where)
+    return media.replace(kind, where)
 
 
 def _untraced(where: str, what: str) -> InvalidParameter:
