@@ -1,6 +1,6 @@
 """`/v1/completions` within a session: text or ids in, text out.
 
-A prompt of ids that begins with all tokens of a held turn extends that turn; any other prompt is a root.
+A prompt of ids that begins with all tokens of a recorded turn extends that turn. Any other prompt starts a root turn.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ CONTEXT = b"completions"
 
 
 class CompletionsFace(Face):
-    """OpenAI's older API."""
+    """OpenAI's legacy completions API."""
 
     path = CompletionsEndpoint.path
     endpoint = CompletionsEndpoint()
 
     def untraceable(self, request: object) -> str | None:
-        """With `echo` an answer's ids are not those that were sampled."""
+        """Return a reason for requests with `echo`, where the answer's ids include the prompt's, which were not
+        sampled."""
         if isinstance(request, Mapping) and request.get("echo"):
             return "with echo, text and logprobs are the prompt's as well"
         return None
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
-        """Place each prompt of a request.
+        """Find the parent turn of each prompt of a request.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: the request or a prompt is invalid.
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
@@ -63,7 +64,7 @@ class CompletionsFace(Face):
         return replace(turn, segment="text_prompt") if _continues(prompt, session) else turn
 
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:
-        """Of texts too, as the tokenizer has them."""
+        """Return the tokens in the longest prompt. Texts are counted with the tokenizer."""
         prompts = turn.fields["prompt"]
         several = isinstance(prompts, list) and set(map(type, prompts)) & {str, list}
         counts = [await self._tokens(each) for each in (prompts if several else [prompts])]
@@ -74,10 +75,10 @@ class CompletionsFace(Face):
 
 
 def _check_prompts(prompts: list[Any]) -> None:
-    """See that each prompt of a batch is a text or ids.
+    """Check that each prompt of a batch is a text or a list of ids.
 
     Raises:
-        BadRequest: one of them is neither.
+        BadRequest: a prompt is neither.
     """
     for each in prompts:
         if isinstance(each, list):
@@ -87,10 +88,10 @@ def _check_prompts(prompts: list[Any]) -> None:
 
 
 def _checked_ids(prompt: list[Any]) -> Tokens:
-    """A prompt's ids.
+    """Return a prompt's ids.
 
     Raises:
-        BadRequest: they are none. An engine ends over some of them.
+        BadRequest: the list holds something else than valid ids. Some invalid ids crash an engine.
     """
     if not set(map(type, prompt)) <= {int}:
         raise BadRequest("prompt must be a string, token ids, or a list of either")
@@ -105,7 +106,8 @@ def _root(prompt: object) -> ParentMatch:
 
 
 def _message(prompt: object) -> Message:
-    """A prompt as a message. Ids are held as tokens, once: here they only say which they are."""
+    """Return a message that stands for a prompt. Ids are stored once, as tokens; their message holds only count and
+    digest."""
     if isinstance(prompt, list):
         digest = blake2b(orjson.dumps(prompt), digest_size=16).hexdigest()
         return {"role": "prompt", "content": f"{len(prompt)} token ids, blake2b {digest}"}
@@ -113,7 +115,7 @@ def _message(prompt: object) -> Message:
 
 
 def _extended(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
-    """Place a prompt of ids behind the deepest turn that it begins with."""
+    """Return the turn behind the deepest recorded turn whose tokens the prompt begins with, if there is one."""
     parent = _deepest(ids, turn.session)
     if parent is None:
         return turn
@@ -122,7 +124,8 @@ def _extended(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentReques
 
 
 def _continues(prompt: str, session: Session) -> bool:
-    """Whether a text goes on from a held one. Its ids need not begin with those held, so that it is a root."""
+    """Return True if a text begins with a recorded root's prompt and answer. It is a root turn all the same: its ids
+    need not begin with the recorded ones."""
     return any(
         prompt.startswith(turn.appended[0]["content"] + turn.answer["content"])
         for turn in session.roots
@@ -131,7 +134,7 @@ def _continues(prompt: str, session: Session) -> bool:
 
 
 def _deepest(ids: Tokens, session: Session) -> Turn | None:
-    """The turn with the most tokens of those that the ids begin with, the latest of several."""
+    """Return the longest recorded turn that is a prefix of the ids, the latest one of equals; None if there is none."""
     best: Turn | None = None
     candidates = [root for root in session.roots if root.context == CONTEXT]
     while candidates:
@@ -144,7 +147,7 @@ def _deepest(ids: Tokens, session: Session) -> Turn | None:
 
 
 def _goes_on(ids: Tokens, turn: Turn) -> bool:
-    """Whether a turn's own tokens stand in ids that begin with its parent's."""
+    """Return True if the ids contain this turn's own tokens. They are known to begin with its parent's."""
     begin = turn.prompt_tokens - len(turn.given)
     for piece in (turn.given, *turn.sampled):
         if not np.array_equal(ids[begin : begin + len(piece)], piece.tokens):
