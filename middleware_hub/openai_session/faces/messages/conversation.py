@@ -1,7 +1,7 @@
-"""A system prompt and messages of blocks to chat messages.
+"""Converts a system prompt and messages of blocks to chat messages.
 
-The same conversation gives the same chat messages however its blocks are cut: what a user says in a row is one message,
-and so is what the assistant says; each tool's result is a message of its own, in the order of the calls.
+The result does not depend on how blocks are split. Consecutive user texts become one message, and so does consecutive
+assistant content. Each tool result becomes a message of its own, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
-#: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
+#: The prefix of a billing block in Claude Code's system prompt. Anthropic's API removes it too.
 BILLING = "x-anthropic-billing-header:"
-#: Between texts of a user, of the system and of a tool's result.
+#: The separator between texts of one user message, system message or tool result.
 JOINT = "\n"
 
 
 class MessagesConversation:
-    """Chat messages as they grow.
+    """A builder of the chat messages of one request.
 
     Args:
-        system_first: whether the template takes a system message in front of others; if not, it is the user's words.
-        system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
+        system_first: whether the template accepts a leading system message; otherwise its text becomes user text.
+        system_anywhere: whether the template accepts a later system message; otherwise its text becomes user text.
     """
 
     def __init__(self, echo: Echo, tools: MessagesTools, *, system_first: bool, system_anywhere: bool) -> None:
@@ -38,18 +38,18 @@ class MessagesConversation:
         self._system_anywhere = system_anywhere
         self.media = Media(refuses=True)
         self._messages: list[Mapping[str, Any]] = []
-        self._texts: list[str] = []  # of the user, in a row
-        self._results: list[dict[str, Any]] = []  # of tools, in a row
-        self._order: dict[str, int] = {}  # of the last calls
-        self._open = OpenCalls()  # of those, the ones without a result
-        self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
-        self._returned: set[int] = set()  # calls of the session that have come back
+        self._texts: list[str] = []  # consecutive user texts
+        self._results: list[dict[str, Any]] = []  # consecutive tool results
+        self._order: dict[str, int] = {}  # position of each call of the last answer, by id
+        self._open = OpenCalls()  # calls of the last answer that have no result yet
+        self._spoken: list[tuple[object, str]] = []  # consecutive assistant contents, with their paths in the request
+        self._returned: set[int] = set()  # `id()` of the recorded calls that this request has sent back
 
     def read(self, system: object, messages: object) -> list[Message]:
-        """Return all messages of a request.
+        """Return all chat messages of a request.
 
         Raises:
-            BadRequest: they are none, or say what cannot be traced.
+            BadRequest: the messages are invalid, or contain what cannot be traced.
         """
         if not isinstance(messages, list) or not messages:
             raise invalid("messages", "at least one message is required")
@@ -81,7 +81,7 @@ class MessagesConversation:
         else:
             raise invalid(f"{where}.role", "Input should be 'user', 'assistant' or 'system'")
 
-    # What a user says
+    # User content
 
     def _user(self, content: object, where: str) -> None:
         if isinstance(content, str | None):
@@ -134,7 +134,8 @@ class MessagesConversation:
             self._texts = []
 
     def _end_results(self) -> None:
-        """Some templates name no ids with results: those that came in another order would be misread."""
+        """Append the tool results in the order of their calls. Some templates write results without ids, and would show
+        results in another order under the wrong calls."""
         if self._results:
             last = len(self._order)
             self._results.sort(key=lambda result: self._order.get(result["tool_call_id"], last))
@@ -156,7 +157,7 @@ class MessagesConversation:
         self._messages.append({"role": "system", "content": text})
 
     def _system_text(self, content: object, where: str) -> str:
-        """Words, and tools that come and go."""
+        """Return the text of a system message in mid-conversation, including tools that it adds or removes."""
         texts, functions = [], []
         for block, at in _blocks(content, where):
             kind, tool = block.get("type"), block.get("tool")
@@ -170,14 +171,15 @@ class MessagesConversation:
                 texts.append(text_of(block, at, self.media))
         return JOINT.join([*texts, *_listed(functions)])
 
-    # What the assistant has said
+    # Assistant content
 
     def _assistant(self, content: object, where: str) -> None:
         self._end_user()
         self._spoken.append((content, where))
 
     def _end_assistant(self) -> None:
-        """What it has said in a row. One answer that has come back just so before is known."""
+        """Append the consecutive assistant contents as one message. A single content that came back before is found
+        by its digest."""
         if not self._spoken:
             return
         spoken, self._spoken = self._spoken, []
@@ -205,7 +207,7 @@ class MessagesConversation:
                     calls.append(self._call(block, at, len(calls)))
                 elif kind == "thinking":
                     thoughts.append(self._thought(block, at))
-                elif kind != "redacted_thinking":  # which says nothing that a template could read
+                elif kind != "redacted_thinking":  # it is encrypted, so no template can read it
                     texts.append(text_of(block, at, self.media))
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
         if reasoning := "".join(thoughts):
@@ -255,12 +257,12 @@ def _text(block: Mapping[str, Any], where: str) -> str:
 
 
 def _listed(functions: list[str]) -> list[str]:
-    """Definitions as Claude Code tells a model that it will find them."""
+    """Return tool definitions in the frame that Claude Code's prompt announces to the model."""
     return ["<functions>", *functions, "</functions>"] if functions else []
 
 
 def _texts(content: object, where: str) -> list[str]:
-    """The texts of what may hold nothing else."""
+    """Return the texts of content that may hold text blocks only."""
     if isinstance(content, str):
         return [content]
     texts = []

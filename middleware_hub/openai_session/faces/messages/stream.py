@@ -1,9 +1,10 @@
-"""An answer's events: `message_start`, blocks that start, grow and stop, `message_delta`, `message_stop`.
+"""Writes the events of a streamed answer: `message_start`, blocks that start, grow and stop, `message_delta`,
+`message_stop`.
 
-Each chunk of the engine's becomes events when it comes. Two things wait: white space in front of a text, which is no
-block by itself; and a call's arguments, which are shown once they are whole, since those that turn out to be no JSON
-object are wrapped in one, as in a whole answer. Empty deltas say meanwhile that the call grows. An engine that is cut
-in the middle of a call closes its arguments by itself: here they stay open.
+Each engine chunk becomes events at once, with two exceptions. Leading white space waits for the text behind it, since
+it is no block by itself. A call's arguments wait until they are complete: arguments that are not a JSON object must be
+wrapped in one. Meanwhile empty deltas show progress. An engine that is cut inside a call closes its arguments by
+itself; the router leaves them open.
 """
 
 from __future__ import annotations
@@ -19,54 +20,51 @@ from middleware_hub.openai_session.faces.open_calls import open_arguments
 from miles_router.middlewares import Event, write_event
 
 PING = write_event({"type": "ping"}, b"ping")
-#: What of a delta is more than a role.
+#: The fields of a delta that carry content.
 SAID = ("reasoning_content", "content", "tool_calls")
 LAST = write_event({"type": "message_stop"}, b"message_stop")
 
 
 class MessagesForm(StreamForm):
-    """Pings, which may stand anywhere, also in front of `message_start`."""
+    """Heartbeats of this API: pings, which are allowed anywhere, also before `message_start`."""
 
     def beat(self) -> bytes:
-        """Return a ping."""
         return PING
 
     def failed(self, body: Mapping[str, Any]) -> bytes:
-        """Return the error event."""
         return write_event(body, b"error")
 
 
 class MessagesWriter(ReplyWriter):
-    """Writes one answer."""
+    """A writer of one answer."""
 
     def __init__(self, ending: AnswerEnd, *, omits_thinking: bool) -> None:
         self._ending = ending
         self._omits_thinking = omits_thinking
-        self._events: list[bytes] = []  # of the chunk that is being written
+        self._events: list[bytes] = []  # not returned yet
         self._started = self._over = False
-        self._open: str | None = None  # the type of the block that grows
+        self._open: str | None = None  # the type of the open block
         self._index = -1  # of the last block
-        self._thinking: list[str] = []  # of the block that grows
+        self._thinking: list[str] = []  # of the open block
         self._blank: list[str] = []  # white space that may begin a text
-        self._call: Mapping[str, Any] = {}  # the call that is under way
+        self._call: Mapping[str, Any] = {}  # the open call
         self._call_index: object = None
         self._calls = False
-        self._arguments: list[str] = []  # of the call that is under way
+        self._arguments: list[str] = []  # of the open call
 
     def whole(self, answer: dict[str, Any]) -> object:
-        """The message.
+        """Return the message.
 
         Raises:
-            AnswerCut: it was cut off.
+            AnswerCut: the engine cut the answer off.
         """
         return whole(answer, self._ending, omits_thinking=self._omits_thinking)
 
     def refusal(self, body: bytes, status: int) -> bytes:
-        """An error of the engine's."""
         return errors.refusal_body(body, status)
 
     def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        """The events of a chunk."""
+        """Return the events of a chunk."""
         self._ending.read(chunk)
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
@@ -79,9 +77,9 @@ class MessagesWriter(ReplyWriter):
         return self._taken()
 
     def other(self, event: Event) -> bytes:
-        """The stream's end, or an error."""
+        """Return the events for the end of the stream or an error; comments pass unchanged."""
         if not event.data:
-            return event.raw  # a comment, which keeps the connection alive
+            return event.raw  # a keep-alive comment
         parsed = event.parse()
         if event.is_last:
             self._end()
@@ -109,7 +107,7 @@ class MessagesWriter(ReplyWriter):
         self._events.append(LAST)
 
     def _fail(self, body: dict[str, Any]) -> None:
-        """Nothing comes behind an error."""
+        """Write an error event, unless the stream has ended. Later events are dropped."""
         if not self._over:
             self._over = True
             self._events.append(write_event(body, b"error"))
@@ -168,7 +166,7 @@ class MessagesWriter(ReplyWriter):
         self._emit("content_block_start", index=self._index, content_block={"type": kind, **fields})
 
     def _close(self, *, whole_call: bool) -> None:
-        """End the block that grows."""
+        """Close the open block. `whole_call`: its call was sampled to its end."""
         arguments = "".join(self._arguments)
         if whole_call and self._call:
             self._open_call()
