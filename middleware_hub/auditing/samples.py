@@ -1,4 +1,4 @@
-"""Lines of an episode, as they are held now, against what the engines say of their tokens."""
+"""Compares the recorded lines of an episode with the logprobs that engines compute for their tokens now."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from middleware_hub.auditing.asking import Asker, NotRecomputed, Said
 from middleware_hub.auditing.spans import AuditedLine, Span, comparable, distribution
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
-#: Tokens of a sample that are asked for one by one, where an engine tells no others at their temperature.
+#: The most tokens of a sample that are asked for one by one: at a temperature other than 1, engines allow only that.
 ONE_BY_ONE = 32
 NOT_ASKED = "not_asked"
-#: Differences of prompts that an answer shows, and characters of what an engine says of a request that it refuses.
+#: The most prompt differences in a report, and the most characters of an engine's refusal.
 SHOWN, SHOWN_CHARS = 16, 500
 
 
 @dataclass
 class PromptReport:
-    """What came of the prompts of some turns."""
+    """The results for the prompts of some turns."""
 
     compared: int = 0
     differ: int = 0
@@ -30,21 +30,20 @@ class PromptReport:
     not_compared: Counter[str] = field(default_factory=Counter)
 
     def add(self, difference: Mapping[str, Any] | None) -> None:
-        """One that was compared."""
+        """Count a compared prompt; `difference` is None if it is the same."""
         self.compared += 1
         if difference is not None:
             self.differ += 1
             self.differences += [difference][: SHOWN - len(self.differences)]
 
     def as_json(self) -> dict[str, Any]:
-        """For the answer."""
         shown = {"compared": self.compared, "differ": self.differ, "differences": self.differences}
         return {**shown, "not_compared": dict(self.not_compared)}
 
 
 @dataclass
 class AuditReport:
-    """What an audit of one episode has found, under the weight version that was loaded when it began."""
+    """The results for one episode, under the weight version that was loaded when the audit began."""
 
     weight_version: str | None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -52,13 +51,13 @@ class AuditReport:
 
 
 class LineAuditor:
-    """Audits lines of turns, with the engines of one router."""
+    """An auditor of lines of turns."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
 
     async def audit(self, lines: Iterable[AuditedLine]) -> AuditReport:
-        """Audit lines of one episode, each token in the first one that has it.
+        """Audit lines of one episode. A token that several lines share is audited in the first one.
 
         Raises:
             RouterError: no worker can be asked.
@@ -89,7 +88,7 @@ class LineAuditor:
         }
 
     async def _compare(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare all of their tokens by one question."""
+        """Compare all tokens of the spans with one request."""
         start, stop = spans[0].start - 1, spans[-1].end
         try:
             said = await self._asker.all(
@@ -102,7 +101,8 @@ class LineAuditor:
             report.add(span, said, start + 1)
 
     async def _compare_some(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare some of their tokens one by one: what is told of prompts is not divided by the temperature."""
+        """Compare some tokens of the spans one by one, because engines do not apply the temperature to prompt
+        logprobs."""
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         picked = np.unique(np.linspace(0, len(positions) - 1, min(ONE_BY_ONE, len(positions))).astype(int))
         if len(picked) < len(positions):
@@ -120,7 +120,7 @@ class LineAuditor:
 
 @dataclass
 class SampleReport:
-    """What came of one line's tokens."""
+    """The results for the tokens of one line."""
 
     tokens: Tokens
     logprobs: Logprobs
@@ -129,7 +129,7 @@ class SampleReport:
     refusals: list[str] = field(default_factory=list)
 
     def add(self, span: Span, said: Said, first: int) -> None:
-        """A span that was compared; the first logprob that was said is of position `first`."""
+        """Add a compared span; the first logprob in `said` is of position `first`."""
         self.shown.append(
             {
                 "turn": span.turn.number,
@@ -144,7 +144,7 @@ class SampleReport:
         )
 
     def add_failure(self, failure: NotRecomputed, tokens: int) -> None:
-        """So many tokens that no engine has told."""
+        """Count tokens for which no engine returned logprobs."""
         self.others[failure.reason] += tokens
         said = failure.said[:SHOWN_CHARS]
         if said and said not in self.refusals:
@@ -152,5 +152,5 @@ class SampleReport:
 
 
 def _workers(spans: Sequence[Span]) -> set[str]:
-    """Those that sampled them."""
+    """Return the workers that sampled these spans."""
     return {str(span.turn.worker) for span in spans}

@@ -1,9 +1,9 @@
-"""Instructions, the turns before and input items to chat messages.
+"""Converts instructions, earlier turns and input items to chat messages.
 
-What one answer said is one message again: its items say by their ids whose they are. Where an agent has left the ids
-out, its calls say it (`attribution.py`), and else their order: an answer ends at its first output. Instructions and
-what developers say before anything else are one system message, and what a user says in a row is one message: few
-templates take more.
+The items of one answer become one message again. Ids of items name the response they belong to. If the agent left the
+ids out, the calls tell it (`attribution.py`), else the order: an answer ends at its first output. Instructions and
+leading developer messages become one system message, and consecutive user texts one message, since few templates accept
+more.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.named_calls import OpenCalls, id_of, unnamed_id
 
 SYSTEM = ("system", "developer")
-#: What asks OpenAI's server to compact a history, and what it answers, which it alone can read.
+#: Items that ask OpenAI's server to compact a history, and its encrypted results.
 COMPACTIONS = frozenset(("compaction", "compaction_trigger", "compaction_summary", "context_compaction"))
-#: Parts that are text. A refusal is what a model said, too.
+#: Content parts that are text, and the field with the text. A refusal is text of the model too.
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 THOUGHTS = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
-#: What tools gave back, and where their text is.
+#: Items that contain a tool's output.
 OUTPUTS = frozenset(
     (
         *("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
@@ -53,11 +53,11 @@ OUTPUTS = frozenset(
 
 
 class ResponsesConversation:
-    """Chat messages as they grow.
+    """A builder of the chat messages of one request.
 
     Args:
-        system_first: whether the template takes a system message in front of others; if not, it is the user's words.
-        system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
+        system_first: whether the template accepts a leading system message; otherwise its text becomes user text.
+        system_anywhere: whether the template accepts a later system message; otherwise its text becomes user text.
     """
 
     def __init__(self, responses: Responses, *, system_first: bool, system_anywhere: bool) -> None:
@@ -66,20 +66,24 @@ class ResponsesConversation:
         self._system_anywhere = system_anywhere
         self.media = Media(refuses=True)
         self._messages: list[Message] = []
-        self._head: list[str] = []  # what the system says before anything else
-        self._user: list[str] = []  # what a user says in a row
+        self._head: list[str] = []  # texts of the leading system message
+        self._user: list[str] = []  # consecutive user texts
         self._attribution = Attribution(responses)
-        self._answer: Answer | None = None  # the one that may grow
-        self._open = OpenCalls()  # its calls without an output
-        self._unnamed = 0  # calls without an id
-        self._answers: list[Answer] = []  # that are not put together yet
-        self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
+        self._answer: Answer | None = None  # the last answer, if more items may follow
+        self._open = OpenCalls()  # calls of that answer that have no output yet
+        self._unnamed = 0  # number of calls without an id
+        self._answers: list[Answer] = []  # all answers; their messages are filled in at the end
+        self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # by response id, then by item id, for references
 
     def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
-        """Return all messages of a request.
+        """Return all chat messages of a request.
+
+        Args:
+            before: the messages of the previous response.
+            given: the request's `input`.
 
         Raises:
-            InvalidParameter: its input is none, or says what cannot be traced.
+            InvalidParameter: the input is invalid, or contains what cannot be traced.
         """
         if instructions:
             self._head.append(instructions)
@@ -107,16 +111,19 @@ class ResponsesConversation:
         return self._messages
 
     def _write(self, answer: Answer) -> None:
-        """Put together what an answer said, with the white space that was sampled: not all of it is shown."""
+        """Fill in the message of an answer, from its recorded answer where they match.
+
+        White space is restored as it was sampled, since items do not show all of it.
+        """
         held = self._responses.answer(self._attribution.of(answer))
         text, thought = answer.text, "".join(answer.thoughts)
         if held is not None:
             said = text_of(held)
             if answer.guessed and not text and same_words(said, thought):
-                text, thought = said, ""  # it is the text: the answer says what it thought
+                text, thought = said, ""  # the item was the answer's text, not its reasoning
             text = said if same_words(said, text) else text
             if text == said and thought == _thought(held) and answer.calls == (held.get("tool_calls") or []):
-                answer.message.update(held)  # all of it, so that it is found at once
+                answer.message.update(held)  # with all fields, so that the history finds it by equality
                 return
         answer.message["content"] = text
         if thought:
@@ -143,7 +150,7 @@ class ResponsesConversation:
             self._item(self._referred(item, where), where)
         elif kind in COMPACTIONS:
             raise no_compaction(f"{where}.type", f"Compaction at the server (an item of type '{kind}')")
-        elif not self.media.refuses:  # it is left out, and counted: no session has made such an item
+        elif not self.media.refuses:  # left out and counted: no recorded answer contains such an item
             self.media.text(kind, where)
         else:
             raise _untraced(where, f"An item of type '{kind[:64]}'")
@@ -160,7 +167,7 @@ class ResponsesConversation:
                 f"{where}.role", f"Invalid value: '{str(role)[:64]}'. Supported values are: {values}."
             )
 
-    # What users and the system say
+    # User and system content
 
     def _say(self, role: str, text: str) -> None:
         if role == "system" and not (self._messages or self._user):
@@ -189,10 +196,15 @@ class ResponsesConversation:
         self._end_user()
         self._messages.append(message)
 
-    # What the assistant says
+    # Assistant content
 
     def _grow(self, step: int, found: Sequence[str] = ()) -> Answer:
-        """Return the answer that an item is part of; `found`: the responses that it may be of, none if unknown."""
+        """Return the answer that an item belongs to: the last one if the item continues it, else a new one.
+
+        Args:
+            step: the kind of the item.
+            found: ids of the responses that the item may belong to; empty if unknown.
+        """
         answer = self._answer
         if answer is None or not answer.goes_on(step, found):
             self._end_answer()
@@ -210,7 +222,8 @@ class ResponsesConversation:
         self._answer = None
 
     def _said(self, item: Mapping[str, Any], where: str) -> None:
-        """Text of an answer. Agents without a place for reasoning send it back as a message, or as a part of one."""
+        """Read a message of the assistant. Agents without a place for reasoning send it back as a message, or a part of
+        one."""
         content, named = item.get("content"), response_of(item.get("id"))
         if named is not None or not isinstance(content, list):
             content = [text_in(item, "content", where, "")]
@@ -238,7 +251,7 @@ class ResponsesConversation:
             named = known[len(SEALED) :]
         answer = self._grow(REASONING, [named] if self._responses.answer(named) is not None and named else ())
         thinking = text_in(item, "content", where, "", THOUGHTS) if item.get("content") else ""
-        if not thinking:  # what is left out is held, in its tokens
+        if not thinking:  # the agent left the text out; the session has it
             thinking = self._reasoning_of(named)
         answer.thoughts += [thinking] if thinking else []
 
@@ -266,7 +279,7 @@ class ResponsesConversation:
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _id(item, "call_id", where)
-        if call_id is None:  # a shell of this machine names its call so
+        if call_id is None:  # outputs of `local_shell` name their call in `id`
             call_id = _id(item, "id", where) if item["type"] == "local_shell_call_output" else self._open.only()
         if call_id is None:
             raise missing(f"{where}.call_id")
@@ -276,7 +289,7 @@ class ResponsesConversation:
             self._answer.reached = RESULT
 
     def _output(self, item: Mapping[str, Any], where: str) -> str:
-        """What a tool gave back, as a text."""
+        """Return a tool's output as a text."""
         output = item.get("output")
         if item["type"] == "shell_call_output":
             return orjson.dumps(output).decode()
@@ -289,7 +302,7 @@ class ResponsesConversation:
         return text_in(item, name, where, joint, media=self.media)
 
     def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """The item that a reference names."""
+        """Return the item that an `item_reference` names."""
         item_id = item.get("id")
         response_id = response_of(item_id, output=False) or ""
         if response_id not in self._items:
@@ -321,10 +334,15 @@ def text_in(
     parts: Mapping[str, str] = TEXT_PARTS,
     media: Media | None = None,
 ) -> str:
-    """The text of a field that is a string or a list of parts. With `media`, its parts may be some.
+    """Return the text of a field that is a string or a list of parts.
+
+    Args:
+        joint: the separator between parts.
+        parts: the types of parts that are text, and the field with the text.
+        media: how other parts are handled; without it they are refused.
 
     Raises:
-        InvalidParameter: it is neither, or has parts that are no text.
+        InvalidParameter: the field is neither, or has parts that are not text.
     """
     content, where = item.get(name), f"{where}.{name}"
     if isinstance(content, str):
@@ -359,7 +377,7 @@ def _part(part: object, where: str, parts: Mapping[str, str], media: Media | Non
 
 
 def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media | None) -> str:
-    """Return the text of a file of text, and the one in place of any other part that is no text."""
+    """Return the text of a text file, or the placeholder for any other part that is not text."""
     text = text_of_data(part.get("file_data")) if kind in KINDS else None
     if text is not None:
         return text
