@@ -137,10 +137,8 @@ class Asker:
             return forwarded.reply.status, await forwarded.reply.read_all(limit), str(forwarded.worker.url)
 
     def _rather_than(self, others: Collection[str]) -> str | None:
-        """Return the worker with the fewest requests that is not one of these, or None.
-
-        A worker whose weights are not what it reports would agree with itself, so another worker should recompute.
-        """
+        """Return the worker with the fewest requests that is not one of these, or None. A worker whose weights are not
+        what it reports would agree with itself, so another worker should recompute."""
         snapshot = self._router.pool.snapshot
         if snapshot.prefill:
             return None

@@ -33,11 +33,9 @@ def audit_routes(audits: Audits) -> Sequence[BaseRoute]:
 
 
 def audited(path: str) -> str | None:
-    """Return the id of the episode that this path audits, or None.
-
-    A layer whose ids name their process must report it as the request's owner: the whole request is then forwarded
-    there. Asking the other processes while they wait would take too long, since an audit is as slow as the engines.
-    """
+    """Return the id of the episode that this path audits, or None. A layer whose ids name their process must report
+    it as the request's owner: the whole request is then forwarded there. Asking the other processes while they wait
+    would take too long, since an audit is as slow as the engines."""
     if not path.startswith(EPISODES) or not path.endswith(AUDIT):
         return None
     return path[len(EPISODES) : -len(AUDIT)] or None

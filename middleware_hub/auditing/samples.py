@@ -152,5 +152,4 @@ class SampleReport:
 
 
 def _workers(spans: Sequence[Span]) -> set[str]:
-    """Return the workers that sampled these spans."""
     return {str(span.turn.worker) for span in spans}

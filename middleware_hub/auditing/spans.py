@@ -134,7 +134,6 @@ def comparable(
 
 
 def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Distribution) -> str | None:
-    """Return why tokens of this version in a turn cannot be compared, or None."""
     if version is None or now is None:
         return "unknown_weights"
     if version != now:

@@ -63,20 +63,17 @@ class MediaNotTraced(BadRequest):
 
 
 class UntracedEpisode(BadRequest):
-    """The session has no sample, but requests passed through it untraced: the episode is unknown, not empty.
-
-    The message names the requests and why they were not traced.
-    """
+    """The session has no sample, but requests passed through it untraced: the episode is unknown, not empty. The
+    message names the requests and why they were not traced."""
 
     status = 422
     type = "untraced_episode"
 
 
 class ContextOverflow(BadRequest):
-    """The session's contract or the engine's context window leaves no room for the turn.
-
-    Agents' harnesses know how to handle a full context window: they compact their history, or end. So every exhausted
-    budget is reported as a full window, in the words that harnesses of each API look for.
+    """The session's contract or the engine's context window leaves no room for the turn. Agents' harnesses know how to
+    handle a full context window: they compact their history, or end. So every exhausted budget is reported as a full
+    window, in the words that harnesses of each API look for.
 
     Attributes:
         reason: the budget that is used up, as in the session's `end_reason`.
@@ -106,10 +103,8 @@ def _in_numbers(overflow: Overflow) -> str:
 
 
 class ContextWindowFull(RouterError):
-    """The option `context_window` leaves no room for a chat turn of a session that is named by a header.
-
-    The answer's `error` is the same as for `context_length_exceeded`.
-    """
+    """The option `context_window` leaves no room for a chat turn of a session that is named by a header. The answer's
+    `error` is the same as for `context_length_exceeded`."""
 
     status = 413
     type = "context_overflow"

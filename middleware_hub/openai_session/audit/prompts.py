@@ -93,9 +93,8 @@ class PromptCheck:
 
 
 def _context(turn: Turn, root: Turn) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
-    """Return the tools as they were sent, and the template settings.
-
-    Tools come from the root turn: the key of a context sorts names, and a template writes them in the order as sent.
+    """Return the tools as they were sent, and the template settings. Tools come from the root turn: the key of a
+    context sorts names, and a template writes them in the order as sent.
 
     Raises:
         NotRendered: the root turn does not have them.

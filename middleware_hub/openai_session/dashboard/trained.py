@@ -12,11 +12,8 @@ from miles_router.trajectory import Sample
 
 
 def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, Sample]]) -> None:
-    """Count the samples that a trainer reads from a session; each sample belongs to a leaf.
-
-    A turn is counted the first time that it has tokens in a loss, and the session's reward the first time that a sample
-    has one.
-    """
+    """Count the samples that a trainer reads from a session; each sample belongs to a leaf. A turn is counted the first
+    time that it has tokens in a loss, and the session's reward the first time that a sample has one."""
     trained: Counter[str | None] = Counter()
     for leaf, sample in samples:
         if sample.reward is not None and not session.rewarded:

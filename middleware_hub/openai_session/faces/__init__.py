@@ -1,5 +1,5 @@
-"""The APIs that agents speak. Each translates a request to messages, tools and settings, and the answer back; each is a
-file, or a folder where there is more to translate."""
+"""The APIs that agents speak. Each translates a request to messages, tools and settings, and the answer back. Larger
+ones are folders."""
 
 from __future__ import annotations
 

@@ -42,10 +42,8 @@ class StreamForm(HeartbeatForm):
 
 
 class ReplyWriter:
-    """A translator of one engine reply to an agent API.
-
-    The engine's reply comes in without the fields that the router added for recording. By default the agent gets that.
-    """
+    """A translator of one engine reply to an agent API. The engine's reply comes in without the fields that the router
+    added for recording. By default the agent gets that."""
 
     def whole(self, answer: dict[str, Any]) -> object:
         """Return the API's object for an answer that is not streamed."""
@@ -83,10 +81,8 @@ class RunSettings:
         return {**request, **base_model(request), "lora_path": self.lora_path} if self.lora_path else request
 
     def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a chat request with the run's adapter and template settings.
-
-        Template settings that are not an object stay as they are; the engine refuses them.
-        """
+        """Return a chat request with the run's adapter and template settings. Template settings that are not an object
+        stay as they are; the engine refuses them."""
         request, own = self.of_any(request), request.get("chat_template_kwargs") or {}
         if not self.chat_template_kwargs or not isinstance(own, Mapping):
             return request
@@ -144,7 +140,6 @@ class Face(ABC):
         raise BadRequest(f"{self.path}: its prompts are not rendered here")
 
     def writer(self, turn: AgentRequest) -> ReplyWriter:
-        """Return a new writer for the reply to this turn."""
         return ReplyWriter()
 
     def stream_form(self, session: Session, request: object) -> StreamForm:
@@ -156,10 +151,8 @@ class Face(ABC):
         return error.body(request_id)
 
     def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
-        """Return a full-context error as stream events, or None to answer with an HTTP error.
-
-        APIs override this where harnesses look for the error in the stream that they asked for.
-        """
+        """Return a full-context error as stream events, or None to answer with an HTTP error. APIs override this where
+        harnesses look for the error in the stream that they asked for."""
         return None
 
     def speaks(self, scope: Scope, path: str) -> bool:
@@ -167,10 +160,8 @@ class Face(ABC):
         return path == self.path
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
-        """Answer a request within a session that is not a turn, such as counting tokens.
-
-        `app` forwards to a worker. Return False for a request that does not belong to this API.
-        """
+        """Answer a request within a session that is not a turn, such as counting tokens. `app` forwards to a worker.
+        Return False for a request that does not belong to this API."""
         return False
 
 

@@ -69,9 +69,8 @@ class UnknownFields:
         self.names: list[str] = []
 
     def refused(self, holder: Mapping[str, Any], known: Set[str], before: str = "") -> str | None:
-        """Return the first unknown field if the policy refuses such fields, else record all and return None.
-
-        Fields that are null or false count as not given.
+        """Return the first unknown field if the policy refuses such fields, else record all and return None. Fields
+        that are null or false count as not given.
 
         Args:
             holder: an object of the request.

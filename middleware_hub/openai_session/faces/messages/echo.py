@@ -90,10 +90,8 @@ class Echo:
         self._answers[_all_of(answer)] = answer
 
     def known(self, content: object) -> tuple[bytes, Message | None]:
-        """Return the digest of a content, and the answer that came back with the same content before, if any.
-
-        An answer that shares a call id with another answer is never found by digest.
-        """
+        """Return the digest of a content, and the answer that came back with the same content before, if any. An answer
+        that shares a call id with another answer is never found by digest."""
         digest = blake2b(orjson.dumps(content), digest_size=16).digest()
         answer = self._known.get(digest)
         calls = (answer or {}).get("tool_calls") or ()
@@ -113,11 +111,9 @@ class Echo:
     def call(
         self, call_id: str, name: str, given: object, schema: object, used: set[int] | None = None
     ) -> Mapping[str, Any]:
-        """Return the recorded call with this id and the same meaning, else a new call.
-
-        Of several matching calls, those whose `id()` is not in `used` come first, in the order of sampling. The
-        returned call's `id()` is added to `used`.
-        """
+        """Return the recorded call with this id and the same meaning, else a new call. Of several matching calls, those
+        whose `id()` is not in `used` come first, in the order of sampling. The returned call's `id()` is added to
+        `used`."""
         calls, used = self._calls.get(call_id, ()), set() if used is None else used
         for call in sorted(calls, key=lambda call: id(call) in used) if len(calls) > 1 else calls:
             function = call["function"]
@@ -139,11 +135,9 @@ def _all_of(message: Message) -> tuple[Any, ...]:
 
 
 def is_held_input(arguments: object, given: object, schema: object) -> bool:
-    """Return True if a call's returned input means the same as its sampled arguments.
-
-    A missing input matches any arguments: agents that could not parse the arguments send none. A string input is the
-    arguments themselves, or the JSON of an input.
-    """
+    """Return True if a call's returned input means the same as its sampled arguments. A missing input matches any
+    arguments: agents that could not parse the arguments send none. A string input is the arguments themselves, or the
+    JSON of an input."""
     if not input_of(arguments) and not (_parsed(given) if isinstance(given, str) else given):
         return True  # libraries also write empty arguments as a list, a number or false
     if given is None or (isinstance(given, str) and not given.strip()):
@@ -181,20 +175,15 @@ def _parsed(text: str) -> Any:
 
 def same_input(held: Any, sent: Any, schema: object) -> bool:
     """Return True if two inputs of a tool are equal after filling in the schema's defaults and undoing what harnesses
-    tidy.
-
-    A sampled input may nest deeper than requests may; no request equals that.
-    """
+    tidy. A sampled input may nest deeper than requests may; no request equals that."""
     if same_json(held, sent):
         return True
     return not nests_too_deep(held) and same_json(_plain(held, schema), _plain(sent, schema))
 
 
 def _plain(value: Any, schema: object, name: str = "") -> Any:
-    """Return a value with its schema's defaults, and without what Claude Code 2.1 tidies in a call.
-
-    It removes a `cd` in front of a command and white space at line ends, and parses numbers and lists written as texts.
-    """
+    """Return a value with its schema's defaults, and without what Claude Code 2.1 tidies in a call. It removes a
+    `cd` in front of a command and white space at line ends, and parses numbers and lists written as texts."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, str):
         return _plain_text(value, schema, name)

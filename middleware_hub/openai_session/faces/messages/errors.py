@@ -44,12 +44,10 @@ def unknown_field(name: str) -> BadRequest:
 
 
 def type_of(status: int) -> str:
-    """Return the error type for an HTTP status."""
     return TYPES.get(status) or (INVALID if 400 <= status < 500 else API_ERROR)
 
 
 def error(kind: str, message: str, *, code: str | None = None, request_id: str | None = None) -> dict[str, Any]:
-    """Return the body of an error response."""
     said: dict[str, Any] = {"type": kind, "message": message}
     if code is not None:
         said["details"] = {"error_code": code}

@@ -58,9 +58,7 @@ class MessagesRequest(NamedTuple):
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
         """Return the tools and settings that the parent turn may have been rendered with, the current ones first.
-
-        Earlier turns were rendered without the tools that were loaded later, so each step of loading is a context.
-        """
+        Earlier turns were rendered without the tools that were loaded later, so each step of loading is a context."""
         contexts = list(contexts_of(fields))
         shown, loaded = self.tools.shown, self.tools.loaded
         if len(contexts[0].key) * len(loaded) > MAX_CONTEXTS:
@@ -146,7 +144,6 @@ def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
 
 
 def _length(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat fields for length, stop sequences and streaming."""
     most, stops, stream = request.get("max_tokens"), request.get("stop_sequences"), request.get("stream")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise invalid("max_tokens", "Input should be an integer of at least 1")
@@ -163,10 +160,8 @@ def _length(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(given: object) -> dict[str, bool]:
-    """Return the template settings for `thinking`: whether the model reasons.
-
-    `adaptive` leaves that to the template and the run's settings. The budget is ignored: no engine enforces one.
-    """
+    """Return the template settings for `thinking`: whether the model reasons. `adaptive` leaves that to the template
+    and the run's settings. The budget is ignored: no engine enforces one."""
     if given is None:
         return {}
     kind = given.get("type") if isinstance(given, Mapping) else None
@@ -179,7 +174,6 @@ def _thinking(given: object) -> dict[str, bool]:
 
 
 def _output(request: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
-    """Return the chat fields for reasoning effort and output format."""
     config = request.get("output_config")
     if config is None:
         config = {}

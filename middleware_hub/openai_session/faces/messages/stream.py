@@ -64,7 +64,6 @@ class MessagesWriter(ReplyWriter):
         return errors.refusal_body(body, status)
 
     def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        """Return the events of a chunk."""
         self._ending.read(chunk)
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}

@@ -64,7 +64,6 @@ class Answer:
         self.of = [each for each in self.of if each in found] if self.of and found else self.of or found
 
     def count(self, call_id: str) -> int:
-        """Return how many of its calls have this id."""
         return sum(call.get("id") == call_id for call in self.calls)
 
 
@@ -76,11 +75,9 @@ class Attribution:
         self._settled: set[str] = set()
 
     def goes_on(self, answer: Answer | None, call_id: str) -> bool:
-        """Return True if a call continues the answer before it.
-
-        A call behind a result continues the answer only if a candidate has one more such call. Even then a new answer
-        starts if the answer is complete without this call and another response begins with it.
-        """
+        """Return True if a call continues the answer before it. A call behind a result continues the answer only if a
+        candidate has one more such call. Even then a new answer starts if the answer is complete without this call and
+        another response begins with it."""
         if answer is None or answer.reached != RESULT:
             return True
         if not any(self._lacks(answer, of, call_id) for of in answer.of):
@@ -93,9 +90,8 @@ class Attribution:
     def callers(
         self, call_id: str, item: Mapping[str, Any], form: CallForm, answer: Answer | None, named: str | None
     ) -> Sequence[tuple[str, Message]]:
-        """Return the responses that a call may belong to, each with its recorded call.
-
-        If some recorded calls have the same content as the item, only those are returned.
+        """Return the responses that a call may belong to, each with its recorded call. If some recorded calls have the
+        same content as the item, only those are returned.
 
         Args:
             named: the response that the item's id names, if any.

@@ -111,10 +111,8 @@ class ResponsesConversation:
         return self._messages
 
     def _write(self, answer: Answer) -> None:
-        """Fill in the message of an answer, from its recorded answer where they match.
-
-        White space is restored as it was sampled, since items do not show all of it.
-        """
+        """Fill in the message of an answer, from its recorded answer where they match. White space is restored as it
+        was sampled, since items do not show all of it."""
         held = self._responses.answer(self._attribution.of(answer))
         text, thought = answer.text, "".join(answer.thoughts)
         if held is not None:
@@ -289,7 +287,6 @@ class ResponsesConversation:
             self._answer.reached = RESULT
 
     def _output(self, item: Mapping[str, Any], where: str) -> str:
-        """Return a tool's output as a text."""
         output = item.get("output")
         if item["type"] == "shell_call_output":
             return orjson.dumps(output).decode()
@@ -302,7 +299,6 @@ class ResponsesConversation:
         return text_in(item, name, where, joint, media=self.media)
 
     def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """Return the item that an `item_reference` names."""
         item_id = item.get("id")
         response_id = response_of(item_id, output=False) or ""
         if response_id not in self._items:

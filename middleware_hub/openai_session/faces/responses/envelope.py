@@ -45,7 +45,6 @@ class Settings:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the settings take."""
         return message_bytes(self.fields) + message_bytes(self.tools.shown)
 
 
@@ -140,7 +139,6 @@ class Responses:
 
     @classmethod
     def of(cls, session: Session) -> Responses:
-        """Return the responses of a session."""
         responses: Responses = session.notes.setdefault(NOTE, cls())
         return responses
 

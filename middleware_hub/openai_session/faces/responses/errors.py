@@ -33,12 +33,10 @@ class ResponseNotFound(NotFound):
 
 
 def missing(param: str) -> InvalidParameter:
-    """Return the error for a missing parameter."""
     return InvalidParameter(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
 
 
 def wrong_type(param: str, expected: str) -> InvalidParameter:
-    """Return the error for a parameter of the wrong type."""
     return InvalidParameter(param, f"Invalid type for '{param}': expected {expected}.", "invalid_type")
 
 

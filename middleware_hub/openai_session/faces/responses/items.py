@@ -79,7 +79,6 @@ class ItemWriter:
         return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
     def call(self, call: Mapping[str, Any], place: int, status: str = "completed") -> dict[str, Any]:
-        """Return the item of a tool call."""
         item = self._tools.call(call, "", status)
         return {**item, "id": self.id(PREFIXES[item["type"]], place)}
 
@@ -118,7 +117,6 @@ class ItemWriter:
 
 
 def output_text(text: str) -> dict[str, Any]:
-    """Return the content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -150,7 +148,6 @@ def _items_of(message: Message, tools: ResponsesTools, kinds: dict[object, str])
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a chat message."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -80,9 +80,7 @@ class ResponsesRequest(NamedTuple):
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
         """Return the tools and settings that the parent turn may have been rendered with, the current ones first.
-
-        Earlier turns may have been rendered with tools that this request's `tool_choice` does not allow.
-        """
+        Earlier turns may have been rendered with tools that this request's `tool_choice` does not allow."""
         contexts, every = contexts_of(fields), self.settings.tools.shown
         if fields.get("tools") not in (None, every):
             contexts += contexts_of({**fields, "tools": every, "tool_choice": "auto"})
@@ -143,10 +141,8 @@ def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
 
 
 def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a response repeats and that other requests of the same agent share.
-
-    `truncation` is always `disabled`: the router drops nothing, and refuses an input that is too long.
-    """
+    """Return the fields that a response repeats and that other requests of the same agent share. `truncation` is always
+    `disabled`: the router drops nothing, and refuses an input that is too long."""
     instructions = request.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise wrong_type("instructions", "a string")
@@ -173,7 +169,6 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object that are not null."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -217,7 +212,6 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat fields for the format of the answer's text."""
     form = text["format"]
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind == "text":

@@ -72,7 +72,6 @@ class ResponsesWriter(ReplyWriter):
         return self._emitter.taken()
 
     def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        """Return the events of a chunk."""
         self._start()
         self._read(chunk)
         for choice in chunk["choices"]:
@@ -187,7 +186,6 @@ class ResponsesWriter(ReplyWriter):
 
 
 def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat answer's usage in this API's format."""
     given, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     cached, thought = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
     reasoning = usage.get("reasoning_tokens") or thought.get("reasoning_tokens") or 0

@@ -64,7 +64,6 @@ class ResponsesTools:
         return name in self._named
 
     def call(self, call: Mapping[str, Any], item_id: str, status: str = "completed") -> dict[str, Any]:
-        """Return the item of a sampled call."""
         function = call["function"]
         named = self.of(function["name"])
         arguments = function.get("arguments") or ""
