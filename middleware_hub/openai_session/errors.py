@@ -99,7 +99,7 @@ class ContextOverflow(BadRequest):
 
 
 def _in_numbers(overflow: Overflow) -> str:
-    return f"the prompt has {overflow.prompt} tokens, and prompt and answer may have {overflow.limit}"
+    return f"the prompt has {overflow.prompt} tokens; prompt and answer together may have {overflow.limit}"
 
 
 class ContextWindowFull(RouterError):

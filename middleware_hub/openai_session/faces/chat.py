@@ -124,7 +124,8 @@ class ChatFace(Face):
         if place is not None:
             role, sent = messages[place]["role"][:64], place if places is None else places[place]
             raise BadRequest(
-                f"messages[{sent}]: the chat template writes nothing of a message with the role {role!r} here"
+                f"messages[{sent}]: the chat template would drop this message with the role {role!r}; "
+                "move it, or use another role"
             )
 
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:

@@ -37,7 +37,7 @@ class CompletionsFace(Face):
         """Return a reason for requests with `echo`, where the answer's ids include the prompt's, which were not
         sampled."""
         if isinstance(request, Mapping) and request.get("echo"):
-            return "with echo, text and logprobs are the prompt's as well"
+            return "with echo, the answer also contains the prompt's text and logprobs, which were not sampled"
         return None
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:

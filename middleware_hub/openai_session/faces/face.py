@@ -137,7 +137,7 @@ class Face(ABC):
         Raises:
             BadRequest: the template refuses the messages, or a text in them is too long.
         """
-        raise BadRequest(f"{self.path}: its prompts are not rendered here")
+        raise BadRequest(f"{self.path}: the router cannot render prompts of this API")
 
     def writer(self, turn: AgentRequest) -> ReplyWriter:
         return ReplyWriter()

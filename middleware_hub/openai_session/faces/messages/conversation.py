@@ -63,7 +63,7 @@ class MessagesConversation:
         self._end_user()
         self._end_assistant()
         if not self._messages:
-            raise invalid("messages", "nothing is said in them")
+            raise invalid("messages", "at least one message with content is required")
         return self._messages
 
     def _add(self, message: object, where: str) -> None:
@@ -105,7 +105,7 @@ class MessagesConversation:
     def _result(self, block: Mapping[str, Any], where: str) -> None:
         call_id = _id(block, "tool_use_id", where) or self._open.only()
         if call_id is None:
-            raise invalid(f"{where}.tool_use_id", "Field required: it is not clear which call this is the result of")
+            raise invalid(f"{where}.tool_use_id", "Field required: the call of this result is ambiguous")
         self._open.answer(call_id)
         content = as_parts(block.get("content"))
         if not isinstance(content, str):

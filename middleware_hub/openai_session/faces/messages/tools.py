@@ -92,7 +92,7 @@ class MessagesTools:
         kind = tool.get("type")
         if kind not in (None, "custom"):
             raise invalid(
-                where, f"{str(kind)[:64]!r} is not available here: only tools that the client runs and defines"
+                where, f"a tool of type {str(kind)[:64]!r} is not available: define only tools that the client runs"
             )
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not isinstance(schema, Mapping):
@@ -112,7 +112,7 @@ class MessagesTools:
         if (name := self._unknown.refused(tool, HARMLESS | READ, f"{where}.")) is not None:
             raise unknown_field(name)
         if tool.get("allowed_callers") not in (None, DIRECT):
-            raise invalid(f"{where}.allowed_callers", "only 'direct' is available here")
+            raise invalid(f"{where}.allowed_callers", "Input should be ['direct'] in a traced session")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class MessagesTools:
         """
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or kind not in ("tool_reference", "tool_definition"):
-            raise invalid(where, f"{str(kind)[:64]!r} is not available here")
+            raise invalid(where, f"type {str(kind)[:64]!r} is not available in a traced session")
         if kind == "tool_reference":
             return self.reference(tool.get("name"), where)
         definition = tool.get("definition")
@@ -210,7 +210,7 @@ def choice_of(given: object, tools: MessagesTools) -> dict[str, Any]:
     fields: dict[str, Any] = {"parallel_tool_calls": False} if given.get("disable_parallel_tool_use") else {}
     names = [tool["function"]["name"] for tool in tools.callable]
     if kind in ("any", "tool") and not names:
-        raise invalid("tool_choice", "tools must be given where one of them must be used")
+        raise invalid("tool_choice", f"type {kind!r} needs at least one tool in `tools`")
     if kind == "tool":
         name = given.get("name")
         if name not in names:
