@@ -16,7 +16,7 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from middleware_hub.auditing.audits import Audits
-from middleware_hub.auditing.routes import audit_routes, audited
+from middleware_hub.auditing.routes import audit_routes, audited_episode
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
@@ -231,7 +231,7 @@ class OpenAISessionMiddleware:
             return path[len(PREFIX) :].partition("/")[0] or None
         if path == SESSIONS:
             return BODY_SAYS if scope["method"] == "POST" else None
-        if (episode := audited(path)) is not None:
+        if (episode := audited_episode(path)) is not None:
             return episode if ID.fullmatch(episode) else None  # other ids belong to other layers
         names = (dialect.owner_name(scope) for dialect in self._dialects)
         return next((name for name in names if name is not None), None)

@@ -34,16 +34,16 @@ class NotRecomputed(Exception):
 
     Attributes:
         reason: a code.
-        said: the engine's own message, or empty.
+        message: the engine's own message, or empty.
     """
 
-    def __init__(self, reason: str, said: str = "") -> None:
+    def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
-        self.said = said
+        self.message = message
 
 
-class Said(NamedTuple):
+class Recomputation(NamedTuple):
     """Recomputed logprobs, and the URL of the worker that computed them."""
 
     logprobs: Logprobs
@@ -62,13 +62,13 @@ class Asker:
         """The fleet's weight version."""
         return self._router.pool.weight_version
 
-    async def longest(self) -> int:
+    async def longest_prompt(self) -> int:
         """Return the longest prompt, in tokens, that every engine accepts."""
         known = [facts.context_length for facts in await self._router.fleet.all_facts()]
         windows = [length for length in known if length is not None]
         return max(0, min(windows) - RESERVED) if windows else 1 << 31
 
-    async def assumed(self, worker: str | None, *, chat: bool) -> list[Mapping[str, Any]]:
+    async def sampling_defaults(self, worker: str | None, *, chat: bool) -> list[Mapping[str, Any]]:
         """Return the sampling defaults of the engine that sampled a generation; of all engines if that worker is gone.
 
         Args:
@@ -81,11 +81,13 @@ class Asker:
         of_model = self._router.generation_config
         return [each for facts in known or [Facts()] for each in recomputing.assumed(facts, of_model, chat=chat)]
 
-    async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:
+    async def recompute(
+        self, ids: Tokens, start: int, adapter: str, version: str, avoided: Collection[str]
+    ) -> Recomputation:
         """Return the logprobs of the ids behind `start`, under this weight version.
 
         Args:
-            others: workers to avoid.
+            avoided: URLs of workers that should not be asked, if others are free.
 
         Raises:
             NotRecomputed: no engine returned them.
@@ -93,29 +95,29 @@ class Asker:
         """
         wanted = ids[start:].tolist()
         body, limit = recomputing.request(ids, start, adapter), BYTES_BESIDE + BYTES_PER_ID * len(wanted)
-        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, others)
+        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, avoided)
 
-    async def next(
-        self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, others: Collection[str]
-    ) -> Said:
+    async def recompute_next(
+        self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, avoided: Collection[str]
+    ) -> Recomputation:
         """Return the logprob of one token that follows these ids, at a temperature.
 
         Args:
-            others: workers to avoid.
+            avoided: URLs of workers that should not be asked, if others are free.
 
         Raises:
             NotRecomputed: no engine returned it.
             RouterError: no worker can be asked.
         """
         body = recomputing.request_next(ids, token, temperature, adapter)
-        return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, others)
+        return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, avoided)
 
     async def _ask(
-        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, others: Collection[str]
-    ) -> Said:
+        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, avoided: Collection[str]
+    ) -> Recomputation:
         for _ in range(TRIES):
             async with self._at_once:
-                status, answer, worker = await self._forward(body, limit, others)
+                status, answer, worker = await self._forward(body, limit, avoided)
             if status != 200:
                 raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
             try:
@@ -126,22 +128,22 @@ class Asker:
                 raise NotRecomputed(UNREADABLE, str(error)) from None
             if (found.version or self._router.pool.version_of(worker)) != version:  # weights changed meanwhile
                 raise NotRecomputed(OTHER_WEIGHTS)
-            return Said(found.logprobs, worker)
+            return Recomputation(found.logprobs, worker)
         raise NotRecomputed(CUT)
 
-    async def _forward(self, body: bytes, limit: int, others: Collection[str]) -> tuple[int, bytes, str]:
-        preferred = self._rather_than(others)
+    async def _forward(self, body: bytes, limit: int, avoided: Collection[str]) -> tuple[int, bytes, str]:
+        preferred = self._worker_besides(avoided)
         async with self._router.forward(
             "POST", paths.GENERATE, headers=JSON, body=body, preferred=preferred
         ) as forwarded:
             return forwarded.reply.status, await forwarded.reply.read_all(limit), str(forwarded.worker.url)
 
-    def _rather_than(self, others: Collection[str]) -> str | None:
+    def _worker_besides(self, avoided: Collection[str]) -> str | None:
         """Return the worker with the fewest requests that is not one of these, or None. A worker whose weights are not
         what it reports would agree with itself, so another worker should recompute."""
         snapshot = self._router.pool.snapshot
         if snapshot.prefill:
             return None
-        free = [unit for unit in snapshot.generating if unit.worker.url not in others]
+        free = [unit for unit in snapshot.generating if unit.worker.url not in avoided]
         least = min(free, key=lambda unit: unit.in_flight, default=None)
         return None if least is None else str(least.worker.url)

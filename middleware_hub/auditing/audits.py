@@ -23,7 +23,7 @@ class HeldEpisode(NamedTuple):
 class AuditSource(Protocol):
     """A layer whose episodes can be audited."""
 
-    def held(self) -> AsyncIterator[HeldEpisode]:
+    def list_episodes(self) -> AsyncIterator[HeldEpisode]:
         """Yield all episodes with recorded tokens."""
         ...
 

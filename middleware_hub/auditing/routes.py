@@ -27,12 +27,12 @@ USUAL, MOST = 8, 64
 def audit_routes(audits: Audits) -> Sequence[BaseRoute]:
     """Return the routes; every layer with audits returns the same ones."""
     return [
-        Route("/episodes", partial(_held, audits), methods=["GET"]),
+        Route("/episodes", partial(_list_episodes, audits), methods=["GET"]),
         Route(f"{EPISODES}{{id}}{AUDIT}", partial(_audit, audits), methods=["POST"]),
     ]
 
 
-def audited(path: str) -> str | None:
+def audited_episode(path: str) -> str | None:
     """Return the id of the episode that this path audits, or None. A layer whose ids name their process must report
     it as the request's owner: the whole request is then forwarded there. Asking the other processes while they wait
     would take too long, since an audit is as slow as the engines."""
@@ -41,11 +41,11 @@ def audited(path: str) -> str | None:
     return path[len(EPISODES) : -len(AUDIT)] or None
 
 
-async def _held(audits: Audits, request: Request) -> Response:
+async def _list_episodes(audits: Audits, request: Request) -> Response:
     parts: list[tuple[bytes, ...]] = []
     pace = Pace()
     for kind, source in audits.sources.items():
-        async for each in source.held():
+        async for each in source.list_episodes():
             parts.append((orjson.dumps({"kind": kind, **each._asdict()}),))
             await pace.step()
     for answer in await audits.owners.answers(request.scope):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.auditing.asking import Asker, NotRecomputed, Said
+from middleware_hub.auditing.asking import Asker, NotRecomputed, Recomputation
 from middleware_hub.auditing.spans import AuditedLine, Span, comparable, distribution
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
@@ -70,11 +70,11 @@ class LineAuditor:
 
     async def _sample(self, line: AuditedLine, elsewhere: Mapping[int, int], now: str | None) -> dict[str, Any]:
         distributions = {
-            turn: distribution(turn.asked, await self._asker.assumed(turn.worker, chat=turn.chat))
+            turn: distribution(turn.asked, await self._asker.sampling_defaults(turn.worker, chat=turn.chat))
             for turn in line.turns
         }
-        found = comparable(line.turns, elsewhere, now, await self._asker.longest(), distributions)
-        report = SampleReport(line.trajectory.tokens, line.trajectory.logprobs, Counter(found.others))
+        found = comparable(line.turns, elsewhere, now, await self._asker.longest_prompt(), distributions)
+        report = SampleReport(line.trajectory.tokens, line.trajectory.logprobs, Counter(found.excluded))
         for asked in dict.fromkeys((span.adapter, span.temperature) for span in found.spans):
             spans = [span for span in found.spans if (span.adapter, span.temperature) == asked]
             await (self._compare(spans, report) if asked[1] == 1 else self._compare_some(spans, report))
@@ -83,7 +83,7 @@ class LineAuditor:
             "tokens": len(line.trajectory),
             "compared": sum(each["end"] - each["start"] for each in report.shown),
             "spans": report.shown,
-            "not_comparable": dict(report.others),
+            "not_comparable": dict(report.excluded),
             "refusals": report.refusals,
         }
 
@@ -91,14 +91,14 @@ class LineAuditor:
         """Compare all tokens of the spans with one request."""
         start, stop = spans[0].start - 1, spans[-1].end
         try:
-            said = await self._asker.all(
+            recomputed = await self._asker.recompute(
                 report.tokens[:stop], start, spans[0].adapter, spans[0].version, _workers(spans)
             )
         except NotRecomputed as failure:
             report.add_failure(failure, sum(span.end - span.start for span in spans))
             return
         for span in spans:
-            report.add(span, said, start + 1)
+            report.add(span, recomputed, start + 1)
 
     async def _compare_some(self, spans: Sequence[Span], report: SampleReport) -> None:
         """Compare some tokens of the spans one by one, because engines do not apply the temperature to prompt
@@ -106,16 +106,18 @@ class LineAuditor:
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         picked = np.unique(np.linspace(0, len(positions) - 1, min(ONE_BY_ONE, len(positions))).astype(int))
         if len(picked) < len(positions):
-            report.others[NOT_ASKED] += len(positions) - len(picked)
+            report.excluded[NOT_ASKED] += len(positions) - len(picked)
         for position in map(int, positions[picked]):
             span = next(span for span in spans if span.start <= position < span.end)
             ids, token = report.tokens[:position], int(report.tokens[position])
             try:
-                said = await self._asker.next(ids, token, span.temperature, span.adapter, span.version, _workers(spans))
+                recomputed = await self._asker.recompute_next(
+                    ids, token, span.temperature, span.adapter, span.version, _workers(spans)
+                )
             except NotRecomputed as failure:
                 report.add_failure(failure, 1)
                 continue
-            report.add(span._replace(start=position, end=position + 1), said, position)
+            report.add(span._replace(start=position, end=position + 1), recomputed, position)
 
 
 @dataclass
@@ -124,12 +126,12 @@ class SampleReport:
 
     tokens: Tokens
     logprobs: Logprobs
-    others: Counter[str]
+    excluded: Counter[str]
     shown: list[dict[str, Any]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
-    def add(self, span: Span, said: Said, first: int) -> None:
-        """Add a compared span; the first logprob in `said` is of position `first`."""
+    def add(self, span: Span, recomputed: Recomputation, first: int) -> None:
+        """Add a compared span; the first logprob in `recomputed` is of position `first`."""
         self.shown.append(
             {
                 "turn": span.turn.number,
@@ -137,18 +139,18 @@ class SampleReport:
                 "end": span.end,
                 "version": span.version,
                 "worker": span.turn.worker,
-                "recomputed_by": said.worker,
+                "recomputed_by": recomputed.worker,
                 "recorded": self.logprobs[span.start : span.end],
-                "recomputed": said.logprobs[span.start - first : span.end - first],
+                "recomputed": recomputed.logprobs[span.start - first : span.end - first],
             }
         )
 
     def add_failure(self, failure: NotRecomputed, tokens: int) -> None:
         """Count tokens for which no engine returned logprobs."""
-        self.others[failure.reason] += tokens
-        said = failure.said[:SHOWN_CHARS]
-        if said and said not in self.refusals:
-            self.refusals.append(said)
+        self.excluded[failure.reason] += tokens
+        message = failure.message[:SHOWN_CHARS]
+        if message and message not in self.refusals:
+            self.refusals.append(message)
 
 
 def _workers(spans: Sequence[Span]) -> set[str]:

@@ -69,7 +69,7 @@ class Comparable(NamedTuple):
     """The spans that can be compared, and the number of other sampled tokens, by reason."""
 
     spans: tuple[Span, ...]
-    others: Mapping[str, int]
+    excluded: Mapping[str, int]
 
 
 class Distribution(NamedTuple):
@@ -113,7 +113,7 @@ def comparable(
         distributions: the distribution of each turn.
     """
     spans: list[Span] = []
-    others: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     for turn in turns:
         first, begin, told = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
         for piece in turn.pieces:
@@ -123,14 +123,14 @@ def comparable(
                 continue
             obstacle = _obstacle(turn, piece.version, now, told)
             if obstacle is not None or piece.version is None:
-                others[obstacle or "unknown_weights"] += stop - start
+                excluded[obstacle or "unknown_weights"] += stop - start
                 continue
             within = max(start, min(stop, longest))
-            others["context"] += stop - within
+            excluded["context"] += stop - within
             if start < within:
                 adapter = "" if turn.asked is None else turn.asked.adapter or ""
                 spans.append(Span(turn, start, within, piece.version, adapter, told.temperature))
-    return Comparable(tuple(spans), {reason: count for reason, count in others.items() if count})
+    return Comparable(tuple(spans), {reason: count for reason, count in excluded.items() if count})
 
 
 def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Distribution) -> str | None:

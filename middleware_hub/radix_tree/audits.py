@@ -24,7 +24,7 @@ class TextAuditor:
         self._rollouts = rollouts
         self._lines = LineAuditor(asker)
 
-    async def held(self) -> AsyncIterator[HeldEpisode]:
+    async def list_episodes(self) -> AsyncIterator[HeldEpisode]:
         """As of `AuditSource`; those that are in memory."""
         for rollout in self._rollouts:
             if rollout.turns:

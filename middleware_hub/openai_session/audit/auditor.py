@@ -43,7 +43,7 @@ class SessionAuditor:
 
     # AuditSource
 
-    async def held(self) -> AsyncIterator[HeldEpisode]:
+    async def list_episodes(self) -> AsyncIterator[HeldEpisode]:
         """Yield all sessions with recorded turns, first those in memory, then those in the archive only."""
         self._store.expire()
         for session in self._store:

@@ -59,7 +59,7 @@ class SessionEpisodes:
         sessions = self._store.shelf.newest(before, most)
         found: list[ListedEpisode] = [SessionView(session, self._maker) for session in sessions]
         if held:
-            found += map(HeldView, held)
+            found += map(ArchivedView, held)
             found.sort(key=lambda view: view.place, reverse=True)
         return found[:most]
 
@@ -70,7 +70,7 @@ class SessionEpisodes:
         return None if session is None else SessionView(session, self._maker)
 
 
-class HeldView:
+class ArchivedView:
     """A listed session that is in the archive and not in memory.
 
     Args:

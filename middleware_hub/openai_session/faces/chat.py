@@ -11,7 +11,7 @@ from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.faces.face import Face, without_nulls
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
@@ -45,7 +45,7 @@ class ChatFace(Face):
         """
         checked(request)
         assert isinstance(request, Mapping)
-        return given(request)
+        return without_nulls(request)
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
         """Find the deepest recorded turn whose messages a request begins with.
@@ -54,19 +54,19 @@ class ChatFace(Face):
             BadRequest: the request is invalid.
             MediaNotTraced: the request has an image or other media, and the policy refuses them.
         """
-        fields = self._settings.of_chat(self.fields(request))
+        fields = self._settings.with_chat_settings(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)
         unread = Unread(first=not session.turns)
-        _look_for_functions(fields, unread)
-        given = readable_fields(fields["messages"], media, unread)
-        given = named_calls(given, unread, writes_ids=self._continuation.writes_ids)
-        messages, places = self._continuation.roles.known(readable_contents(given, media))
+        _check_legacy_functions(fields, unread)
+        readable = readable_fields(fields["messages"], media, unread)
+        readable = named_calls(readable, unread, writes_ids=self._continuation.writes_ids)
+        messages, places = self._continuation.roles.known(readable_contents(readable, media))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
-        turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
+        turn = await self.build_turn(session, fields, contexts_of(fields), now=now, places=places)
         return replace(turn, facts={**turn.facts, **media.facts, **unread.facts})
 
-    async def placed(
+    async def build_turn(
         self,
         session: Session,
         fields: Mapping[str, Any],
@@ -137,28 +137,28 @@ class ChatFace(Face):
         if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, GOES_ON):
             return None
         try:
-            return await self.rendered_tokens(fields)
+            return await self.count_rendered_tokens(fields)
         except CannotRender:
             return None
 
-    async def rendered_tokens(self, fields: Mapping[str, Any]) -> int:
+    async def count_rendered_tokens(self, fields: Mapping[str, Any]) -> int:
         """Return the number of ids in the prompt of a root turn.
 
         Raises:
             CannotRender: the template refuses the messages.
             TextTooLong: the rendered text is too long.
         """
-        return len(await self._rendered(fields))
+        return len(await self._render(fields))
 
-    async def rendered(self, fields: Mapping[str, Any]) -> Tokens:
+    async def render_ids(self, fields: Mapping[str, Any]) -> Tokens:
         if isinstance(own := fields.get("input_ids"), list):
             return Piece.given(own).tokens
         try:
-            return await self._rendered(fields)
+            return await self._render(fields)
         except CannotRender as error:
             raise BadRequest(f"the chat template refuses these messages: {error}") from None
 
-    async def _rendered(self, fields: Mapping[str, Any]) -> Tokens:
+    async def _render(self, fields: Mapping[str, Any]) -> Tokens:
         """Return the ids that the engine makes of a root turn's request.
 
         Raises:
@@ -184,7 +184,7 @@ class ChatFace(Face):
         return PromptIds(parent, Piece(frozen(extension.ids)), extension.drop)
 
 
-def _look_for_functions(fields: Mapping[str, Any], unread: Unread) -> None:
+def _check_legacy_functions(fields: Mapping[str, Any], unread: Unread) -> None:
     """Record the legacy `functions` and `function_call` fields as unread; no engine reads them.
 
     Raises:

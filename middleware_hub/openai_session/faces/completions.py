@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.faces.face import Face, without_nulls
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
@@ -33,7 +33,7 @@ class CompletionsFace(Face):
     path = CompletionsEndpoint.path
     endpoint = CompletionsEndpoint()
 
-    def untraceable(self, request: object) -> str | None:
+    def untraced_reason(self, request: object) -> str | None:
         """Return a reason for requests with `echo`, where the answer's ids include the prompt's, which were not
         sampled."""
         if isinstance(request, Mapping) and request.get("echo"):
@@ -48,7 +48,7 @@ class CompletionsFace(Face):
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
-        request = self._settings.of_any(given(request))
+        request = self._settings.with_adapter(without_nulls(request))
         prompt = request.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise BadRequest("prompt must be a string, token ids, or a list of either")
@@ -60,8 +60,8 @@ class CompletionsFace(Face):
             return AgentRequest(session, self.path, request, places, now, segment="batch")
         turn = AgentRequest(session, self.path, request, (_root(prompt),), now)
         if isinstance(prompt, list):
-            return _extended(turn, prompt, _checked_ids(prompt))
-        return replace(turn, segment="text_prompt") if _continues(prompt, session) else turn
+            return _extend_deepest(turn, prompt, _checked_ids(prompt))
+        return replace(turn, segment="text_prompt") if _continues_text(prompt, session) else turn
 
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:
         """Return the tokens in the longest prompt. Texts are counted with the tokenizer."""
@@ -114,16 +114,16 @@ def _message(prompt: object) -> Message:
     return {"role": "prompt", "content": prompt}
 
 
-def _extended(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
+def _extend_deepest(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
     """Return the turn behind the deepest recorded turn whose tokens the prompt begins with, if there is one."""
-    parent = _deepest(ids, turn.session)
+    parent = _find_deepest(ids, turn.session)
     if parent is None:
         return turn
     place = ParentMatch(parent, (_message(prompt[parent.tokens :]),), parent.context)
     return replace(turn, places=(place,), prompt=PromptIds(parent, Piece.given(ids[parent.tokens :])))
 
 
-def _continues(prompt: str, session: Session) -> bool:
+def _continues_text(prompt: str, session: Session) -> bool:
     """Return True if a text begins with a recorded root's prompt and answer. It is a root turn all the same: its ids
     need not begin with the recorded ones."""
     return any(
@@ -133,20 +133,20 @@ def _continues(prompt: str, session: Session) -> bool:
     )
 
 
-def _deepest(ids: Tokens, session: Session) -> Turn | None:
+def _find_deepest(ids: Tokens, session: Session) -> Turn | None:
     """Return the longest recorded turn that is a prefix of the ids, the latest one of equals; None if there is none."""
     best: Turn | None = None
     candidates = [root for root in session.roots if root.context == CONTEXT]
     while candidates:
         turn = candidates.pop()
-        if _goes_on(ids, turn):
+        if _contains_turn(ids, turn):
             candidates.extend(session.history.children(turn))
             if best is None or (turn.tokens, turn.number) > (best.tokens, best.number):
                 best = turn
     return best
 
 
-def _goes_on(ids: Tokens, turn: Turn) -> bool:
+def _contains_turn(ids: Tokens, turn: Turn) -> bool:
     """Return True if the ids contain this turn's own tokens. They are known to begin with its parent's."""
     begin = turn.prompt_tokens - len(turn.given)
     for piece in (turn.given, *turn.sampled):

@@ -37,7 +37,7 @@ class StreamForm(HeartbeatForm):
     #: True once a heartbeat has sent the answer's first event; a full context is then reported by `failed`.
     began = False
 
-    def is_of(self, turn: AgentRequest) -> None:
+    def set_turn(self, turn: AgentRequest) -> None:
         """Record the turn that the stream belongs to, as soon as its request is parsed."""
 
 
@@ -45,19 +45,19 @@ class ReplyWriter:
     """A translator of one engine reply to an agent API. The engine's reply comes in without the fields that the router
     added for recording. By default the agent gets that."""
 
-    def whole(self, answer: dict[str, Any]) -> object:
+    def write_answer(self, answer: dict[str, Any]) -> object:
         """Return the API's object for an answer that is not streamed."""
         return answer
 
-    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+    def write_chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         """Return the API's events for one chunk of a stream; `name` is the SSE event name that the engine used."""
         return write_event(chunk, name)
 
-    def other(self, event: Event) -> bytes:
+    def write_other(self, event: Event) -> bytes:
         """Return the bytes for an event that is not a chunk: the end of the stream (`[DONE]`), an error, a comment."""
         return event.raw
 
-    def refusal(self, body: bytes, status: int) -> bytes:
+    def write_refusal(self, body: bytes, status: int) -> bytes:
         """Return the body for an engine's error response. `body` may not be JSON."""
         return body
 
@@ -76,20 +76,20 @@ class RunSettings:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     policy: RunPolicy = field(default_factory=RunPolicy)
 
-    def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_adapter(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a request of any API with the run's adapter. The base model stays named in `model`."""
         return {**request, **base_model(request), "lora_path": self.lora_path} if self.lora_path else request
 
-    def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_chat_settings(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a chat request with the run's adapter and template settings. Template settings that are not an object
         stay as they are; the engine refuses them."""
-        request, own = self.of_any(request), request.get("chat_template_kwargs") or {}
+        request, own = self.with_adapter(request), request.get("chat_template_kwargs") or {}
         if not self.chat_template_kwargs or not isinstance(own, Mapping):
             return request
         return {**request, "chat_template_kwargs": {**self.chat_template_kwargs, **own}}
 
 
-def given(request: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_nulls(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a request that are not null. SGLang refuses null in many fields that it knows."""
     if None not in request.values():
         return request
@@ -111,7 +111,7 @@ class Face(ABC):
         self._equal = equal
         self._settings = settings or RunSettings()
 
-    def untraceable(self, request: object) -> str | None:
+    def untraced_reason(self, request: object) -> str | None:
         """Return why a request cannot be recorded, or None if it can. Such a request is forwarded unchanged."""
         return None
 
@@ -131,7 +131,7 @@ class Face(ABC):
         """Return the tokens in the longest prompt of a turn; None where only the engine can count them."""
         return turn.prompt.length if turn.prompt is not None else None
 
-    async def rendered(self, fields: Mapping[str, Any]) -> Tokens:
+    async def render_ids(self, fields: Mapping[str, Any]) -> Tokens:
         """Return the ids that the model's template and tokenizer make of the request of a root turn.
 
         Raises:
@@ -150,34 +150,34 @@ class Face(ABC):
         """Return the body of a router error in this API's format."""
         return error.body(request_id)
 
-    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+    def overflow_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
         """Return a full-context error as stream events, or None to answer with an HTTP error. APIs override this where
         harnesses look for the error in the stream that they asked for."""
         return None
 
-    def speaks(self, scope: Scope, path: str) -> bool:
+    def owns_path(self, scope: Scope, path: str) -> bool:
         """Return True if errors of requests for this path within a session use this API's format."""
         return path == self.path
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
         """Answer a request within a session that is not a turn, such as counting tokens. `app` forwards to a worker.
         Return False for a request that does not belong to this API."""
         return False
 
 
-async def give_json(send: Send, content: object) -> None:
+async def send_json(send: Send, content: object) -> None:
     """Send a complete JSON answer to a request that is not a turn."""
-    await give_whole(send, orjson.dumps(content), [(b"content-type", b"application/json")])
+    await send_complete(send, orjson.dumps(content), [(b"content-type", b"application/json")])
 
 
-def head(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
+def start_message(body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Message:
     """Return the ASGI start message of a complete answer: these headers, and the content-length of `body`."""
     kept = [pair for pair in headers if pair[0] != b"content-length"]
     length = (b"content-length", b"%d" % len(body))
     return {"type": "http.response.start", "status": 200, "headers": [*kept, length]}
 
 
-async def give_whole(send: Send, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+async def send_complete(send: Send, body: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Send a complete answer with status 200 and its content-length."""
-    await send(head(body, headers))
+    await send(start_message(body, headers))
     await send({"type": "http.response.body", "body": body, "more_body": False})

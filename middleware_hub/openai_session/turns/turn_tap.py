@@ -75,7 +75,7 @@ class TurnTap(Tap):
         """
         if self.start["status"] == 200:
             raise UnusableAnswer("the worker's answer is no stream of events")
-        return self._writer.refusal(body, self.start["status"])
+        return self._writer.write_refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
         """Return what the agent is shown of an event."""

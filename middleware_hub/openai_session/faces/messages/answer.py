@@ -44,7 +44,7 @@ class AnswerEnd:
         if (cached := cached_tokens(part.get("sglext"))) is not None:
             self._cached = cached
 
-    def end(self, choice: Mapping[str, Any]) -> None:
+    def read_finish(self, choice: Mapping[str, Any]) -> None:
         """Read the finish reason of a choice."""
         self.finish, self._matched = choice.get("finish_reason"), choice.get("matched_stop")
 
@@ -54,16 +54,16 @@ class AnswerEnd:
         return self._prompt_tokens is not None
 
     @property
-    def cut(self) -> bool:
+    def is_cut(self) -> bool:
         """True if this API has no stop reason for the engine's finish reason."""
         return self.finish not in STOP_REASONS
 
     @property
-    def calls_are_whole(self) -> bool:
+    def last_call_complete(self) -> bool:
         """True if the last call of the answer was sampled to its end."""
         return self.finish in ("stop", "tool_calls")
 
-    def stopped(self, *, calls: bool) -> dict[str, Any]:
+    def stop_fields(self, *, calls: bool) -> dict[str, Any]:
         """Return `stop_reason` and `stop_sequence`. `calls`: whether the answer contains tool calls."""
         reason, sequence = STOP_REASONS.get(self.finish or "", "end_turn"), None
         if self.finish == "stop" and calls:
@@ -85,7 +85,7 @@ class AnswerEnd:
         return {"input_tokens": prompt - cached, **caches, **tokens}
 
 
-def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stopped: Any) -> dict[str, Any]:
+def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stop_fields: Any) -> dict[str, Any]:
     """Return a message object: a complete answer, or the one in `message_start`, which has no content yet."""
     return {
         "id": f"msg_{answer.get('id')}",
@@ -95,12 +95,12 @@ def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd
         "content": list(content),
         "stop_reason": None,
         "stop_sequence": None,
-        **stopped,
+        **stop_fields,
         "usage": ending.usage(),
     }
 
 
-def whole(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
+def complete_message(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
     """Return the message for an answer that is not streamed.
 
     Raises:
@@ -108,12 +108,12 @@ def whole(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool)
     """
     (choice,) = answer["choices"]
     ending.read(answer)
-    ending.end(choice)
-    if ending.cut:
+    ending.read_finish(choice)
+    if ending.is_cut:
         raise AnswerCut(CUT)
     content = list(blocks(choice["message"], omits_thinking=omits_thinking))
     calls = any(block["type"] == "tool_use" for block in content)
-    return message(answer, content, ending, **ending.stopped(calls=calls))
+    return message(answer, content, ending, **ending.stop_fields(calls=calls))
 
 
 def blocks(said: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, Any]]:

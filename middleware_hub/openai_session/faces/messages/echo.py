@@ -87,9 +87,9 @@ class Echo:
         thinking = answer.get("reasoning_content")
         if isinstance(thinking, str) and thinking:
             self._thinking[signature(thinking)] = thinking
-        self._answers[_all_of(answer)] = answer
+        self._answers[_content_key(answer)] = answer
 
-    def known(self, content: object) -> tuple[bytes, Message | None]:
+    def find_returned(self, content: object) -> tuple[bytes, Message | None]:
         """Return the digest of a content, and the answer that came back with the same content before, if any. An answer
         that shares a call id with another answer is never found by digest."""
         digest = blake2b(orjson.dumps(content), digest_size=16).digest()
@@ -97,10 +97,10 @@ class Echo:
         calls = (answer or {}).get("tool_calls") or ()
         return digest, None if any(len(self._calls[str(call.get("id"))]) > 1 for call in calls) else answer
 
-    def held(self, message: Message, digest: bytes) -> Message:
+    def match_recorded(self, message: Message, digest: bytes) -> Message:
         """Return the recorded answer that equals a message, else the message. The answer is found by `digest` next
         time."""
-        said = _all_of(message)
+        said = _content_key(message)
         answer = self._answers.get(said)
         if answer is None:
             return message
@@ -108,7 +108,7 @@ class Echo:
         self._digests[said], self._known[digest] = digest, answer
         return answer
 
-    def call(
+    def match_call(
         self, call_id: str, name: str, given: object, schema: object, used: set[int] | None = None
     ) -> Mapping[str, Any]:
         """Return the recorded call with this id and the same meaning, else a new call. Of several matching calls, those
@@ -123,12 +123,12 @@ class Echo:
                 return held
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(given)}}
 
-    def thinking(self, text: str, signed: object) -> str:
+    def restore_thinking(self, text: str, signed: object) -> str:
         """Return the reasoning of a block: its text, or the text that its signature stands for if it has none."""
         return text or (self._thinking.get(signed, "") if isinstance(signed, str) else "")
 
 
-def _all_of(message: Message) -> tuple[Any, ...]:
+def _content_key(message: Message) -> tuple[Any, ...]:
     """Return a key of an answer's text, reasoning and calls. Calls count by identity, since each is stored once."""
     calls = tuple(map(id, message.get("tool_calls") or ()))
     return _stripped(message), message.get("reasoning_content") or "", calls
@@ -178,30 +178,30 @@ def same_input(held: Any, sent: Any, schema: object) -> bool:
     tidy. A sampled input may nest deeper than requests may; no request equals that."""
     if same_json(held, sent):
         return True
-    return not nests_too_deep(held) and same_json(_plain(held, schema), _plain(sent, schema))
+    return not nests_too_deep(held) and same_json(_normalize(held, schema), _normalize(sent, schema))
 
 
-def _plain(value: Any, schema: object, name: str = "") -> Any:
+def _normalize(value: Any, schema: object, name: str = "") -> Any:
     """Return a value with its schema's defaults, and without what Claude Code 2.1 tidies in a call. It removes a
     `cd` in front of a command and white space at line ends, and parses numbers and lists written as texts."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, str):
-        return _plain_text(value, schema, name)
+        return _normalize_text(value, schema, name)
     if isinstance(value, list):
-        return [_plain(each, schema.get("items")) for each in value]
+        return [_normalize(each, schema.get("items")) for each in value]
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     defaults = {key: known["default"] for key, known in properties.items() if _has_default(known)}
-    return {key: _plain(each, properties.get(key), key) for key, each in {**defaults, **value}.items()}
+    return {key: _normalize(each, properties.get(key), key) for key, each in {**defaults, **value}.items()}
 
 
 def _has_default(schema: object) -> bool:
     return isinstance(schema, Mapping) and "default" in schema
 
 
-def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
+def _normalize_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
     if schema.get("type") in NO_TEXTS:
         try:
             return parse_text(text)

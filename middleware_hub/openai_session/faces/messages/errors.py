@@ -55,7 +55,7 @@ def error(kind: str, message: str, *, code: str | None = None, request_id: str |
     return body if request_id is None else {**body, "request_id": request_id}
 
 
-def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
+def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
     """Return the body for a router error."""
     if isinstance(failure, ContextOverflow):
         overflow = failure.overflow
@@ -66,7 +66,7 @@ def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
     return error(type_of(failure.status), str(failure), code=failure.type, request_id=request_id)
 
 
-def of_engine(parsed: object, status: int) -> dict[str, Any]:
+def engine_error(parsed: object, status: int) -> dict[str, Any]:
     """Return the body for an engine's error response, or for an error event in its stream."""
     overflow = overflow_of(parsed)
     if overflow is not None:
@@ -77,7 +77,7 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 def refusal_body(body: bytes, status: int) -> bytes:
     """Return the encoded body for an engine's error response, which may not be JSON."""
-    return orjson.dumps(of_engine(parsed_refusal(body), status))
+    return orjson.dumps(engine_error(parsed_refusal(body), status))
 
 
 def too_long(overflow: Overflow) -> str:

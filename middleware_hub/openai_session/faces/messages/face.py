@@ -11,11 +11,11 @@ import orjson
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, StreamForm, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, StreamForm, send_json
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo
-from middleware_hub.openai_session.faces.messages.models import listed
+from middleware_hub.openai_session.faces.messages.models import in_anthropic_format
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
 from middleware_hub.openai_session.faces.messages.stream import MessagesForm, MessagesWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
@@ -62,13 +62,13 @@ class MessagesFace(ChatFace):
         return MessagesForm()
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
-        return errors.of_router(error, request_id)
+        return errors.router_error(error, request_id)
 
-    def speaks(self, scope: Scope, path: str) -> bool:
+    def owns_path(self, scope: Scope, path: str) -> bool:
         """Return True for this API's paths, and for the list of models if an Anthropic client asks."""
         return path == paths.MESSAGES or path.startswith(f"{paths.MESSAGES}/") or _lists_models(scope, path)
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
         """Answer `/v1/messages/count_tokens` and the list of models; return False for anything else."""
         method, path = scope["method"], scope["path"]
         if method == "POST" and path == paths.COUNT_TOKENS:
@@ -89,8 +89,8 @@ class MessagesFace(ChatFace):
             counts=counts,
             policy=policy,
         )
-        fields = self._settings.of_chat(asked.fields)
-        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        fields = self._settings.with_chat_settings(asked.fields)
+        turn = await self.build_turn(session, fields, asked.contexts(fields), now=now)
         if turn.stream and turn.prompt is None:
             fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
         else:
@@ -108,11 +108,11 @@ class MessagesFace(ChatFace):
         with Watch(receive):
             turn = await self._turn(session, request, 0.0, counts=True)
             length = turn.prompt.length if turn.prompt is not None else await self._counted(turn.fields)
-        await give_json(send, {"input_tokens": length})
+        await send_json(send, {"input_tokens": length})
 
     async def _counted(self, fields: Mapping[str, Any]) -> int:
         try:
-            return await self.rendered_tokens(fields)
+            return await self.count_rendered_tokens(fields)
         except CannotRender as reason:
             raise BadRequest(f"messages: {reason}") from None
 
@@ -126,7 +126,7 @@ async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> N
     collected = Collected()
     await collected.call(app, scope, receive)
     if collected.is_json:
-        await collected.give_to(send, orjson.dumps(listed(collected.parse())))
+        await collected.give_to(send, orjson.dumps(in_anthropic_format(collected.parse())))
     elif collected.status != 200:
         await collected.give_to(send, errors.refusal_body(collected.body, collected.status))
     else:

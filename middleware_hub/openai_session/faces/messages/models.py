@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 
-def listed(answer: object) -> object:
+def in_anthropic_format(answer: object) -> object:
     """Return an engine's list of models, or one model, in Anthropic's format; any other answer unchanged."""
     if not isinstance(answer, Mapping):
         return answer

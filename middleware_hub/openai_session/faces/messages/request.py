@@ -37,7 +37,7 @@ HARMLESS = frozenset(
 #: Fields for features that run on Anthropic's servers, which do not exist here.
 REFUSED = frozenset({"mcp_servers", "container", "thread", "compaction"})
 #: Fields that are passed on without validation; the engine refuses bad values.
-AS_THEY_ARE = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+PASSED_ON = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 #: The most bytes of tools and settings in all contexts of one request. Above it, a tool loaded later starts a segment.
 MAX_CONTEXTS = 1 << 24
 STRICT = RequestPolicy()
@@ -93,7 +93,7 @@ def read(
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
         **{name: request[name] for name in CONTROLS if request.get(name) is not None},
-        **{chat: request[name] for name, chat in AS_THEY_ARE.items() if request.get(name) is not None},
+        **{chat: request[name] for name, chat in PASSED_ON.items() if request.get(name) is not None},
         "messages": messages,
         **_output(request, unknown),
         **choice_of(request.get("tool_choice"), tools),

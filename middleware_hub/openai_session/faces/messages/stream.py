@@ -14,7 +14,7 @@ from typing import Any
 
 from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm
 from middleware_hub.openai_session.faces.messages import errors
-from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
+from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, complete_message, message
 from middleware_hub.openai_session.faces.messages.echo import shown_input, signature
 from middleware_hub.openai_session.faces.open_calls import open_arguments
 from miles_router.middlewares import Event, write_event
@@ -52,18 +52,18 @@ class MessagesWriter(ReplyWriter):
         self._calls = False
         self._arguments: list[str] = []  # of the open call
 
-    def whole(self, answer: dict[str, Any]) -> object:
+    def write_answer(self, answer: dict[str, Any]) -> object:
         """Return the message.
 
         Raises:
             AnswerCut: the engine cut the answer off.
         """
-        return whole(answer, self._ending, omits_thinking=self._omits_thinking)
+        return complete_message(answer, self._ending, omits_thinking=self._omits_thinking)
 
-    def refusal(self, body: bytes, status: int) -> bytes:
+    def write_refusal(self, body: bytes, status: int) -> bytes:
         return errors.refusal_body(body, status)
 
-    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+    def write_chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         self._ending.read(chunk)
         for choice in chunk["choices"]:
             delta = choice.get("delta") or {}
@@ -71,11 +71,11 @@ class MessagesWriter(ReplyWriter):
                 self._start(chunk)
             self._delta(delta)
             if choice.get("finish_reason") is not None:
-                self._ending.end(choice)
-                self._close(whole_call=self._ending.calls_are_whole)
-        return self._taken()
+                self._ending.read_finish(choice)
+                self._close(whole_call=self._ending.last_call_complete)
+        return self._take_events()
 
-    def other(self, event: Event) -> bytes:
+    def write_other(self, event: Event) -> bytes:
         """Return the events for the end of the stream or an error; comments pass unchanged."""
         if not event.data:
             return event.raw  # a keep-alive comment
@@ -83,8 +83,8 @@ class MessagesWriter(ReplyWriter):
         if event.is_last:
             self._end()
         elif isinstance(parsed, Mapping) and "error" in parsed:
-            self._fail(errors.of_engine(parsed, 500))
-        return self._taken()
+            self._fail(errors.engine_error(parsed, 500))
+        return self._take_events()
 
     # The message
 
@@ -97,11 +97,11 @@ class MessagesWriter(ReplyWriter):
     def _end(self) -> None:
         if self._over:
             return
-        if self._ending.cut:
+        if self._ending.is_cut:
             self._fail(errors.error(errors.OVERLOADED, CUT))
             return
         self._over = True
-        delta = self._ending.stopped(calls=self._calls)
+        delta = self._ending.stop_fields(calls=self._calls)
         self._emit("message_delta", delta=delta, usage=self._ending.usage())
         self._events.append(LAST)
 
@@ -116,28 +116,28 @@ class MessagesWriter(ReplyWriter):
     def _delta(self, delta: Mapping[str, Any]) -> None:
         thinking, text = delta.get("reasoning_content"), delta.get("content")
         if thinking:
-            self._think(thinking)
+            self._write_thinking(thinking)
         if text:
-            self._say(text)
+            self._write_text(text)
         for call in delta.get("tool_calls") or ():
-            self._grow_call(call)
+            self._write_call(call)
 
-    def _think(self, thinking: str) -> None:
+    def _write_thinking(self, thinking: str) -> None:
         self._open_block("thinking", thinking="", signature="")
         self._thinking.append(thinking)
         if not self._omits_thinking:
-            self._grow("thinking_delta", thinking=thinking)
+            self._write_delta("thinking_delta", thinking=thinking)
 
-    def _say(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         if self._open != "text":
             self._blank.append(text)
             if text.isspace():
                 return
             text = "".join(self._blank)
         self._open_block("text", text="")
-        self._grow("text_delta", text=text)
+        self._write_delta("text_delta", text=text)
 
-    def _grow_call(self, call: Mapping[str, Any]) -> None:
+    def _write_call(self, call: Mapping[str, Any]) -> None:
         function = call.get("function") or {}
         if function.get("name"):
             self._close(whole_call=True)
@@ -148,7 +148,7 @@ class MessagesWriter(ReplyWriter):
         self._arguments.append(arguments)
         if open_arguments(arguments) or self._open == "tool_use":
             self._open_call()
-            self._grow("input_json_delta", partial_json="")
+            self._write_delta("input_json_delta", partial_json="")
 
     def _open_call(self) -> None:
         if self._open != "tool_use" and self._call:
@@ -170,17 +170,17 @@ class MessagesWriter(ReplyWriter):
         if whole_call and self._call:
             self._open_call()
             if arguments.strip():
-                self._grow("input_json_delta", partial_json=shown_input(arguments))
+                self._write_delta("input_json_delta", partial_json=shown_input(arguments))
         elif self._open == "tool_use":
-            self._grow("input_json_delta", partial_json=open_arguments(arguments))
+            self._write_delta("input_json_delta", partial_json=open_arguments(arguments))
         if self._open == "thinking":
-            self._grow("signature_delta", signature=signature("".join(self._thinking)))
+            self._write_delta("signature_delta", signature=signature("".join(self._thinking)))
         if self._open is not None:
             self._emit("content_block_stop", index=self._index)
         self._open, self._call, self._call_index, self._arguments = None, {}, None, []
         self._thinking, self._blank = [], []
 
-    def _grow(self, kind: str, **fields: str) -> None:
+    def _write_delta(self, kind: str, **fields: str) -> None:
         self._emit("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
     # Events
@@ -188,6 +188,6 @@ class MessagesWriter(ReplyWriter):
     def _emit(self, kind: str, **fields: Any) -> None:
         self._events.append(write_event({"type": kind, **fields}, kind.encode("ascii")))
 
-    def _taken(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(events)

@@ -52,11 +52,11 @@ class HeldFunctions:
             self._in_results.setdefault((call_id, name), tool)
             self._latest[name] = tool
 
-    def told(self, call_id: str | None, name: str) -> dict[str, Any] | None:
+    def defined_by(self, call_id: str | None, name: str) -> dict[str, Any] | None:
         """Return the tool that the result of this call defined; `call_id` None means a system message."""
         return self._in_results.get((call_id, name))
 
-    def gone(self, name: str) -> dict[str, Any] | None:
+    def last_definition(self, name: str) -> dict[str, Any] | None:
         """Return a tool that the request no longer defines: its last recorded definition, or only its name; None in a
         first turn."""
         return self._latest.get(name) or ({"type": "function", "function": {"name": name}} if self.began else None)
@@ -138,7 +138,7 @@ class MessagesTools:
         """Return the input schema of a tool, or None for an unknown tool."""
         return self._schemas.get(name, self._gone.get(name))
 
-    def reference(self, name: object, where: str, call_id: str | None = None) -> str:
+    def load_reference(self, name: object, where: str, call_id: str | None = None) -> str:
         """Return the definition to show the model for a `tool_reference`, and load the tool.
 
         Args:
@@ -156,15 +156,15 @@ class MessagesTools:
 
     def _named(self, name: str, call_id: str | None) -> dict[str, Any] | None:
         """Return a tool as a recorded message defined it, else from the request, else the last known definition."""
-        told = self._held.told(call_id, name)
+        told = self._held.defined_by(call_id, name)
         if told is None and name in self._schemas:
             return self._functions[name]
-        told = told or self._held.gone(name)
+        told = told or self._held.last_definition(name)
         if told is not None:
             self._gone[name] = told["function"].get("parameters")
         return told
 
-    def added(self, tool: object, where: str) -> str:
+    def load_added(self, tool: object, where: str) -> str:
         """Load the tool that a system message adds, by name or by value; return its definition to show the model.
 
         Raises:
@@ -174,12 +174,12 @@ class MessagesTools:
         if not isinstance(tool, Mapping) or kind not in ("tool_reference", "tool_definition"):
             raise invalid(where, f"type {str(kind)[:64]!r} is not available in a traced session")
         if kind == "tool_reference":
-            return self.reference(tool.get("name"), where)
+            return self.load_reference(tool.get("name"), where)
         definition = tool.get("definition")
         if not isinstance(definition, Mapping):
             raise invalid(f"{where}.definition", "Input should be an object")
         self._add({**definition, "defer_loading": True}, f"{where}.definition")
-        return self.reference(definition["name"], where)
+        return self.load_reference(definition["name"], where)
 
 
 def _function(tool: Mapping[str, Any], name: str, schema: Mapping[str, Any], where: str) -> dict[str, Any]:

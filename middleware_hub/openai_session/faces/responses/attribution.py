@@ -29,12 +29,12 @@ class Answer:
 
     Attributes:
         message: the chat message, filled in after all items are read.
-        of: ids of the responses that it may be; empty if nothing is known.
+        candidates: ids of the responses that it may be; empty if nothing is known.
         reached: the kind of its last item.
     """
 
     message: dict[str, Any]
-    of: Sequence[str] = ()
+    candidates: Sequence[str] = ()
     reached: int = REASONING
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def goes_on(self, step: int, found: Sequence[str]) -> bool:
+    def continues(self, step: int, found: Sequence[str]) -> bool:
         """Return True if an item continues this answer: by the candidates of both if both have some, else by the item
         order.
 
@@ -53,15 +53,19 @@ class Answer:
             step: the kind of the item.
             found: ids of the responses that the item may belong to.
         """
-        if self.of and found:
-            return not set(found).isdisjoint(self.of)
+        if self.candidates and found:
+            return not set(found).isdisjoint(self.candidates)
         if self.reached == RESULT:
             return False
         return bool(self.calls) or self.reached < step or self.reached == step != TEXT
 
     def narrow(self, found: Sequence[str]) -> None:
         """Keep only the candidates that the next item may belong to as well."""
-        self.of = [each for each in self.of if each in found] if self.of and found else self.of or found
+        self.candidates = (
+            [each for each in self.candidates if each in found]
+            if self.candidates and found
+            else self.candidates or found
+        )
 
     def count(self, call_id: str) -> int:
         return sum(call.get("id") == call_id for call in self.calls)
@@ -74,20 +78,20 @@ class Attribution:
         self._responses = responses
         self._settled: set[str] = set()
 
-    def goes_on(self, answer: Answer | None, call_id: str) -> bool:
+    def continues(self, answer: Answer | None, call_id: str) -> bool:
         """Return True if a call continues the answer before it. A call behind a result continues the answer only if a
         candidate has one more such call. Even then a new answer starts if the answer is complete without this call and
         another response begins with it."""
         if answer is None or answer.reached != RESULT:
             return True
-        if not any(self._lacks(answer, of, call_id) for of in answer.of):
+        if not any(self._lacks(answer, each, call_id) for each in answer.candidates):
             return False
-        own = self.of(answer)
-        others = (of for of, _ in self._responses.calls(call_id) if of != own and of not in self._settled)
-        begins = any(str(self._calls(of)[0].get("id")) == call_id for of in others)
-        return not (begins and any(self._is_whole(answer, of) for of in answer.of))
+        own = self.best_match(answer)
+        others = (each for each, _ in self._responses.calls(call_id) if each != own and each not in self._settled)
+        begins = any(str(self._calls(each)[0].get("id")) == call_id for each in others)
+        return not (begins and any(self._is_complete(answer, each) for each in answer.candidates))
 
-    def callers(
+    def find_callers(
         self, call_id: str, item: Mapping[str, Any], form: CallForm, answer: Answer | None, named: str | None
     ) -> Sequence[tuple[str, Message]]:
         """Return the responses that a call may belong to, each with its recorded call. If some recorded calls have the
@@ -99,48 +103,48 @@ class Attribution:
         known = self._responses.calls(call_id)
         if named is not None:
             return [each for each in known if each[0] == named]
-        own = () if answer is None else answer.of
+        own = () if answer is None else answer.candidates
         found = [each for each in known if answer is not None and self._lacks(answer, each[0], call_id)]
         if not found:
             others = (each for each in known if each[0] not in self._settled and each[0] not in own)
             found = [*islice(others, MAX_CANDIDATES)]
         return [each for each in found if held_call(each[1], item, form)] or found
 
-    def _lacks(self, answer: Answer, of: str, call_id: str) -> bool:
-        """Return True if response `of` is a candidate and has more calls with this id than the answer so far."""
-        if of not in answer.of:
+    def _lacks(self, answer: Answer, response_id: str, call_id: str) -> bool:
+        """Return True if a response is a candidate and has more calls with this id than the answer so far."""
+        if response_id not in answer.candidates:
             return False
-        return answer.count(call_id) < sum(str(call.get("id")) == call_id for call in self._calls(of))
+        return answer.count(call_id) < sum(str(call.get("id")) == call_id for call in self._calls(response_id))
 
-    def _is_whole(self, answer: Answer, of: str) -> bool:
-        return len(self._calls(of)) == len(answer.calls)
+    def _is_complete(self, answer: Answer, response_id: str) -> bool:
+        return len(self._calls(response_id)) == len(answer.calls)
 
-    def _calls(self, of: str) -> Sequence[Message]:
-        return (self._responses.answer(of) or {}).get("tool_calls") or ()
+    def _calls(self, response_id: str) -> Sequence[Message]:
+        return (self._responses.answer(response_id) or {}).get("tool_calls") or ()
 
-    def thinkers(self, text: str, answer: Answer | None) -> Sequence[str]:
+    def find_by_reasoning(self, text: str, answer: Answer | None) -> Sequence[str]:
         """Return the responses whose reasoning equals a text; none if the answer already has its reasoning."""
         if answer is not None and answer.thoughts and answer.reached == REASONING:
             return ()
-        thinkers = (each for each in self._responses.thinkers(text) if each not in self._settled)
+        thinkers = (each for each in self._responses.find_by_reasoning(text) if each not in self._settled)
         return [*islice(thinkers, MAX_CANDIDATES)]
 
-    def of(self, answer: Answer) -> str | None:
+    def best_match(self, answer: Answer) -> str | None:
         """Return the best candidate: the same number of calls, then the same text, then the earliest; None without
         candidates."""
 
-        def unlike(of: str) -> tuple[bool, bool]:
-            held = self._responses.answer(of) or {}
-            return not self._is_whole(answer, of), not same_words(text_of(held), answer.text)
+        def unlike(response_id: str) -> tuple[bool, bool]:
+            held = self._responses.answer(response_id) or {}
+            return not self._is_complete(answer, response_id), not same_words(text_of(held), answer.text)
 
-        return min(answer.of, key=unlike, default=None)
+        return min(answer.candidates, key=unlike, default=None)
 
     def settle(self, answer: Answer) -> None:
         """Match a complete answer with one response, which is then no candidate for later answers."""
-        of = self.of(answer)
-        if of is not None:
-            answer.of = (of,)
-            self._settled.add(of)
+        best = self.best_match(answer)
+        if best is not None:
+            answer.candidates = (best,)
+            self._settled.add(best)
 
 
 def same_words(one: str, other: str) -> bool:

@@ -94,33 +94,33 @@ class ResponsesConversation:
             else:
                 rest = list(before)
             self._messages += rest
-            self._end_head()
+            self._flush_head()
         if isinstance(given, str):
-            self._say("user", given)
+            self._add_text("user", given)
             given = []
         elif not isinstance(given, list):
             raise wrong_type("input", "a string or an array of items")
         for place, item in enumerate(given):
-            self._item(item, f"input[{place}]")
+            self._read_item(item, f"input[{place}]")
         for answer in self._answers:
-            self._write(answer)
-        self._end_user()
-        self._end_head()
+            self._fill_message(answer)
+        self._flush_user()
+        self._flush_head()
         if not self._messages:
             raise InvalidParameter("input", "'input' must have at least one item.")
         return self._messages
 
-    def _write(self, answer: Answer) -> None:
+    def _fill_message(self, answer: Answer) -> None:
         """Fill in the message of an answer, from its recorded answer where they match. White space is restored as it
         was sampled, since items do not show all of it."""
-        held = self._responses.answer(self._attribution.of(answer))
+        held = self._responses.answer(self._attribution.best_match(answer))
         text, thought = answer.text, "".join(answer.thoughts)
         if held is not None:
             said = text_of(held)
             if answer.guessed and not text and same_words(said, thought):
                 text, thought = said, ""  # the item was the answer's text, not its reasoning
             text = said if same_words(said, text) else text
-            if text == said and thought == _thought(held) and answer.calls == (held.get("tool_calls") or []):
+            if text == said and thought == _reasoning_text(held) and answer.calls == (held.get("tool_calls") or []):
                 answer.message.update(held)  # with all fields, so that the history finds it by equality
                 return
         answer.message["content"] = text
@@ -129,23 +129,23 @@ class ResponsesConversation:
         if answer.calls:
             answer.message["tool_calls"] = answer.calls
 
-    def _item(self, item: object, where: str) -> None:
+    def _read_item(self, item: object, where: str) -> None:
         if not isinstance(item, Mapping):
             raise wrong_type(where, "an object")
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
         if kind == "message":
-            self._message(item, where)
+            self._read_message(item, where)
         elif kind == "reasoning":
-            self._reasoning(item, where)
+            self._read_reasoning(item, where)
         elif not isinstance(kind, str):
             raise wrong_type(f"{where}.type", "a string")
         elif kind in CALLS:
             form, name = CALLS[kind]
-            self._call(item, form, name, where)
+            self._read_call(item, form, name, where)
         elif kind in OUTPUTS:
-            self._result(item, where)
+            self._read_result(item, where)
         elif kind == "item_reference":
-            self._item(self._referred(item, where), where)
+            self._read_item(self._find_item(item, where), where)
         elif kind in COMPACTIONS:
             raise no_compaction(f"{where}.type", f"Compaction at the server (an item of type '{kind}')")
         elif not self.media.refuses:  # left out and counted: no recorded answer contains such an item
@@ -153,12 +153,12 @@ class ResponsesConversation:
         else:
             raise _untraced(where, f"An item of type '{kind[:64]}'")
 
-    def _message(self, item: Mapping[str, Any], where: str) -> None:
+    def _read_message(self, item: Mapping[str, Any], where: str) -> None:
         role = item.get("role")
         if role == "assistant":
-            self._said(item, where)
+            self._read_assistant(item, where)
         elif role == "user" or role in SYSTEM:
-            self._say("user" if role == "user" else "system", self._text(item, "content", where))
+            self._add_text("user" if role == "user" else "system", self._text(item, "content", where))
         else:
             values = "'assistant', 'system', 'developer', and 'user'"
             raise InvalidParameter(
@@ -167,17 +167,17 @@ class ResponsesConversation:
 
     # User and system content
 
-    def _say(self, role: str, text: str) -> None:
+    def _add_text(self, role: str, text: str) -> None:
         if role == "system" and not (self._messages or self._user):
             self._head.append(text)
         elif role == "system" and self._system_anywhere:
-            self._end_user()
-            self._put({"role": "system", "content": text})
+            self._flush_user()
+            self._append({"role": "system", "content": text})
         else:
             self._user.append(text)
         self._end_answer()
 
-    def _end_head(self) -> None:
+    def _flush_head(self) -> None:
         head, self._head = self._head, []
         if not head:
             return
@@ -185,18 +185,18 @@ class ResponsesConversation:
             head = [*head, self._messages.pop(0)["content"]]
         self._messages.insert(0, {"role": "system" if self._system_first else "user", "content": JOINT.join(head)})
 
-    def _end_user(self) -> None:
+    def _flush_user(self) -> None:
         texts, self._user = self._user, []
         if texts:
             self._messages.append({"role": "user", "content": JOINT.join(texts)})
 
-    def _put(self, message: Message) -> None:
-        self._end_user()
+    def _append(self, message: Message) -> None:
+        self._flush_user()
         self._messages.append(message)
 
     # Assistant content
 
-    def _grow(self, step: int, found: Sequence[str] = ()) -> Answer:
+    def _answer_for(self, step: int, found: Sequence[str] = ()) -> Answer:
         """Return the answer that an item belongs to: the last one if the item continues it, else a new one.
 
         Args:
@@ -204,12 +204,12 @@ class ResponsesConversation:
             found: ids of the responses that the item may belong to; empty if unknown.
         """
         answer = self._answer
-        if answer is None or not answer.goes_on(step, found):
+        if answer is None or not answer.continues(step, found):
             self._end_answer()
             answer = self._answer = Answer({"role": "assistant"})
             self._answers.append(answer)
             self._open = OpenCalls()
-            self._put(answer.message)
+            self._append(answer.message)
         answer.narrow(found)
         answer.reached = step
         return answer
@@ -219,7 +219,7 @@ class ResponsesConversation:
             self._attribution.settle(self._answer)
         self._answer = None
 
-    def _said(self, item: Mapping[str, Any], where: str) -> None:
+    def _read_assistant(self, item: Mapping[str, Any], where: str) -> None:
         """Read a message of the assistant. Agents without a place for reasoning send it back as a message, or a part of
         one."""
         content, named = item.get("content"), response_of(item.get("id"))
@@ -233,21 +233,21 @@ class ResponsesConversation:
             self._end_answer()
         text: list[str] = []
         for part in content:
-            thinkers = [] if named is not None or text else self._attribution.thinkers(part, self._answer)
+            thinkers = [] if named is not None or text else self._attribution.find_by_reasoning(part, self._answer)
             if thinkers:
-                answer = self._grow(REASONING, thinkers)
+                answer = self._answer_for(REASONING, thinkers)
                 answer.guessed = True
                 answer.thoughts.append(part)
             else:
                 text.append(part)
         if text or not content:
-            self._grow(TEXT, [named] if named is not None else ()).texts.append("".join(text))
+            self._answer_for(TEXT, [named] if named is not None else ()).texts.append("".join(text))
 
-    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+    def _read_reasoning(self, item: Mapping[str, Any], where: str) -> None:
         known, named = item.get("encrypted_content"), response_of(item.get("id"))
         if named is None and isinstance(known, str) and known.startswith(SEALED):
             named = known[len(SEALED) :]
-        answer = self._grow(REASONING, [named] if self._responses.answer(named) is not None and named else ())
+        answer = self._answer_for(REASONING, [named] if self._responses.answer(named) is not None and named else ())
         thinking = text_in(item, "content", where, "", THOUGHTS) if item.get("content") else ""
         if not thinking:  # the agent left the text out; the session has it
             thinking = self._reasoning_of(named)
@@ -255,18 +255,20 @@ class ResponsesConversation:
 
     def _reasoning_of(self, response_id: str | None) -> str:
         held = self._responses.answer(response_id)
-        return _thought(held) if held is not None else ""
+        return _reasoning_text(held) if held is not None else ""
 
-    def _call(self, item: Mapping[str, Any], form: CallForm, name: str, where: str) -> None:
+    def _read_call(self, item: Mapping[str, Any], form: CallForm, name: str, where: str) -> None:
         call_id = _id(item, "call_id", where)
         if call_id is None:
             self._unnamed += 1
             call_id = unnamed_id(self._unnamed)
         named = response_of(item.get("id"))
-        if named is None and not self._attribution.goes_on(self._answer, call_id):
+        if named is None and not self._attribution.continues(self._answer, call_id):
             self._end_answer()
-        found = self._attribution.callers(call_id, item, form, self._answer, named)
-        calls = self._grow(CALL, [of for of, _ in found] or ([named] if named is not None else ())).calls
+        found = self._attribution.find_callers(call_id, item, form, self._answer, named)
+        calls = self._answer_for(
+            CALL, [response_id for response_id, _ in found] or ([named] if named is not None else ())
+        ).calls
         held = next((each for _, each in found if held_call(each, item, form)), None)
         if held is None or form is FUNCTION:
             shown = shown_name(str(item.get("name") or name), item.get("namespace"))
@@ -275,14 +277,14 @@ class ResponsesConversation:
         calls.append(held)
         self._open.add(held)
 
-    def _result(self, item: Mapping[str, Any], where: str) -> None:
+    def _read_result(self, item: Mapping[str, Any], where: str) -> None:
         call_id = _id(item, "call_id", where)
         if call_id is None:  # outputs of `local_shell` name their call in `id`
             call_id = _id(item, "id", where) if item["type"] == "local_shell_call_output" else self._open.only()
         if call_id is None:
             raise missing(f"{where}.call_id")
         self._open.answer(call_id)
-        self._put({"role": "tool", "tool_call_id": call_id, "content": self._output(item, where)})
+        self._append({"role": "tool", "tool_call_id": call_id, "content": self._output(item, where)})
         if self._answer is not None:
             self._answer.reached = RESULT
 
@@ -298,12 +300,12 @@ class ResponsesConversation:
         joint = "" if item.get("role") == "assistant" else "\n"
         return text_in(item, name, where, joint, media=self.media)
 
-    def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def _find_item(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         item_id = item.get("id")
         response_id = response_of(item_id, output=False) or ""
         if response_id not in self._items:
             envelope = self._responses.find(response_id)
-            items = [] if envelope is None else [*envelope.written()["output"], *envelope.input()]
+            items = [] if envelope is None else [*envelope.finished()["output"], *envelope.input()]
             self._items[response_id] = {each["id"]: each for each in items}
         found = self._items[response_id].get(str(item_id))
         if found is not None:
@@ -318,7 +320,7 @@ def _id(item: Mapping[str, Any], name: str, where: str) -> str | None:
         raise wrong_type(f"{where}.{name}", "a string or an integer") from None
 
 
-def _thought(answer: Message) -> str:
+def _reasoning_text(answer: Message) -> str:
     return str(answer.get("reasoning_content") or "")
 
 
@@ -363,7 +365,7 @@ def _part(part: object, where: str, parts: Mapping[str, str], media: Media | Non
     if media is not None and kind in (documents.DOCUMENT, documents.SEARCH_RESULT, documents.RESOURCE):
         return documents.text_of(part, where, media)
     if kind not in parts:
-        return _medium(part, kind, where, media)
+        return _replace_medium(part, kind, where, media)
     text = part.get(parts[kind], ...)
     if text is None:
         return ""
@@ -372,7 +374,7 @@ def _part(part: object, where: str, parts: Mapping[str, str], media: Media | Non
     return text
 
 
-def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media | None) -> str:
+def _replace_medium(part: Mapping[str, Any], kind: str, where: str, media: Media | None) -> str:
     """Return the text of a text file, or the placeholder for any other part that is not text."""
     text = text_of_data(part.get("file_data")) if kind in KINDS else None
     if text is not None:

@@ -94,29 +94,29 @@ class Envelope:
             "usage": self.usage,
         }
 
-    def whole(self, said: Message, finish: str) -> dict[str, Any]:
+    def finished_with(self, said: Message, finish: str) -> dict[str, Any]:
         """Return the finished response with the items of a chat message."""
         item_status = "completed" if STATUS.get(finish, ("", None))[0] == "completed" else "incomplete"
         return self.body(self.writer().answer(said, item_status, cut_call=self.cut_call), finish)
 
-    def written(self) -> dict[str, Any]:
+    def finished(self) -> dict[str, Any]:
         """Return the finished response, from its recorded turn."""
-        return self.whole(self._turn.answer, self._turn.finish_reason)
+        return self.finished_with(self._turn.answer, self._turn.finish_reason)
 
     def history(self) -> list[Message]:
         """Return all messages up to the answer, without the instructions: a next response does not inherit them."""
-        return [*self._given(), self._turn.answer]
+        return [*self._given_messages(), self._turn.answer]
 
     def input(self) -> Iterator[dict[str, Any]]:
         """Yield the items of the response's input."""
-        return input_items(self.id[len(RESPONSE) :], self._given(), self.settings.tools)
+        return input_items(self.id[len(RESPONSE) :], self._given_messages(), self.settings.tools)
 
     @property
     def _turn(self) -> Turn:
         assert self.turn is not None
         return self.turn
 
-    def _given(self) -> list[Message]:
+    def _given_messages(self) -> list[Message]:
         messages = [message for turn in self._turn.line() for message in (*turn.appended, turn.answer)][:-1]
         instructions = self.settings.fields["instructions"]
         if not instructions or not messages:
@@ -162,7 +162,7 @@ class Responses:
         calls = turn.answer.get("tool_calls") or ()
         nbytes = ENVELOPE_BYTES + CALL_BYTES * len(calls) + message_bytes(envelope.own)
         envelope.turn = turn
-        self.know(envelope.id, turn)
+        self.index_answer(envelope.id, turn)
         if stored:
             self._stored[envelope.id] = envelope
         if not any(each is envelope.settings for each in self._settings):
@@ -170,7 +170,7 @@ class Responses:
             nbytes += envelope.settings.nbytes
         return nbytes
 
-    def know(self, response_id: str, turn: Turn) -> None:
+    def index_answer(self, response_id: str, turn: Turn) -> None:
         """Index the answer of a response, so that returned items are matched with it."""
         self._answers[response_id] = turn.answer
         for call in turn.answer.get("tool_calls") or ():
@@ -199,7 +199,7 @@ class Responses:
         """Return the recorded calls with this id, each with the id of its response."""
         return self._calls.get(call_id, ())
 
-    def thinkers(self, text: str) -> Sequence[str]:
+    def find_by_reasoning(self, text: str) -> Sequence[str]:
         """Return the ids of the responses whose reasoning is this text, apart from white space around it."""
         return self._thinkers.get(_digest(text.strip()), ())
 

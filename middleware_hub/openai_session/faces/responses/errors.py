@@ -60,24 +60,24 @@ def error(status: int, message: str, *, code: str | None = None, param: str | No
     return {"message": message, "type": INVALID if status < 500 else SERVER_ERROR, "param": param, "code": code}
 
 
-def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
+def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
     """Return the body for a router error."""
     if isinstance(failure, InvalidParameter):
         said = error(failure.status, str(failure), code=failure.code, param=failure.param)
     elif isinstance(failure, ContextOverflow):
-        said = {**of_overflow(failure), "reason": failure.reason}
+        said = {**overflow_error(failure), "reason": failure.reason}
     else:
         said = error(failure.status, str(failure), code=failure.type)
     return {"error": {**said, "request_id": request_id}}
 
 
-def of_overflow(failure: ContextOverflow) -> dict[str, Any]:
+def overflow_error(failure: ContextOverflow) -> dict[str, Any]:
     """Return the value of `error` for a full context window."""
     words = f"{TOO_LONG} ({failure.why})" if failure.overflow is None else too_long(failure.overflow)
     return error(400, words, code=OVERFLOW, param="input")
 
 
-def of_engine(parsed: object, status: int) -> dict[str, Any]:
+def engine_error(parsed: object, status: int) -> dict[str, Any]:
     """Return the value of `error` for an engine's error response, or for an error event in its stream."""
     overflow = overflow_of(parsed)
     if overflow is not None:
@@ -89,7 +89,7 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 def refusal_body(body: bytes, status: int) -> bytes:
     """Return the encoded body for an engine's error response, which may not be JSON."""
-    return orjson.dumps({"error": of_engine(parsed_refusal(body), status)})
+    return orjson.dumps({"error": engine_error(parsed_refusal(body), status)})
 
 
 def too_long(overflow: Overflow) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, send_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
@@ -43,8 +43,8 @@ class ResponsesFace(ChatFace):
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
         responses, asked = Responses.of(session), self._read(session, request)
-        fields = self._settings.of_chat(asked.fields)
-        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        fields = self._settings.with_chat_settings(asked.fields)
+        turn = await self.build_turn(session, fields, asked.contexts(fields), now=now)
         envelope = Envelope(new_id(), int(now), asked.settings, {**asked.own, **_fixed(session, asked)}, asked.seals)
 
         def remember(turn: Turn) -> int:
@@ -63,12 +63,14 @@ class ResponsesFace(ChatFace):
         assert isinstance(turn.asked, Envelope)
         return ResponsesWriter(turn.asked, streams=turn.stream)
 
-    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+    def overflow_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
         """Return the events of a failed response: in a stream, Codex looks for the error nowhere else."""
         if not isinstance(request, Mapping) or request.get("stream") is not True:
             return None
         envelope = self._without_turn(session, request)
-        return None if envelope is None else ResponsesWriter(envelope, streams=True).failed(errors.of_overflow(error))
+        return (
+            None if envelope is None else ResponsesWriter(envelope, streams=True).failed(errors.overflow_error(error))
+        )
 
     def stream_form(self, session: Session, request: object) -> StreamForm:
         """Return heartbeats that are response events, because Codex's timeout ignores SSE comments."""
@@ -88,12 +90,12 @@ class ResponsesFace(ChatFace):
         return read(request, Responses.of(session), system_first=first, system_anywhere=anywhere, policy=policy)
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
-        return errors.of_router(error, request_id)
+        return errors.router_error(error, request_id)
 
-    def speaks(self, scope: Scope, path: str) -> bool:
+    def owns_path(self, scope: Scope, path: str) -> bool:
         return path == self.path or path.startswith(f"{self.path}/")
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
         """Answer requests to read or delete a stored response, or to list the items of its input.
 
         Raises:
@@ -115,13 +117,13 @@ class ResponsesFace(ChatFace):
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if method == "DELETE":
             responses.forget(response_id)
-            await give_json(send, {"id": response_id, "object": "response", "deleted": True})
+            await send_json(send, {"id": response_id, "object": "response", "deleted": True})
         elif rest:
-            await give_json(send, page(envelope.input(), query))
+            await send_json(send, page(envelope.input(), query))
         elif query.get("stream") == "true":
             raise errors.unavailable("stream", "A stream of a response that has ended")
         else:
-            await give_json(send, envelope.written())
+            await send_json(send, envelope.finished())
         return True
 
 

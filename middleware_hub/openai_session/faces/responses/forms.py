@@ -97,9 +97,9 @@ class CustomForm(CallForm):
 
 
 class _ObjectForm(CallForm):
-    """A tool whose item holds the arguments as an object in one field, `under`."""
+    """A tool whose item holds the arguments as an object in one field, `item_field`."""
 
-    under: str
+    item_field: str
     description: str
     parameters: Mapping[str, Any]
 
@@ -113,23 +113,23 @@ class _ObjectForm(CallForm):
         said = _parsed(arguments)
         if said is None or not all(isinstance(said.get(name), kind) for name, kind in self.required().items()):
             return None
-        return {self.under: self.written(said)}
+        return {self.item_field: self.to_item(said)}
 
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        said = item.get(self.under)
+        said = item.get(self.item_field)
         if not isinstance(said, Mapping):
             raise missing(f"{where}.{self.under}")
-        return orjson.dumps(self.read(said)).decode()
+        return orjson.dumps(self.from_item(said)).decode()
 
     def required(self) -> Mapping[str, type]:
         """Return the fields that the arguments must have, with their types."""
         return {}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the item's object for arguments."""
         return said
 
-    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments for an item's object."""
         return {name: value for name, value in said.items() if value is not None}
 
@@ -137,7 +137,7 @@ class _ObjectForm(CallForm):
 class LocalShellForm(_ObjectForm):
     """`local_shell`: one command, as a list of words."""
 
-    kind, under = "local_shell_call", "action"
+    kind, item_field = "local_shell_call", "action"
     description = "Runs a command on the user's machine and returns its output."
 
     def __init__(self) -> None:
@@ -147,18 +147,18 @@ class LocalShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"command": list}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"type": "exec", "env": {}, **said}
 
-    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        plain = super().read(said)
+    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        plain = super().from_item(said)
         return {name: value for name, value in plain.items() if name != "type" and (name != "env" or value)}
 
 
 class ShellForm(_ObjectForm):
     """`shell`: a list of command lines."""
 
-    kind, under = "shell_call", "action"
+    kind, item_field = "shell_call", "action"
     description = "Runs shell commands on the user's machine and returns their output."
 
     def __init__(self) -> None:
@@ -167,14 +167,14 @@ class ShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"commands": list}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"timeout_ms": None, "max_output_length": None, **said}
 
 
 class PatchForm(_ObjectForm):
     """`apply_patch`: creates, updates or deletes a file."""
 
-    kind, under = "apply_patch_call", "operation"
+    kind, item_field = "apply_patch_call", "operation"
     description = "Creates, updates or deletes a file. diff is in the V4A format; a file that is deleted has none."
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class ResponsesForm(StreamForm):
         self._number = 0  # of the next event
         self._shifted = False  # whether the answer's events must be renumbered
 
-    def is_of(self, turn: AgentRequest) -> None:
+    def set_turn(self, turn: AgentRequest) -> None:
         assert isinstance(turn.asked, Envelope)
         self._envelope = turn.asked
 

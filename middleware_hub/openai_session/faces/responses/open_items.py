@@ -36,7 +36,7 @@ class Emitter:
         self._number += 1
         self._events.append(write_event(content, kind.encode("ascii")))
 
-    def taken(self) -> bytes:
+    def take_events(self) -> bytes:
         """Return the events written since the last call."""
         events, self._events = self._events, []
         return b"".join(events)

@@ -104,7 +104,7 @@ def read(
         raise BadRequest("the request body must be a JSON object")
     unknown = UnknownFields(refuses=policy.unknown)
     _refuse(request, unknown)
-    settings = responses.settings(_said_again(request))
+    settings = responses.settings(_repeated_fields(request))
     conversation, messages = _messages(
         request, responses, system_first=system_first, system_anywhere=system_anywhere, policy=policy
     )
@@ -114,7 +114,7 @@ def read(
         "messages": messages,
         "return_cached_tokens_details": True,
         **_sampling(request),
-        **_form(settings.fields["text"]),
+        **_response_format(settings.fields["text"]),
         **choice_of(request.get("tool_choice"), settings.tools),
     }
     if request.get("parallel_tool_calls") is False and settings.tools.shown:
@@ -140,7 +140,7 @@ def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
         raise wrong_type("model", "a string")
 
 
-def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
+def _repeated_fields(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that a response repeats and that other requests of the same agent share. `truncation` is always
     `disabled`: the router drops nothing, and refuses an input that is too long."""
     instructions = request.get("instructions")
@@ -159,7 +159,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
         "store": request.get("store") is not False,
         "temperature": request.get("temperature"),
         "top_p": request.get("top_p"),
-        "text": {"format": {"type": "text"}, **_given(text)},
+        "text": {"format": {"type": "text"}, **_without_nulls(text)},
         "tool_choice": request.get("tool_choice") or "auto",
         "tools": [] if request.get("tools") is None else request["tools"],
         "truncation": "disabled",
@@ -168,7 +168,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -211,7 +211,7 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _form(text: Mapping[str, Any]) -> dict[str, Any]:
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any]:
     form = text["format"]
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind == "text":
@@ -245,7 +245,7 @@ def _included(request: Mapping[str, Any], unknown: UnknownFields) -> list[str]:
 def _metadata(request: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the metadata with values that are texts. As in SGLang, a request may have values of any type and
     length."""
-    given = _given(_object(request, "metadata"))
+    given = _without_nulls(_object(request, "metadata"))
     metadata = {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in given.items()}
     if message_bytes(metadata) + message_bytes([*metadata]) > MAX_METADATA:
         raise InvalidParameter("metadata", f"Invalid 'metadata': it takes more than {MAX_METADATA} bytes of memory.")

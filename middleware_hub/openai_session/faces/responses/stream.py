@@ -36,13 +36,13 @@ class ResponsesWriter(ReplyWriter):
         self._emitter = Emitter()
         self._open: OpenText | OpenCall | None = None
         self._output: list[dict[str, Any]] = []
-        self._places = 0
+        self._item_count = 0
         self._blank: list[str] = []  # white space that is held back
         self._finish: str | None = None
         self._cached: int | None = None
         self._started = self._over = False
 
-    def whole(self, answer: dict[str, Any]) -> object:
+    def write_answer(self, answer: dict[str, Any]) -> object:
         """Return the response object.
 
         Raises:
@@ -52,9 +52,9 @@ class ResponsesWriter(ReplyWriter):
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in STATUS:
             raise AnswerCut("the engine cut the answer off")
-        return self._envelope.whole(choice["message"], choice["finish_reason"])
+        return self._envelope.finished_with(choice["message"], choice["finish_reason"])
 
-    def refusal(self, body: bytes, status: int) -> bytes:
+    def write_refusal(self, body: bytes, status: int) -> bytes:
         """Return the body for an engine's error response.
 
         Raises:
@@ -69,9 +69,9 @@ class ResponsesWriter(ReplyWriter):
     def failed(self, error: Mapping[str, Any]) -> bytes:
         """Return the events of a response that failed before it had any output."""
         self._fail(error)
-        return self._emitter.taken()
+        return self._emitter.take_events()
 
-    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+    def write_chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         self._start()
         self._read(chunk)
         for choice in chunk["choices"]:
@@ -79,17 +79,17 @@ class ResponsesWriter(ReplyWriter):
             if choice.get("finish_reason") is not None:
                 self._finish = choice["finish_reason"]
                 self._end_item(last=True)
-        return self._emitter.taken()
+        return self._emitter.take_events()
 
-    def other(self, event: Event) -> bytes:
+    def write_other(self, event: Event) -> bytes:
         """Return the events for the end of the stream or an error; comments pass unchanged."""
         if not event.data:
             return event.raw  # a keep-alive comment
         if event.is_last:
             self._end()
         elif isinstance(parsed := event.parse(), Mapping) and "error" in parsed:
-            self._fail(errors.of_engine(parsed, 500))
-        return self._emitter.taken()
+            self._fail(errors.engine_error(parsed, 500))
+        return self._emitter.take_events()
 
     # The response
 
@@ -105,8 +105,8 @@ class ResponsesWriter(ReplyWriter):
             return
         self._start()
         status = STATUS.get(self._finish or "", ("failed", None))[0]
-        if not (self._places or status == "failed"):  # an empty answer needs an item that the agent can send back
-            self._text(thinks=False)
+        if not (self._item_count or status == "failed"):  # an empty answer needs an item that the agent can send back
+            self._open_text(thinks=False)
             self._end_item(last=True)  # white space, or nothing
         self._over = True
         body = self._envelope.body(self._output, self._finish or "abort")
@@ -139,37 +139,37 @@ class ResponsesWriter(ReplyWriter):
 
     def _delta(self, delta: Mapping[str, Any]) -> None:
         if delta.get("reasoning_content"):
-            self._text(thinks=True).grow(delta["reasoning_content"])
+            self._open_text(thinks=True).grow(delta["reasoning_content"])
         if delta.get("content"):
-            self._say(delta["content"])
+            self._write_text(delta["content"])
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             if function.get("name"):
                 kind = self._envelope.settings.tools.of(function["name"]).form.kind
                 self._end_item()
                 self._blank = []
-                self._open = OpenCall(self._emitter, self._writer, self._place(), call, kind)
+                self._open = OpenCall(self._emitter, self._writer, self._next_index(), call, kind)
             if function.get("arguments") and isinstance(self._open, OpenCall) and self._open.index == call.get("index"):
                 self._open.grow(function["arguments"])
 
-    def _say(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         """Write text. Trailing white space waits for more text; parsers leave it before a call, where it is not
         shown."""
         said = text.rstrip()
         if said:
-            self._text(thinks=False).grow("".join(self._blank) + said)
+            self._open_text(thinks=False).grow("".join(self._blank) + said)
             self._blank = []
         self._blank.append(text[len(said) :])
 
-    def _text(self, *, thinks: bool) -> OpenText:
+    def _open_text(self, *, thinks: bool) -> OpenText:
         if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
             self._end_item()
-            self._open = OpenText(self._emitter, self._writer, self._place(), thinks=thinks)
+            self._open = OpenText(self._emitter, self._writer, self._next_index(), thinks=thinks)
         return self._open
 
-    def _place(self) -> int:
-        self._places += 1
-        return self._places - 1
+    def _next_index(self) -> int:
+        self._item_count += 1
+        return self._item_count - 1
 
     def _end_item(self, *, last: bool = False) -> None:
         """Close the open item. With `last` its status is that of the answer."""
