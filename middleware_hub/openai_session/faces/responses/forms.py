@@ -118,7 +118,7 @@ class _ObjectForm(CallForm):
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
         said = item.get(self.item_field)
         if not isinstance(said, Mapping):
-            raise missing(f"{where}.{self.under}")
+            raise missing(f"{where}.{self.item_field}")
         return orjson.dumps(self.from_item(said)).decode()
 
     def required(self) -> Mapping[str, type]:
