@@ -84,7 +84,7 @@ class Asker:
     async def recompute(
         self, ids: Tokens, start: int, adapter: str, version: str, avoided: Collection[str]
     ) -> Recomputation:
-        """Return the logprobs of the ids behind `start`, under this weight version.
+        """Return the logprobs of `ids[start + 1 :]`, under this weight version.
 
         Args:
             avoided: URLs of workers that should not be asked, if others are free.

@@ -115,7 +115,8 @@ def _message(prompt: object) -> Message:
 
 
 def _extend_deepest(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
-    """Return the turn behind the deepest recorded turn whose tokens the prompt begins with, if there is one."""
+    """Return the turn as an extension of the deepest recorded turn whose tokens the prompt begins with; unchanged if
+    there is none."""
     parent = _find_deepest(ids, turn.session)
     if parent is None:
         return turn

@@ -79,7 +79,7 @@ class Attribution:
         self._settled: set[str] = set()
 
     def continues(self, answer: Answer | None, call_id: str) -> bool:
-        """Return True if a call continues the answer before it. A call behind a result continues the answer only if a
+        """Return True if a call continues the answer before it. After a result, a call continues the answer only if a
         candidate has one more such call. Even then a new answer starts if the answer is complete without this call and
         another response begins with it."""
         if answer is None or answer.reached != RESULT:
