@@ -1,8 +1,8 @@
-"""OpenAISessionMiddleware: agents that know an OpenAI `base_url` and nothing else, and exact samples of their work.
+"""OpenAISessionMiddleware: exact training samples of agents that know nothing but an OpenAI `base_url`.
 
-An agent talks to `http://router/sessions/<id>/v1`. Its first turn goes to the engine as it is; every further one goes
-as the ids that were given and sampled before, and the continuation of what the agent appended. The trainer reads the
-session's turns, and training samples of them.
+An agent talks to `http://router/sessions/<id>/v1`. Its first turn goes to the engine unchanged. Every later turn goes
+as the recorded ids of earlier turns, followed by the ids of what the agent appended. The trainer reads the session's
+turns, or training samples made of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from middleware_hub.auditing.audits import Audits
-from middleware_hub.auditing.routes import audit_routes, audited
+from middleware_hub.auditing.routes import audit_routes, audited_episode
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
@@ -67,40 +67,39 @@ GIB = 1024**3
 
 
 class OpenAISessionMiddleware:
-    """The session tracer.
+    """The middleware that traces sessions.
 
     Args:
-        tito_model: the model's family, where a library knows how it continues a chat (qwen3, qwen3.5, glm-4.7, ...);
-            without it the model's own chat template serves.
-        message_equality: when a message that an agent sends back is the one held: `meaning`, `strict`,
-            `tool-arguments-as-json`, or the dotted path of a function of two messages, held and sent.
+        tito_model: the model's family, if a library knows how it continues a chat (qwen3, qwen3.5, glm-4.7, ...); by
+            default the model's own chat template is used.
+        message_equality: decides whether a message that an agent sends back equals the recorded one: `meaning`,
+            `strict`, `tool-arguments-as-json`, or the dotted path of a function `(held, sent)`.
         branch_policies: dotted paths of functions that a request for samples may name as `branches`.
-        default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
-        default_build: how samples are built for a request that does not say: `concat` or `last_step`.
+        default_branches: the branches of a request that names none; empty means all, and the last one in miles' form.
+        default_build: how samples are built by default: `concat` or `last_step`.
         default_mask: the masks of a request that names none.
-        default_side_calls: whether the side calls of a harness (titles, probes, sub-agents) are samples too, for a
-            request that does not say.
-        lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
-        chat_template_kwargs: template settings of every turn; an agent's own count more.
-        parsers: what reads an answer that was sampled in parts, its reasoning and its tool calls: `engine`, its own
-            parsers; `local`, those here for the family of `tito_model`; `hybrid`, these where the engine's fail, and to
-            show what comes behind a cut at once.
-        whole_answers: whether a streamed chat turn is generated whole, and given as a stream afterwards. Where another
-            router stands between, a stream's weight versions are not known.
-        max_sessions: sessions held.
-        max_turns: turns of one session.
-        max_session_bytes: bytes of one session, messages and arrays.
-        max_bytes: bytes of all sessions.
-        idle_timeout: seconds after which a session that nobody uses is forgotten; 0 for never.
-        header_sessions: whether `X-Session-Id` on a path of a face means a session too.
-        context_window: tokens of the prompt and the answer of a turn in the sessions that headers make; 0: as many as
-            the engine takes.
-        one_weight_version: whether such a session takes no further turns once the fleet has other weights than those
-            that answered it.
-        media: what becomes of an image or the like: `refuse_first` refuses it in a session's first turn and replaces it
-            by a fixed text in later ones; `refuse` and `replace` do one of both always. A contract counts more.
-        unknown_fields: whether fields that the Messages and Responses APIs do not have are refused (`refuse`), or
-            ignored and named in the turn's record (`record`).
+        default_side_calls: whether side calls of a harness (titles, probes, sub-agents) become samples by default.
+        lora_path: the engine's name of the adapter that answers every turn, whatever an agent asks for.
+        chat_template_kwargs: template settings of every turn; an agent's own values take precedence.
+        parsers: which parsers read the reasoning and tool calls of an answer that was sampled in several attempts:
+            `engine`, the engine's; `local`, the router's for the family of `tito_model`; `hybrid`, the router's where
+            the engine's fail, and to show text after a cut at once.
+        whole_answers: whether the engine answers streamed chat turns without streaming, and the router streams the
+            result. Needed behind another router, where a stream's weight versions are not known.
+        max_sessions: the most sessions.
+        max_turns: the most turns of one session.
+        max_session_bytes: the most bytes of one session, messages and arrays.
+        max_bytes: the most bytes of all sessions.
+        idle_timeout: seconds without use after which a session expires; 0 for never.
+        header_sessions: whether `X-Session-Id` on a path of an agent API also selects a session.
+        context_window: tokens of prompt and answer of a turn in sessions named by a header; 0 for the engine's limit.
+        one_weight_version: whether such a session refuses turns once the fleet's weights differ from those of its
+            turns.
+        media: the policy for images and other media: `refuse_first` refuses them in a session's first turn and replaces
+            them by a fixed text later; `refuse` and `replace` always do the same. A session's contract takes
+            precedence.
+        unknown_fields: the policy for fields that the Messages and Responses APIs do not have: `refuse`, or `record`,
+            which ignores them and names them in the turn's record.
     """
 
     one_model = True
@@ -199,13 +198,13 @@ class OpenAISessionMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """While it runs, long texts are encoded in processes of their own, sessions expire that are not in memory, and
-        tokenizers of workers are compared."""
+        """Run the processes that encode long texts, the expiry of archived sessions, and the comparison of worker
+        tokenizers."""
         async with self._encoder.lifespan(), self._archive.running(), self._agreement.running():
             yield
 
     async def restore(self, scope: Scope) -> None:
-        """Bring back the session that a request names, if it is held and not in memory."""
+        """Load the session that a request names, if it is in the archive but not in memory."""
         path: str = scope["path"]
         if path.startswith(PREFIX):
             await self._archive.load(path[len(PREFIX) :].partition("/")[0])
@@ -213,32 +212,32 @@ class OpenAISessionMiddleware:
             await self._archive.load(named.decode("latin-1"))
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Making, reading, listing, deleting and auditing sessions, and their samples."""
+        """Return the routes that create, read, list, delete and audit sessions, and those for their samples."""
         own = [*self._sessions.routes(), *self._auditor.routes(), *audit_routes(self._audits)]
         return [*own, *(route for dialect in self._dialects for route in dialect.routes())]
 
     def data_paths(self) -> Sequence[str]:
-        """What agents ask for within their sessions."""
+        """Return the path prefix of agents' requests."""
         return [PREFIX]
 
     def key_of(self, path: str) -> str | None:
-        """The key of a session, for what its agent asks."""
+        """Return the API key that a session requires of its agent on this path, or None."""
         return session_key(self.store, path)
 
     def owner_name(self, scope: Scope) -> str | None:
-        """The session that a request is about, by its path or its headers."""
+        """Return the id of the session that a request is about, from its path or headers; None if there is none."""
         path = scope["path"]
         if path.startswith(PREFIX):
             return path[len(PREFIX) :].partition("/")[0] or None
         if path == SESSIONS:
             return BODY_SAYS if scope["method"] == "POST" else None
-        if (episode := audited(path)) is not None:
-            return episode if ID.fullmatch(episode) else None  # else it is another layer's
+        if (episode := audited_episode(path)) is not None:
+            return episode if ID.fullmatch(episode) else None  # other ids belong to other layers
         names = (dialect.owner_name(scope) for dialect in self._dialects)
         return next((name for name in names if name is not None), None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Trace what belongs to a session; everything else passes."""
+        """Trace requests within sessions; forward all others unchanged."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):

@@ -1,8 +1,8 @@
-"""Recorded tokens held against what the engines say of them now, whichever layer holds them.
+"""Audits for all layers: recorded tokens are compared with what the engines compute for them now.
 
 spans     which sampled tokens of a line can be compared
-asking    asks the engines
-samples   lines of an episode, compared
-audits    what a router's layers hold that can be audited
-routes    the same over HTTP
+asking    asks the engines for logprobs
+samples   compares the lines of an episode
+audits    the episodes of a router's layers that can be audited
+routes    the HTTP routes
 """

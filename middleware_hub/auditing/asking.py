@@ -1,5 +1,7 @@
-"""Asks engines how likely they find recorded tokens. The requests go into the fleet as a layer's own: they wait at the
-gate and count as in flight, and no layer records them."""
+"""Asks engines for the logprobs of recorded tokens.
+
+The requests enter the fleet as a layer's own: they wait at the gate and count as in flight, and no layer records them.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +17,41 @@ from miles_router.engines.recomputing import RecomputationCut, Recomputed
 from miles_router.middlewares import Router
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
-#: Requests of audits that a router has under way.
+#: The most audit requests that a router runs at once.
 AT_ONCE = 2
-#: Times that one is asked again which a pause has ended.
+#: Attempts for a request that a pause cuts.
 TRIES = 3
-#: Tokens at the end of a context window that no prompt may have.
+#: Tokens at the end of the context window that no prompt may use.
 RESERVED = 8
-#: Bytes of an answer: for each id, and beside them; and those that are read while everybody waits.
+#: The most bytes of an answer, for each id and for the rest; and up to which size it is parsed on the event loop.
 BYTES_PER_ID, BYTES_BESIDE, READ_HERE = 256, 1 << 20, 1 << 18
 JSON = [(b"content-type", b"application/json")]
 REFUSED, CUT, UNREADABLE, OTHER_WEIGHTS = "refused", "cut", "unreadable", "other_weights"
 
 
 class NotRecomputed(Exception):
-    """No engine says it; `reason` in a word, `said` in the engine's."""
+    """No engine returned the logprobs.
 
-    def __init__(self, reason: str, said: str = "") -> None:
+    Attributes:
+        reason: a code.
+        message: the engine's own message, or empty.
+    """
+
+    def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
-        self.said = said
+        self.message = message
 
 
-class Said(NamedTuple):
-    """Logprobs, and the worker that computed them."""
+class Recomputation(NamedTuple):
+    """Recomputed logprobs, and the URL of the worker that computed them."""
 
     logprobs: Logprobs
     worker: str
 
 
 class Asker:
-    """Asks the engines of one router, for all of its layers."""
+    """A client for the engines of one router, shared by all of its layers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -52,18 +59,22 @@ class Asker:
 
     @property
     def weight_version(self) -> str | None:
-        """The one that is loaded now."""
+        """The fleet's weight version."""
         return self._router.pool.weight_version
 
-    async def longest(self) -> int:
-        """Tokens that every engine takes as a prompt."""
+    async def longest_prompt(self) -> int:
+        """Return the longest prompt, in tokens, that every engine accepts."""
         known = [facts.context_length for facts in await self._router.fleet.all_facts()]
         windows = [length for length in known if length is not None]
         return max(0, min(windows) - RESERVED) if windows else 1 << 31
 
-    async def assumed(self, worker: str | None, *, chat: bool) -> list[Mapping[str, Any]]:
-        """What the engine that sampled a generation assumes where its request said nothing; the others' where it is
-        gone. `chat`: whether it was one of chat."""
+    async def sampling_defaults(self, worker: str | None, *, chat: bool) -> list[Mapping[str, Any]]:
+        """Return the sampling defaults of the engine that sampled a generation; of all engines if that worker is gone.
+
+        Args:
+            worker: its URL.
+            chat: whether it was a chat request.
+        """
         fleet, pool = self._router.fleet, self._router.pool
         there = worker is not None and pool.find(worker) is not None
         known = [await fleet.facts(str(worker))] if there else await fleet.all_facts()
@@ -72,30 +83,43 @@ class Asker:
             each for facts in known or [Facts()] for each in recomputing.possible_defaults(facts, of_model, chat=chat)
         ]
 
-    async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:
-        """The logprobs of the ids behind `start`, under this weight version, and rather by another worker than these.
+    async def recompute(
+        self, ids: Tokens, start: int, adapter: str, version: str, avoided: Collection[str]
+    ) -> Recomputation:
+        """Return the logprobs of `ids[start + 1 :]`, under this weight version.
+
+        Args:
+            avoided: URLs of workers that should not be asked, if others are free.
 
         Raises:
-            NotRecomputed: no engine says them.
+            NotRecomputed: no engine returned them.
             RouterError: no worker can be asked.
         """
         wanted = ids[start:].tolist()
         body, limit = recomputing.request(ids, start, adapter), BYTES_BESIDE + BYTES_PER_ID * len(wanted)
-        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, others)
+        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, avoided)
 
-    async def next(
-        self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, others: Collection[str]
-    ) -> Said:
-        """The logprob of one token behind these ids, at a temperature. As `all`."""
+    async def recompute_next(
+        self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, avoided: Collection[str]
+    ) -> Recomputation:
+        """Return the logprob of one token that follows these ids, at a temperature.
+
+        Args:
+            avoided: URLs of workers that should not be asked, if others are free.
+
+        Raises:
+            NotRecomputed: no engine returned it.
+            RouterError: no worker can be asked.
+        """
         body = recomputing.request_next(ids, token, temperature, adapter)
-        return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, others)
+        return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, avoided)
 
     async def _ask(
-        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, others: Collection[str]
-    ) -> Said:
+        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, avoided: Collection[str]
+    ) -> Recomputation:
         for _ in range(TRIES):
             async with self._at_once:
-                status, answer, worker = await self._forward(body, limit, others)
+                status, answer, worker = await self._forward(body, limit, avoided)
             if status != 200:
                 raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
             try:
@@ -104,24 +128,24 @@ class Asker:
                 continue
             except UnreadableAnswer as error:
                 raise NotRecomputed(UNREADABLE, str(error)) from None
-            if (found.version or self._router.pool.version_of(worker)) != version:  # they have changed meanwhile
+            if (found.version or self._router.pool.version_of(worker)) != version:  # weights changed meanwhile
                 raise NotRecomputed(OTHER_WEIGHTS)
-            return Said(found.logprobs, worker)
+            return Recomputation(found.logprobs, worker)
         raise NotRecomputed(CUT)
 
-    async def _forward(self, body: bytes, limit: int, others: Collection[str]) -> tuple[int, bytes, str]:
-        preferred = self._rather_than(others)
+    async def _forward(self, body: bytes, limit: int, avoided: Collection[str]) -> tuple[int, bytes, str]:
+        preferred = self._worker_besides(avoided)
         async with self._router.forward(
             "POST", paths.GENERATE, headers=JSON, body=body, preferred=preferred
         ) as forwarded:
             return forwarded.reply.status, await forwarded.reply.read_all(limit), str(forwarded.worker.url)
 
-    def _rather_than(self, others: Collection[str]) -> str | None:
-        """A worker that is none of these, the one with the fewest requests: one that has other weights than it says
-        agrees with itself."""
+    def _worker_besides(self, avoided: Collection[str]) -> str | None:
+        """Return the worker with the fewest requests that is not one of these, or None. A worker whose weights are not
+        what it reports would agree with itself, so another worker should recompute."""
         snapshot = self._router.pool.snapshot
         if snapshot.prefill:
             return None
-        free = [unit for unit in snapshot.generating if unit.worker.url not in others]
+        free = [unit for unit in snapshot.generating if unit.worker.url not in avoided]
         least = min(free, key=lambda unit: unit.in_flight, default=None)
         return None if least is None else str(least.worker.url)

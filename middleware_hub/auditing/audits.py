@@ -1,4 +1,4 @@
-"""What the layers of a router hold that can be audited."""
+"""The episodes of a router's layers that can be audited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "audits"
 
 
 class HeldEpisode(NamedTuple):
-    """An episode that has something recorded; `last_used_at` in Unix seconds."""
+    """An episode with recorded tokens; `last_used_at` is in Unix seconds."""
 
     id: str
     turns: int
@@ -21,14 +21,14 @@ class HeldEpisode(NamedTuple):
 
 
 class AuditSource(Protocol):
-    """A layer's episodes."""
+    """A layer whose episodes can be audited."""
 
-    def held(self) -> AsyncIterator[HeldEpisode]:
-        """All that have something recorded."""
+    def list_episodes(self) -> AsyncIterator[HeldEpisode]:
+        """Yield all episodes with recorded tokens."""
         ...
 
     async def audit(self, episode_id: str, limit: int) -> AuditReport | None:
-        """Audit the newest `limit` samples of one; None where it is not here.
+        """Audit the newest `limit` samples of an episode; return None if this process does not have it.
 
         Raises:
             RouterError: no worker can be asked.
@@ -37,7 +37,7 @@ class AuditSource(Protocol):
 
 
 class Audits:
-    """Those of one router, by the kinds of its episodes. All layers ask the engines through one asker."""
+    """The audit sources of one router, by kind of episode. All layers share one client for the engines."""
 
     def __init__(self, router: Router) -> None:
         self.asker = Asker(router)
@@ -46,7 +46,7 @@ class Audits:
 
     @classmethod
     def of(cls, router: Router) -> Audits:
-        """The router's one."""
+        """Return the router's instance, which the first call creates."""
         found: Audits | None = getattr(router.state, NAME, None)
         if found is None:
             found = cls(router)
@@ -54,10 +54,10 @@ class Audits:
         return found
 
     def add(self, kind: str, source: AuditSource) -> None:
-        """A layer holds episodes of this kind."""
+        """Register the layer that has the episodes of this kind."""
         self._sources[kind] = source
 
     @property
     def sources(self) -> Mapping[str, AuditSource]:
-        """The layers' episodes, by their kind."""
+        """The registered layers, by kind of episode."""
         return self._sources

@@ -1,4 +1,4 @@
-"""`GET /episodes` and `POST /episodes/{id}/audit`: what can be audited, whichever layer of which process has it."""
+"""`GET /episodes` and `POST /episodes/{id}/audit`, for the episodes of all layers in all processes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ JSON = "application/json"
 LIMIT = "limit"
 FIELDS = frozenset({LIMIT})
 EPISODES, AUDIT = "/episodes/", "/audit"
-#: Samples of an episode that one request audits: where it does not say, and at most.
+#: Samples of an episode that one request audits: by default, and at most.
 USUAL, MOST = 8, 64
 
 
 def audit_routes(audits: Audits) -> Sequence[BaseRoute]:
-    """The routes, the same for each layer that has them."""
+    """Return the routes; every layer with audits returns the same ones."""
     return [
-        Route("/episodes", partial(_held, audits), methods=["GET"]),
+        Route("/episodes", partial(_list_episodes, audits), methods=["GET"]),
         Route(f"{EPISODES}{{id}}{AUDIT}", partial(_audit, audits), methods=["POST"]),
     ]
 
 
-def audited(path: str) -> str | None:
-    """The episode whose audit this path asks for. A layer that can tell by its name which process has it says so: an
-    audit takes as long as the engines do, and so is no question that processes ask each other."""
+def audited_episode(path: str) -> str | None:
+    """Return the id of the episode that this path audits, or None. A layer whose ids name their process must report
+    it as the request's owner: the whole request is then forwarded there. Asking the other processes while they wait
+    would take too long, since an audit is as slow as the engines."""
     if not path.startswith(EPISODES) or not path.endswith(AUDIT):
         return None
     return path[len(EPISODES) : -len(AUDIT)] or None
 
 
-async def _held(audits: Audits, request: Request) -> Response:
+async def _list_episodes(audits: Audits, request: Request) -> Response:
     parts: list[tuple[bytes, ...]] = []
     pace = Pace()
     for kind, source in audits.sources.items():
-        async for each in source.held():
+        async for each in source.list_episodes():
             parts.append((orjson.dumps({"kind": kind, **each._asdict()}),))
             await pace.step()
     for answer in await audits.owners.answers(request.scope):
@@ -68,9 +69,9 @@ async def _audit(audits: Audits, request: Request) -> Response:
 
 
 async def written_report(named: Mapping[str, object], report: AuditReport) -> Response:
-    """What an audit has found of the episode that is named so."""
+    """Return the response for a report; `named` are the fields that identify the episode."""
     pace, samples = Pace(), []
-    for sample in report.samples:  # each may have the logprobs of a whole context
+    for sample in report.samples:  # encoded one by one: each may contain the logprobs of a full context
         samples.append(orjson.Fragment(orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY)))
         await pace.step()
     found = {"weight_version": report.weight_version, "samples": samples, "prompts": report.prompts.as_json()}
@@ -78,10 +79,10 @@ async def written_report(named: Mapping[str, object], report: AuditReport) -> Re
 
 
 async def read_limit(request: Request) -> int:
-    """How many samples are to be audited, as the request's body says.
+    """Return how many samples to audit, from the request's body.
 
     Raises:
-        BadRequest: it is no object, a field is unknown, or the number is none.
+        BadRequest: the body is not an object, has an unknown field, or the number is out of range.
     """
     exchange = Exchange.of(request.scope)
     raw = await exchange.read(request.receive)

@@ -1,4 +1,4 @@
-"""Lines of an episode, as they are held now, against what the engines say of their tokens."""
+"""Compares the recorded lines of an episode with the logprobs that engines compute for their tokens now."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.auditing.asking import Asker, NotRecomputed, Said
+from middleware_hub.auditing.asking import Asker, NotRecomputed, Recomputation
 from middleware_hub.auditing.spans import AuditedLine, Span, comparable, distribution
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
-#: Tokens of a sample that are asked for one by one, where an engine tells no others at their temperature.
+#: The most tokens of a sample that are asked for one by one: at a temperature other than 1, engines allow only that.
 ONE_BY_ONE = 32
 NOT_ASKED = "not_asked"
-#: Differences of prompts that an answer shows, and characters of what an engine says of a request that it refuses.
+#: The most prompt differences in a report, and the most characters of an engine's refusal.
 SHOWN, SHOWN_CHARS = 16, 500
 
 
 @dataclass
 class PromptReport:
-    """What came of the prompts of some turns."""
+    """The results for the prompts of some turns."""
 
     compared: int = 0
     differ: int = 0
@@ -30,21 +30,20 @@ class PromptReport:
     not_compared: Counter[str] = field(default_factory=Counter)
 
     def add(self, difference: Mapping[str, Any] | None) -> None:
-        """One that was compared."""
+        """Count a compared prompt; `difference` is None if it is the same."""
         self.compared += 1
         if difference is not None:
             self.differ += 1
             self.differences += [difference][: SHOWN - len(self.differences)]
 
     def as_json(self) -> dict[str, Any]:
-        """For the answer."""
         shown = {"compared": self.compared, "differ": self.differ, "differences": self.differences}
         return {**shown, "not_compared": dict(self.not_compared)}
 
 
 @dataclass
 class AuditReport:
-    """What an audit of one episode has found, under the weight version that was loaded when it began."""
+    """The results for one episode, under the weight version that was loaded when the audit began."""
 
     weight_version: str | None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -52,13 +51,13 @@ class AuditReport:
 
 
 class LineAuditor:
-    """Audits lines of turns, with the engines of one router."""
+    """An auditor of lines of turns."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
 
     async def audit(self, lines: Iterable[AuditedLine]) -> AuditReport:
-        """Audit lines of one episode, each token in the first one that has it.
+        """Audit lines of one episode. A token that several lines share is audited in the first one.
 
         Raises:
             RouterError: no worker can be asked.
@@ -71,11 +70,11 @@ class LineAuditor:
 
     async def _sample(self, line: AuditedLine, elsewhere: Mapping[int, int], now: str | None) -> dict[str, Any]:
         distributions = {
-            turn: distribution(turn.asked, await self._asker.assumed(turn.worker, chat=turn.chat))
+            turn: distribution(turn.asked, await self._asker.sampling_defaults(turn.worker, chat=turn.chat))
             for turn in line.turns
         }
-        found = comparable(line.turns, elsewhere, now, await self._asker.longest(), distributions)
-        report = SampleReport(line.trajectory.tokens, line.trajectory.logprobs, Counter(found.others))
+        found = comparable(line.turns, elsewhere, now, await self._asker.longest_prompt(), distributions)
+        report = SampleReport(line.trajectory.tokens, line.trajectory.logprobs, Counter(found.excluded))
         for asked in dict.fromkeys((span.adapter, span.temperature) for span in found.spans):
             spans = [span for span in found.spans if (span.adapter, span.temperature) == asked]
             await (self._compare(spans, report) if asked[1] == 1 else self._compare_some(spans, report))
@@ -84,52 +83,55 @@ class LineAuditor:
             "tokens": len(line.trajectory),
             "compared": sum(each["end"] - each["start"] for each in report.shown),
             "spans": report.shown,
-            "not_comparable": dict(report.others),
+            "not_comparable": dict(report.excluded),
             "refusals": report.refusals,
         }
 
     async def _compare(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare all of their tokens by one question."""
+        """Compare all tokens of the spans with one request."""
         start, stop = spans[0].start - 1, spans[-1].end
         try:
-            said = await self._asker.all(
+            recomputed = await self._asker.recompute(
                 report.tokens[:stop], start, spans[0].adapter, spans[0].version, _workers(spans)
             )
         except NotRecomputed as failure:
             report.add_failure(failure, sum(span.end - span.start for span in spans))
             return
         for span in spans:
-            report.add(span, said, start + 1)
+            report.add(span, recomputed, start + 1)
 
     async def _compare_some(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare some of their tokens one by one: what is told of prompts is not divided by the temperature."""
+        """Compare some tokens of the spans one by one, because engines do not apply the temperature to prompt
+        logprobs."""
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         picked = np.unique(np.linspace(0, len(positions) - 1, min(ONE_BY_ONE, len(positions))).astype(int))
         if len(picked) < len(positions):
-            report.others[NOT_ASKED] += len(positions) - len(picked)
+            report.excluded[NOT_ASKED] += len(positions) - len(picked)
         for position in map(int, positions[picked]):
             span = next(span for span in spans if span.start <= position < span.end)
             ids, token = report.tokens[:position], int(report.tokens[position])
             try:
-                said = await self._asker.next(ids, token, span.temperature, span.adapter, span.version, _workers(spans))
+                recomputed = await self._asker.recompute_next(
+                    ids, token, span.temperature, span.adapter, span.version, _workers(spans)
+                )
             except NotRecomputed as failure:
                 report.add_failure(failure, 1)
                 continue
-            report.add(span._replace(start=position, end=position + 1), said, position)
+            report.add(span._replace(start=position, end=position + 1), recomputed, position)
 
 
 @dataclass
 class SampleReport:
-    """What came of one line's tokens."""
+    """The results for the tokens of one line."""
 
     tokens: Tokens
     logprobs: Logprobs
-    others: Counter[str]
+    excluded: Counter[str]
     shown: list[dict[str, Any]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
-    def add(self, span: Span, said: Said, first: int) -> None:
-        """A span that was compared; the first logprob that was said is of position `first`."""
+    def add(self, span: Span, recomputed: Recomputation, first: int) -> None:
+        """Add a compared span; the first logprob in `recomputed` is of position `first`."""
         self.shown.append(
             {
                 "turn": span.turn.number,
@@ -137,20 +139,19 @@ class SampleReport:
                 "end": span.end,
                 "version": span.version,
                 "worker": span.turn.worker,
-                "recomputed_by": said.worker,
+                "recomputed_by": recomputed.worker,
                 "recorded": self.logprobs[span.start : span.end],
-                "recomputed": said.logprobs[span.start - first : span.end - first],
+                "recomputed": recomputed.logprobs[span.start - first : span.end - first],
             }
         )
 
     def add_failure(self, failure: NotRecomputed, tokens: int) -> None:
-        """So many tokens that no engine has told."""
-        self.others[failure.reason] += tokens
-        said = failure.said[:SHOWN_CHARS]
-        if said and said not in self.refusals:
-            self.refusals.append(said)
+        """Count tokens for which no engine returned logprobs."""
+        self.excluded[failure.reason] += tokens
+        message = failure.message[:SHOWN_CHARS]
+        if message and message not in self.refusals:
+            self.refusals.append(message)
 
 
 def _workers(spans: Sequence[Span]) -> set[str]:
-    """Those that sampled them."""
     return {str(span.turn.worker) for span in spans}

@@ -1,14 +1,14 @@
-"""Which of a line's sampled tokens can be held against logprobs that are computed now, and why the others cannot. Pure.
+"""Decides which sampled tokens of a line can be compared with logprobs computed now, and why the others cannot. Pure.
 
 other_weights           sampled by weights that are not loaded now
-unknown_weights         nobody has named their weights
-unknown_settings        nobody can tell how they were asked for: their generation is held no more, or an older version
-                        has recorded it
-weights_changed_within  of a turn that several versions have sampled: the keys and values may be of each
-old_cache               sampled with keys and values of other weights
-reshaped_by_NAME        this setting has made their logprobs those of another distribution
-unknown_adapter         nobody can tell which adapter has sampled them
-context                 they stand behind what the engine takes as a prompt
+unknown_weights         the weight version is not known
+unknown_settings        the sampling settings are not known: their generation is no longer stored, or an older version
+                        of the router recorded it
+weights_changed_within  several versions sampled the turn, so its keys and values may be of any of them
+old_cache               sampled with keys and values that other weights computed
+reshaped_by_NAME        this setting changed the distribution that the logprobs are of
+unknown_adapter         the LoRA adapter that sampled them is not known
+context                 beyond the longest prompt that the engine accepts
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from miles_router.trajectory import Piece, Trajectory
 
 @dataclass(frozen=True, eq=False)
 class AuditedTurn:
-    """What one generation of a line has sampled.
+    """The sampled tokens of one generation of a line.
 
     Attributes:
-        number: its own in its episode.
-        start, end: its positions in the tokens of the line; what the next one dropped is behind them.
-        pieces: of these positions and what is behind them.
-        worker: that sampled it.
-        cache_versions: of the weights that may have filled what it found in a prefix cache.
-        asked: None where nobody can tell.
-        chat: whether by a request of chat.
+        number: the turn's number in its episode.
+        start, end: its positions in the tokens of the line, without the tokens that the next turn dropped.
+        pieces: the sampled tokens from `start` on; they may reach beyond `end`.
+        worker: the URL of the worker that sampled them.
+        cache_versions: the weight versions that may have filled the prefix cache which the engine used.
+        asked: the sampling settings of the request; None if they are not known.
+        chat: whether it was a chat request.
     """
 
     number: int
@@ -47,7 +47,7 @@ class AuditedTurn:
 
 
 class AuditedLine(NamedTuple):
-    """The tokens up to the end of a generation, which is called `leaf`, and those that have sampled them."""
+    """The tokens up to the end of one generation, numbered `leaf`, and the turns that sampled them."""
 
     leaf: int
     trajectory: Trajectory
@@ -55,7 +55,7 @@ class AuditedLine(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Positions `[start, end)` of a line's tokens, which one turn has sampled under one weight version."""
+    """Positions `[start, end)` of a line's tokens that one turn sampled under one weight version."""
 
     turn: AuditedTurn
     start: int
@@ -66,21 +66,26 @@ class Span(NamedTuple):
 
 
 class Comparable(NamedTuple):
-    """What can be compared, and how many of the other sampled tokens cannot be, by reason."""
+    """The spans that can be compared, and the number of other sampled tokens, by reason."""
 
     spans: tuple[Span, ...]
-    others: Mapping[str, int]
+    excluded: Mapping[str, int]
 
 
 class Distribution(NamedTuple):
-    """Of what a turn's logprobs are: the weights' own where `obstacle` is None and the temperature 1."""
+    """The distribution that a turn's logprobs are of.
+
+    Attributes:
+        obstacle: why it differs from the weights' own distribution; None if it does not, or only by the temperature.
+        temperature: the divisor of the logits.
+    """
 
     obstacle: str | None
     temperature: float
 
 
 def distribution(asked: AskedSampling | None, assumed: Sequence[Mapping[str, Any]]) -> Distribution:
-    """That of a turn, by what its request said and what its engine assumes."""
+    """Return the distribution of a turn, from its request's settings and the defaults that its engine may assume."""
     if asked is None:
         return Distribution("unknown_settings", 1.0)
     divided_by = temperature(asked.said, *assumed)
@@ -99,16 +104,16 @@ def comparable(
     longest: int,
     distributions: Mapping[AuditedTurn, Distribution],
 ) -> Comparable:
-    """Sort what a line has sampled.
+    """Sort the sampled tokens of a line into comparable spans and others.
 
     Args:
-        elsewhere: how many of a turn's first tokens another sample has, by its number.
+        elsewhere: by turn number, how many of a turn's first tokens an earlier sample contains; they are skipped.
         now: the weight version that is loaded.
-        longest: tokens that the engine takes as a prompt.
-        distributions: of each turn.
+        longest: the longest prompt in tokens that the engine accepts.
+        distributions: the distribution of each turn.
     """
     spans: list[Span] = []
-    others: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     for turn in turns:
         first, begin, told = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
         for piece in turn.pieces:
@@ -118,18 +123,17 @@ def comparable(
                 continue
             obstacle = _obstacle(turn, piece.version, now, told)
             if obstacle is not None or piece.version is None:
-                others[obstacle or "unknown_weights"] += stop - start
+                excluded[obstacle or "unknown_weights"] += stop - start
                 continue
             within = max(start, min(stop, longest))
-            others["context"] += stop - within
+            excluded["context"] += stop - within
             if start < within:
                 adapter = "" if turn.asked is None else turn.asked.adapter or ""
                 spans.append(Span(turn, start, within, piece.version, adapter, told.temperature))
-    return Comparable(tuple(spans), {reason: count for reason, count in others.items() if count})
+    return Comparable(tuple(spans), {reason: count for reason, count in excluded.items() if count})
 
 
 def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Distribution) -> str | None:
-    """Why tokens of this version in a turn cannot be compared."""
     if version is None or now is None:
         return "unknown_weights"
     if version != now:

@@ -1,22 +1,23 @@
-"""What can be wrong with a session or a request in one.
+"""Errors of sessions and of requests within one.
 
 BadRequest
 ├── SessionNotFound     404 session_not_found
-├── SessionLost         410 session_lost: with the process that had it
+├── SessionLost         410 session_lost: its process has ended
 ├── SessionExists       409 session_exists
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
-├── MediaNotTraced      400 media_not_traced: an image or the like in a session
-├── ContextOverflow     400 context_length_exceeded: nothing is left of what its contract allows
-├── StaleWeights        400 stale_weights: older weights would take part than its contract allows
-├── OutsideContract     400 outside_contract: it cannot be held to its contract
+├── MediaNotTraced      400 media_not_traced: an image or other media in a session
+├── ContextOverflow     400 context_length_exceeded: the contract's budget or the context window is used up
+├── StaleWeights        400 stale_weights: the weights are older than the contract allows
+├── OutsideContract     400 outside_contract: the contract cannot be enforced on this request
 ├── UntracedEpisode     422 untraced_episode: there is no sample, because nothing was traced
-└── UnusableSample      422 invalid_sample: it would break an invariant, and is not given
+└── UnusableSample      422 invalid_sample: the sample violates an invariant and is withheld
 TooManySessions         503 too_many_sessions, with Retry-After
-ContextWindowFull       413 context_overflow: the same, in a dialect's words
-TrajectoryVersionChanged 502 trajectory_version_changed: other weights than those that answered before
+ContextWindowFull       413 context_overflow: the option `context_window` is used up, in a dialect's format
+TrajectoryVersionChanged 502 trajectory_version_changed: the fleet's weights differ from those of earlier turns
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
-AnswerCut               503 answer_cut, with Retry-After: recorded, and of no end that the agent's API has a word for
+AnswerCut               503 answer_cut, with Retry-After: the turn was recorded, but the agent's API cannot express its
+                        finish reason
 """
 
 from __future__ import annotations
@@ -29,51 +30,55 @@ from miles_router.errors import BadRequest, NotFound, RouterError, UpstreamError
 
 
 class SessionNotFound(NotFound):
-    """No session has this id: never made, deleted, or expired."""
+    """The session does not exist: it was never created, or it was deleted or has expired."""
 
     type = "session_not_found"
 
 
 class SessionLost(BadRequest):
-    """The process that had the session has ended, and what it held in memory is gone."""
+    """The process that held the session has ended, and its memory is lost."""
 
     status = 410
     type = "session_lost"
 
 
 class SessionExists(BadRequest):
-    """A session with this id is there already; two episodes must not mix."""
+    """A session with this id exists already. Two episodes must not mix."""
 
     status = 409
     type = "session_exists"
 
 
 class SessionFull(BadRequest):
-    """The session has as many turns, or bytes, as one may have."""
+    """The session has reached its limit of turns or bytes."""
 
     type = "session_full"
 
 
 class MediaNotTraced(BadRequest):
-    """A turn of a session has an image, audio, video or a file: of these a session could not give a sample. Outside of
-    sessions they pass."""
+    """A turn contains an image, audio, video or a file, which no sample can represent. Requests outside of sessions
+    may."""
 
     type = "media_not_traced"
 
 
 class UntracedEpisode(BadRequest):
-    """The session has no sample, and requests that passed without being traced: the episode is not empty, but unknown.
-    The message says what was asked and why it was not traced."""
+    """The session has no sample, but requests passed through it untraced: the episode is unknown, not empty. The
+    message names the requests and why they were not traced."""
 
     status = 422
     type = "untraced_episode"
 
 
 class ContextOverflow(BadRequest):
-    """Nothing is left of what the session's contract allows a turn, or the engine's context window does not hold it.
-    Agents' harnesses know what to do about a window that is full: they compact their history, or end. So whatever is
-    used up is told as that, in the words of each API that they look for. Attributes: reason: what is used up, as in the
-    session's `end_reason`. overflow: how many tokens there are, and how many there may be, where that is known."""
+    """The session's contract or the engine's context window leaves no room for the turn. Agents' harnesses know how to
+    handle a full context window: they compact their history, or end. So every exhausted budget is reported as a full
+    window, in the words that harnesses of each API look for.
+
+    Attributes:
+        reason: the budget that is used up, as in the session's `end_reason`.
+        overflow: the prompt's tokens and the limit, where they are known.
+    """
 
     type = "context_length_exceeded"
 
@@ -84,7 +89,7 @@ class ContextOverflow(BadRequest):
         super().__init__(self.why)
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """In the words of OpenAI's chat API."""
+        """Return the error in the words of OpenAI's chat API."""
         message = f"This model's maximum context length is reached: {self.why}"
         if self.overflow is not None:
             length = f"This model's maximum context length is {self.overflow.limit} tokens. "
@@ -94,31 +99,31 @@ class ContextOverflow(BadRequest):
 
 
 def _in_numbers(overflow: Overflow) -> str:
-    return f"the prompt has {overflow.prompt} tokens, and prompt and answer may have {overflow.limit}"
+    return f"the prompt has {overflow.prompt} tokens; prompt and answer together may have {overflow.limit}"
 
 
 class ContextWindowFull(RouterError):
-    """The option `context_window` leaves nothing for a chat turn of a session that headers made. `error` in the answer
-    is what `context_length_exceeded` has there."""
+    """The option `context_window` leaves no room for a chat turn of a session that is named by a header. The answer's
+    `error` is the same as for `context_length_exceeded`."""
 
     status = 413
     type = "context_overflow"
 
 
 class StaleWeights(BadRequest):
-    """A turn in which older weights would take part than the session's contract allows."""
+    """The turn would use weights that are older than the session's contract allows."""
 
     type = "stale_weights"
 
 
 class OutsideContract(BadRequest):
-    """A request that cannot be held to the session's contract: it is not traced, or its length is not known."""
+    """The session's contract cannot be enforced: the request is not traced, or its length is not known."""
 
     type = "outside_contract"
 
 
 class UnusableSample(BadRequest):
-    """A sample that would break an invariant; `invariant` names it."""
+    """A sample would violate an invariant; `invariant` names it."""
 
     status = 422
     type = "invalid_sample"
@@ -129,7 +134,7 @@ class UnusableSample(BadRequest):
 
 
 class TooManySessions(RouterError):
-    """The router holds as many sessions, or bytes of them, as it may."""
+    """The router has reached its limit of sessions, or of their bytes."""
 
     status = 503
     type = "too_many_sessions"
@@ -138,22 +143,22 @@ class TooManySessions(RouterError):
 
 
 class UnusableAnswer(UpstreamError):
-    """A worker's answer that cannot be recorded exactly: ids, logprobs or versions are missing or do not fit."""
+    """A worker's answer cannot be recorded exactly: ids, logprobs or versions are missing or inconsistent."""
 
     type = "unusable_answer"
 
 
 class TrajectoryVersionChanged(RouterError):
-    """A session named in headers was answered by other weights than the fleet has now, and the option
-    `one_weight_version` allows it no others."""
+    """The fleet's weights differ from those that answered a session named in headers; `one_weight_version` refuses
+    that."""
 
     status = 502
     type = "trajectory_version_changed"
 
 
 class AnswerCut(UpstreamError):
-    """An answer that a pause or the engine cut off, for an agent whose API has no word for such an end: what was
-    sampled is recorded, and the agent asks again."""
+    """A pause or the engine cut the answer off, and the agent's API cannot express that finish reason. The sampled
+    tokens are recorded, and the agent asks again."""
 
     status = 503
     type = "answer_cut"
@@ -162,7 +167,7 @@ class AnswerCut(UpstreamError):
 
 
 class SessionFinalized(BadRequest):
-    """The session was finalized; it takes no further turns."""
+    """The session was finalized and takes no further turns."""
 
     status = 409
     type = "session_finalized"

@@ -26,7 +26,7 @@ class TextAuditor:
         self._rollouts = rollouts
         self._lines = LineAuditor(asker)
 
-    async def held(self) -> AsyncIterator[HeldEpisode]:
+    async def list_episodes(self) -> AsyncIterator[HeldEpisode]:
         """Yield the rollouts in memory that have turns."""
         for rollout in self._rollouts:
             if rollout.turns:

@@ -30,11 +30,11 @@ PATH = "/v1/questions"
 class QuestionWriter(ReplyWriter):
     """`{"answer", "end"}`, or an event for each text and one for the end."""
 
-    def whole(self, answer: dict[str, Any]) -> object:
+    def write_answer(self, answer: dict[str, Any]) -> object:
         (choice,) = answer["choices"]
         return {"answer": choice["message"]["content"], "end": choice["finish_reason"]}
 
-    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+    def write_chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         return b"".join(map(self._event, chunk["choices"]))
 
     def _event(self, choice: Mapping[str, Any]) -> bytes:
@@ -42,10 +42,10 @@ class QuestionWriter(ReplyWriter):
         said = write_event({"text": text}, b"text") if text else b""
         return said + (write_event({"end": choice["finish_reason"]}, b"end") if choice["finish_reason"] else b"")
 
-    def other(self, event: Event) -> bytes:
+    def write_other(self, event: Event) -> bytes:
         return b"" if event.is_last else event.raw
 
-    def refusal(self, body: bytes, status: int) -> bytes:
+    def write_refusal(self, body: bytes, status: int) -> bytes:
         return orjson.dumps({"refused": orjson.loads(body)["message"]})
 
 

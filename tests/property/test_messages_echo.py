@@ -79,11 +79,11 @@ def streamed(answer: Message, deltas: list[dict[str, Any]], *, omits_thinking: b
     raw = b""
     for delta in deltas:
         growing.add(delta)
-        raw += writer.chunk({"id": "r", "model": "m", "choices": [{"index": 0, "delta": delta}]}, b"")
+        raw += writer.write_chunk({"id": "r", "model": "m", "choices": [{"index": 0, "delta": delta}]}, b"")
     finish = "tool_calls" if answer.get("tool_calls") else "stop"
     end = {"index": 0, "delta": {}, "finish_reason": finish}
-    raw += writer.chunk({"id": "r", "model": "m", "choices": [end], "usage": USAGE}, b"")
-    raw += writer.other(Event.read(LAST_EVENT))
+    raw += writer.write_chunk({"id": "r", "model": "m", "choices": [end], "usage": USAGE}, b"")
+    raw += writer.write_other(Event.read(LAST_EVENT))
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     for each in raw.split(b"\n\n")[:-1]:
@@ -148,7 +148,7 @@ def test_what_comes_back_is_what_is_held(data: st.DataObject, answer: Message, o
     else:
         choice = {"message": answer, "finish_reason": "stop"}
         writer = MessagesWriter(AnswerEnd((), 2, 3), omits_thinking=omits_thinking)
-        whole: Any = writer.whole({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
+        whole: Any = writer.write_answer({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
         held, blocks = answer, json.loads(json.dumps(whole["content"]))
     sent = data.draw(st.composite(rewritten)(blocks), label="sent")
     assert EQUAL(held, returned(held, sent))
@@ -159,7 +159,7 @@ def test_what_comes_back_is_what_is_held(data: st.DataObject, answer: Message, o
 def test_what_is_changed_is_an_edit(answer: Message, other: dict[str, Any], place: int) -> None:
     choice = {"message": answer, "finish_reason": "stop"}
     writer = MessagesWriter(AnswerEnd((), 2, 3), omits_thinking=False)
-    whole: Any = writer.whole({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
+    whole: Any = writer.write_answer({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
     blocks = whole["content"]
     for number, block in enumerate(blocks):
         if block["type"] == "thinking":

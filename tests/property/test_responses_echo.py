@@ -99,7 +99,7 @@ def test_it_is_the_same_answer(deltas: Any, live: bool, stored: bool, data: st.D
                 assert "".join(pieces) == end[name]
     else:
         response = written.whole()
-    assert written.envelope.written()["output"] == response["output"]
+    assert written.envelope.finished()["output"] == response["output"]
     items = response["output"]
     if data.draw(st.booleans(), "reasoning is left out"):
         items = [item for item in items if item["type"] != "reasoning"] if len(items) > 1 else items

@@ -53,7 +53,7 @@ class Written:
         self._record(self._said)
         choice = {"index": 0, "message": self._said, "finish_reason": self._finish}
         answer = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-        return dict(orjson.loads(orjson.dumps(ResponsesWriter(self.envelope).whole(answer))))
+        return dict(orjson.loads(orjson.dumps(ResponsesWriter(self.envelope).write_answer(answer))))
 
     def events(self, deltas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The events for an answer that comes in these deltas."""
@@ -61,10 +61,10 @@ class Written:
         for delta in [{"role": "assistant", "content": ""}, *deltas]:
             growing.add(delta)
             choice = {"index": 0, "delta": delta, "finish_reason": None}
-            written += writer.chunk({"choices": [choice]}, b"")
+            written += writer.write_chunk({"choices": [choice]}, b"")
         end = {"index": 0, "delta": {}, "finish_reason": self._finish}
-        written += writer.chunk({"choices": [end]}, b"")
-        written += writer.chunk({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, b"")
-        written += writer.other(Event.read(LAST_EVENT))
+        written += writer.write_chunk({"choices": [end]}, b"")
+        written += writer.write_chunk({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, b"")
+        written += writer.write_other(Event.read(LAST_EVENT))
         self._record(growing.message())
         return [Event.read(raw + b"\n\n").parse() for raw in written.split(b"\n\n") if raw]

@@ -34,7 +34,7 @@ def test_what_was_given_is_between_the_spans() -> None:
     first, second = turn(0, 10, (5, "1")), turn(1, 18, (4, "1"))
     found = comparable([first, second], {}, "1", ANY)
     assert [(span.turn, span.start, span.end) for span in found.spans] == [(first, 10, 15), (second, 18, 22)]
-    assert found.others == {}
+    assert found.excluded == {}
 
 
 def test_what_the_next_turn_dropped_is_no_part_of_the_line() -> None:
@@ -72,7 +72,7 @@ def test_what_cannot_be_compared_says_why(
     sampled: list[tuple[int, str | None]], facts: dict[str, Any], now: str | None, others: dict[str, int]
 ) -> None:
     found = comparable([turn(0, 10, *sampled, **facts)], {}, now, ANY)
-    assert (found.spans, found.others) == ((), others)
+    assert (found.spans, found.excluded) == ((), others)
 
 
 def test_a_turn_that_found_keys_and_values_of_its_own_weights_is_compared() -> None:
@@ -85,8 +85,8 @@ def test_a_turn_that_found_keys_and_values_of_its_own_weights_is_compared() -> N
 def test_what_the_engine_does_not_take_is_counted() -> None:
     found = comparable([turn(0, 10, (5, "1"))], {}, "1", 12)
     assert [(span.start, span.end) for span in found.spans] == [(10, 12)]
-    assert found.others == {"context": 3}
-    assert comparable([turn(0, 10, (5, "1"))], {}, "1", 3).others == {"context": 5}
+    assert found.excluded == {"context": 3}
+    assert comparable([turn(0, 10, (5, "1"))], {}, "1", 3).excluded == {"context": 5}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.errors import AnswerCut, SessionFull
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import input_of, signature
-from middleware_hub.openai_session.faces.messages.models import listed
+from middleware_hub.openai_session.faces.messages.models import in_anthropic_format
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import NotFound, RouterError, Unauthorized, UpstreamTimeout
@@ -61,8 +61,8 @@ def stream(*chunks: dict[str, Any], made: MessagesWriter | None = None) -> list[
     """The events of a whole stream."""
     made = made or writer()
     usage = {"id": "r1", "model": "m", "choices": [], "usage": USAGE}
-    pieces = [made.chunk(each, b"") for each in (chunk({"role": "assistant", "content": ""}), *chunks, usage)]
-    return events(b"".join([*pieces, made.other(Event.read(LAST_EVENT))]))
+    pieces = [made.write_chunk(each, b"") for each in (chunk({"role": "assistant", "content": ""}), *chunks, usage)]
+    return events(b"".join([*pieces, made.write_other(Event.read(LAST_EVENT))]))
 
 
 def told(found: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -112,15 +112,15 @@ def test_a_stream_begins_with_its_message_and_ends_with_reason_and_usage() -> No
 
 def test_events_come_with_the_chunk_that_makes_them() -> None:
     made = writer()
-    assert [event["type"] for event in events(made.chunk(chunk({"role": "assistant"}), b""))] == [
+    assert [event["type"] for event in events(made.write_chunk(chunk({"role": "assistant"}), b""))] == [
         "message_start",
         "ping",
     ]
-    assert [event["type"] for event in events(made.chunk(words("H"), b""))] == [
+    assert [event["type"] for event in events(made.write_chunk(words("H"), b""))] == [
         "content_block_start",
         "content_block_delta",
     ]
-    assert [event["type"] for event in events(made.chunk(words("i"), b""))] == ["content_block_delta"]
+    assert [event["type"] for event in events(made.write_chunk(words("i"), b""))] == ["content_block_delta"]
 
 
 def test_blocks_come_in_the_order_in_which_they_were_sampled() -> None:
@@ -154,7 +154,7 @@ def test_arguments_come_when_they_are_whole_and_empty_deltas_before() -> None:
     fragments = ['{"a": {"b": 1}', ', "c": "', "long text } with } braces", '" ', "}", " "]
     shown = []
     for fragment in [calling("", "go"), *map(calling, fragments), CALLED]:
-        found = events(made.chunk(fragment, b""))
+        found = events(made.write_chunk(fragment, b""))
         shown.append([each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta"])
     assert shown == [[], *[[""]] * len(fragments), ["".join(fragments)]]
 
@@ -210,7 +210,7 @@ def test_calls_before_the_one_that_was_cut_are_whole() -> None:
 def test_why_an_answer_ended(finish: str, matched: Any, most: int, expected: Any) -> None:
     streamed = stream(words("a"), chunk(finish=finish, matched=matched), made=writer(most=most))[-2]["delta"]
     choice = {"message": {"content": "a"}, "finish_reason": finish, "matched_stop": matched}
-    whole: Any = writer(most=most).whole({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
+    whole: Any = writer(most=most).write_answer({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == expected
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
 
@@ -220,7 +220,7 @@ def test_an_answer_that_was_cut_off_is_an_error() -> None:
     assert (before["type"], last["type"], last["error"]["type"]) == ("content_block_stop", "error", "overloaded_error")
     choice = {"message": {"content": "a"}, "finish_reason": "abort"}
     with pytest.raises(AnswerCut):
-        writer().whole({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
+        writer().write_answer({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
 
 
 def test_a_stream_without_a_finish_reason_is_an_error() -> None:
@@ -229,23 +229,23 @@ def test_a_stream_without_a_finish_reason_is_an_error() -> None:
 
 def test_nothing_comes_behind_an_error() -> None:
     made = writer()
-    made.chunk(words("a"), b"")
+    made.write_chunk(words("a"), b"")
     told_of = write_event({"error": {"message": "Out of memory", "code": 500}})
-    (failed,) = events(made.other(Event.read(told_of)))
+    (failed,) = events(made.write_other(Event.read(told_of)))
     assert failed == {"type": "error", "error": {"type": "api_error", "message": "Out of memory"}}
-    assert made.other(Event.read(told_of)) + made.other(Event.read(LAST_EVENT)) == b""
+    assert made.write_other(Event.read(told_of)) + made.write_other(Event.read(LAST_EVENT)) == b""
 
 
 def test_what_no_event_is_keeps_the_connection_alive_or_is_left_out() -> None:
     made = writer()
-    assert made.other(Event.read(b": ping\n\n")) == b": ping\n\n"
-    assert made.other(Event.read(b"event: odd\ndata: no json\n\n")) == b""
+    assert made.write_other(Event.read(b": ping\n\n")) == b": ping\n\n"
+    assert made.write_other(Event.read(b"event: odd\ndata: no json\n\n")) == b""
 
 
 def test_a_prompt_of_unknown_length_waits_for_the_first_usage() -> None:
     made = writer(prompt_tokens=None)
-    assert made.chunk(chunk({"role": "assistant", "content": ""}), b"") == b""
-    begun, *_ = events(made.chunk(chunk({"content": "a"}, usage=USAGE), b""))
+    assert made.write_chunk(chunk({"role": "assistant", "content": ""}), b"") == b""
+    begun, *_ = events(made.write_chunk(chunk({"content": "a"}, usage=USAGE), b""))
     assert begun["message"]["usage"]["input_tokens"] == 30
 
 
@@ -261,7 +261,7 @@ def test_a_whole_answer_has_its_blocks_and_usage() -> None:
     choice = {"message": said, "finish_reason": "tool_calls"}
     answer = {"id": "r", "model": "m", "choices": [choice], "usage": USAGE}
     extra = {"sglext": {"cached_tokens_details": {"device": 20, "host": 4}}}
-    found: Any = writer().whole({**answer, **extra})
+    found: Any = writer().write_answer({**answer, **extra})
     Message.model_validate(found, strict=True)
     assert found["content"] == [
         {"type": "thinking", "thinking": "Hm", "signature": signature("Hm")},
@@ -282,7 +282,7 @@ def test_a_whole_answer_has_its_blocks_and_usage() -> None:
 def test_cached_tokens_are_told_as_the_engine_tells_them() -> None:
     usage = {**USAGE, "prompt_tokens_details": {"cached_tokens": 40}}
     choice = {"message": {"content": "\n"}, "finish_reason": "stop"}
-    found: Any = writer().whole({"id": "r", "model": "m", "choices": [choice], "usage": usage})
+    found: Any = writer().write_answer({"id": "r", "model": "m", "choices": [choice], "usage": usage})
     assert (found["usage"]["input_tokens"], found["usage"]["cache_read_input_tokens"]) == (0, 30)
     assert found["content"] == []
 
@@ -302,7 +302,7 @@ def test_cached_tokens_are_told_as_the_engine_tells_them() -> None:
     ],
 )
 def test_an_error_of_the_router_s_has_the_api_s_words(failure: RouterError, kind: str) -> None:
-    assert errors.of_router(failure, "req-1") == {
+    assert errors.router_error(failure, "req-1") == {
         "type": "error",
         "error": {"type": kind, "message": str(failure), "details": {"error_code": failure.type}},
         "request_id": "req-1",
@@ -331,7 +331,9 @@ def test_a_context_window_that_is_too_small_is_told_in_the_words_that_harnesses_
         "Requested token count exceeds the model's maximum context length of 256 tokens. You requested a total of 300 "
         "tokens: 200 tokens from the input messages and 100 tokens for the completion. Please reduce it."
     )
-    found = [errors.of_engine({"message": message, "code": 400}, 400)["error"]["message"] for message in (long, many)]
+    found = [
+        errors.engine_error({"message": message, "code": 400}, 400)["error"]["message"] for message in (long, many)
+    ]
     assert found[0] == "prompt is too long: 300 tokens > 256 maximum"
     assert found[1].startswith("input length and `max_tokens` exceed context limit: 200 + 100 > 256, ")
 
@@ -341,12 +343,12 @@ def test_a_context_window_that_is_too_small_is_told_in_the_words_that_harnesses_
 
 def test_models_are_listed_in_this_api_s_form() -> None:
     card = {"id": "m", "object": "model", "created": 60, "owned_by": "x", "max_model_len": 512}
-    model: Any = listed(card)
+    model: Any = in_anthropic_format(card)
     assert (model["type"], model["id"], model["created_at"]) == ("model", "m", "1970-01-01T00:01:00Z")
-    assert listed({"object": "list", "data": [card]}) == {
+    assert in_anthropic_format({"object": "list", "data": [card]}) == {
         "data": [model],
         "has_more": False,
         "first_id": "m",
         "last_id": "m",
     }
-    assert listed({"data": []}) == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    assert in_anthropic_format({"data": []}) == {"data": [], "has_more": False, "first_id": None, "last_id": None}

@@ -219,15 +219,15 @@ def test_a_call_that_says_something_else_is_an_edit(block: Any) -> None:
 @pytest.mark.parametrize(("held", "sent"), [('{"n": 1}', {"n": True}), ('{"n": [0]}', {"n": [False]})])
 def test_true_is_not_one(held: str, sent: Any) -> None:
     echo = recorded(call("edit", held, "c1"))
-    assert echo.call("c1", "edit", sent, None)["function"]["arguments"] != held
-    assert recorded(call("edit", '{"n": 1.0}', "c1")).call("c1", "edit", {"n": 1}, None)["function"]["arguments"]
+    assert echo.match_call("c1", "edit", sent, None)["function"]["arguments"] != held
+    assert recorded(call("edit", '{"n": 1.0}', "c1")).match_call("c1", "edit", {"n": 1}, None)["function"]["arguments"]
 
 
 def test_calls_without_arguments_and_with_what_is_no_json_come_back() -> None:
     empty, broken = call("edit", "", "c1"), call("edit", '{"a', "c2")
     echo = recorded(empty, broken)
-    assert echo.call("c1", "edit", {}, None) is empty
-    assert echo.call("c2", "edit", {"INVALID_JSON": '{"a'}, None) is broken
+    assert echo.match_call("c1", "edit", {}, None) is empty
+    assert echo.match_call("c2", "edit", {"INVALID_JSON": '{"a'}, None) is broken
 
 
 def test_calls_nested_deeper_than_can_be_written_are_texts() -> None:
@@ -235,10 +235,10 @@ def test_calls_nested_deeper_than_can_be_written_are_texts() -> None:
     sampled = call("edit", f'{{"a": {deep}}}', "c1")
     shown = input_of(sampled["function"]["arguments"])
     assert orjson.loads(orjson.dumps(shown)) == {"INVALID_JSON": sampled["function"]["arguments"]}
-    assert recorded(sampled).call("c1", "edit", shown, None) is sampled
-    assert recorded(sampled).call("c1", "edit", {"a": 1}, None) is not sampled
+    assert recorded(sampled).match_call("c1", "edit", shown, None) is sampled
+    assert recorded(sampled).match_call("c1", "edit", {"a": 1}, None) is not sampled
     lists = {"properties": {"a": {"type": "array"}}}
-    assert recorded(call("edit", orjson.dumps({"a": deep}).decode(), "c1")).call("c1", "edit", {"a": wide}, lists)
+    assert recorded(call("edit", orjson.dumps({"a": deep}).decode(), "c1")).match_call("c1", "edit", {"a": wide}, lists)
     assert not MEANING(assistant("", tool_calls=[call("edit", deep)]), assistant("", tool_calls=[call("edit", wide)]))
     form = FORMS["shell"]
     assert form.fields(f'{{"commands": ["ls"], "a": {deep}}}') is None

@@ -81,7 +81,7 @@ def test_white_space_between_calls_is_no_message() -> None:
     response = written.events(deltas)[-1]["response"]
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call"]
     assert response["output"][0]["content"][0]["text"] == " \nNow."
-    assert written.envelope.written() == response
+    assert written.envelope.finished() == response
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
@@ -104,7 +104,7 @@ def test_a_call_that_was_cut_stays_open(finish: str, name: str, shown: bool) -> 
     assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
     calls = [(item["call_id"], item["status"], item["arguments"]) for item in last["response"]["output"]]
     assert calls == [("1", "completed", '{"a": {}}'), ("2", "incomplete", '{"input": "x"')][: 1 + shown]
-    assert written.envelope.written() == last["response"]
+    assert written.envelope.finished() == last["response"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

@@ -349,10 +349,10 @@ def test_a_batch_that_is_not_answered_evenly_is_unusable() -> None:
 @pytest.mark.parametrize("prompt", ["a", [1], ["a", "b"]])
 def test_echo_cannot_be_recorded(prompt: object) -> None:
     face = CompletionsFace(cast(Continuation, None), STRICT)
-    assert face.untraceable({"prompt": prompt, "echo": True}) is not None
-    assert face.untraceable({"prompt": prompt, "echo": False, "suffix": "x"}) is None
-    assert face.untraceable({"prompt": prompt}) is None
-    assert face.untraceable([prompt]) is None
+    assert face.untraced_reason({"prompt": prompt, "echo": True}) is not None
+    assert face.untraced_reason({"prompt": prompt, "echo": False, "suffix": "x"}) is None
+    assert face.untraced_reason({"prompt": prompt}) is None
+    assert face.untraced_reason([prompt]) is None
 
 
 def test_an_engine_that_was_given_other_ids_than_it_was_sent_is_not_believed() -> None:

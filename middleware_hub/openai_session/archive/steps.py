@@ -293,7 +293,7 @@ class _Replay:
             responses, response_id = Responses.of(self._session), turn.facts["response_id"]
             about = self._responses.get(response_id)
             if about is None:
-                responses.know(response_id, turn)
+                responses.index_answer(response_id, turn)
                 continue
             settings = responses.settings(orjson.loads(self._things[about["settings"]]))
             responses.keep(Envelope(settings=settings, **{name: about[name] for name in ENVELOPE}), turn, stored=True)

@@ -1,1 +1,1 @@
-"""Recorded turns held against what the engines say of the very tokens now."""
+"""Audits of sessions: recorded turns are compared with what the engines compute for the same tokens now."""

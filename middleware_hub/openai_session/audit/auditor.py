@@ -1,4 +1,4 @@
-"""Sessions as they are held now, against what engines and the chat template say of them."""
+"""Compares recorded sessions with what engines and the chat template say now."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from miles_router.middlewares import Pace, Watch
 
 
 class SessionAuditor:
-    """Audits the sessions of one router."""
+    """An auditor of one router's sessions (an `AuditSource`)."""
 
     def __init__(self, store: SessionStore, archive: SessionArchive, asker: Asker, prompts: PromptCheck) -> None:
         self._store = store
@@ -33,7 +33,7 @@ class SessionAuditor:
         self._prompts = prompts
 
     def routes(self) -> Sequence[BaseRoute]:
-        """`POST /sessions/{id}/audit`."""
+        """Return the route `POST /sessions/{id}/audit`."""
         return [Route("/sessions/{session_id}/audit", self._answer, methods=["POST"])]
 
     async def _answer(self, request: Request) -> Response:
@@ -41,10 +41,10 @@ class SessionAuditor:
         with Watch(request.receive):
             return await written_report({"session_id": session.id}, await self._audit(session, limit))
 
-    # As a source of audits
+    # AuditSource
 
-    async def held(self) -> AsyncIterator[HeldEpisode]:
-        """As of `AuditSource`."""
+    async def list_episodes(self) -> AsyncIterator[HeldEpisode]:
+        """Yield all sessions with recorded turns, first those in memory, then those in the archive only."""
         self._store.expire()
         for session in self._store:
             if session.turns:
@@ -54,7 +54,11 @@ class SessionAuditor:
                 yield HeldEpisode(kept["session_id"], kept["turns"], kept["last_used_at"])
 
     async def audit(self, episode_id: str, limit: int) -> AuditReport | None:
-        """As of `AuditSource`; what is held and not in memory is brought back."""
+        """Audit a session, which is loaded from the archive if necessary; None if this process has no such session.
+
+        Raises:
+            RouterError: no worker can be asked.
+        """
         await self._archive.load(episode_id)
         session = self._store.find(episode_id)
         return None if session is None else await self._audit(session, limit)
@@ -62,7 +66,7 @@ class SessionAuditor:
     # One session
 
     async def _audit(self, session: Session, limit: int) -> AuditReport:
-        """Audit the newest leaves of a session, as it is now; each token and each prompt once.
+        """Audit the newest `limit` leaves of a session, each token and each prompt once.
 
         Raises:
             RouterError: no worker can be asked.

@@ -1,13 +1,15 @@
-"""What turns were given, held against what the checkpoint's template writes of their messages now.
+"""Compares the prompt ids of recorded turns with what the checkpoint's chat template writes for their messages now.
 
-A wrong chat template shows in no logprob: the engine is as sure of its answers to a prompt that the trainer would never
-write. So the messages are rendered anew, and the ids compared.
+A wrong chat template shows in no logprob: the engine is just as confident about answers to a prompt that the trainer
+would never write. So the messages are rendered again, and the ids compared.
+
+Reasons why a prompt is not compared:
 
     no_messages         the prompt was a text or ids (`/v1/completions`)
-    tools_not_held      the tools stand no longer as they were sent
-    not_rendered        the template refuses the messages, or cannot continue what was before
-    too_long            for a text that this router encodes
-    own_input_ids, ...  the request asked for what no messages say
+    tools_not_held      the session no longer has the tools as they were sent
+    not_rendered        the template refuses the messages, or cannot continue the turn before
+    too_long            a text is longer than this router encodes
+    own_input_ids, ...  the request used a feature that messages cannot express
 """
 
 from __future__ import annotations
@@ -25,27 +27,34 @@ from middleware_hub.tokenizing.async_encoder import TextTooLong
 from miles_router.engines import paths
 from miles_router.trajectory.pieces import Tokens
 
-#: Tokens of each side that a difference is shown with, in front of its place and from there on.
+#: The tokens shown around a difference: in front of its position, and from there on.
 BEFORE, BEHIND = 8, 24
 
 
 class NotRendered(Exception):
-    """A prompt that cannot be compared, for this reason in a word."""
+    """A prompt that cannot be compared; the message is one of the reasons above."""
 
 
 class PromptCheck:
-    """Renders prompts of one model anew. `decode`: token ids to text."""
+    """A checker of one model's prompts.
+
+    Args:
+        decode: converts a list of token ids to text.
+    """
 
     def __init__(self, continuation: Continuation, decode: Any) -> None:
         self._continuation = continuation
         self._decode = decode
 
     async def difference(self, turn: Turn, root: Turn) -> Mapping[str, Any] | None:
-        """Where what a turn was given and what is rendered now part, with both texts around that place; None if they
-        are the same. `root` is the first turn of its line.
+        """Return the first difference between a turn's prompt and its new rendering, with both texts around it, or
+        None.
+
+        Args:
+            root: the first turn of the line.
 
         Raises:
-            NotRendered: that cannot be told.
+            NotRendered: the prompt cannot be compared.
         """
         expected = await self._rendered(turn, root)
         dropped, given = turn.dropped, turn.given.tokens
@@ -84,8 +93,12 @@ class PromptCheck:
 
 
 def _context(turn: Turn, root: Turn) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
-    """Tools as they were sent, and template settings. The key of a context does not tell the order of names, which a
-    template writes."""
+    """Return the tools as they were sent, and the template settings. Tools come from the root turn: the key of a
+    context sorts names, and a template writes them in the order as sent.
+
+    Raises:
+        NotRendered: the root turn does not have them.
+    """
     _, template_kwargs = read_key(turn.context)
     if not shows_tools(turn.context):
         return None, template_kwargs

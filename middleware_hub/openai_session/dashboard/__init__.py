@@ -1,1 +1,1 @@
-"""What the dashboard shows of sessions."""
+"""Sessions on the dashboard."""

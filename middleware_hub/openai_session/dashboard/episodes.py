@@ -40,7 +40,7 @@ KIND = "session"
 
 
 class SessionEpisodes:
-    """All sessions."""
+    """The episodes of one router's sessions (an `EpisodeSource`)."""
 
     def __init__(self, store: SessionStore, archive: SessionArchive, maker: SampleMaker) -> None:
         self._store = store
@@ -49,50 +49,51 @@ class SessionEpisodes:
 
     @property
     def reasons(self) -> Collection[str]:
-        """Why a turn is no ordinary next one."""
+        """The reason codes of turns that do not simply continue the turn before."""
         return REASONS
 
     async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[ListedEpisode]:
-        """Those in memory, and those that are held and not there. As of `EpisodeSource`."""
+        """Return the newest episodes before a place, newest first, from memory and from the archive."""
         held = await self._archive.lines.newest(before, most)
         self._store.expire()
         sessions = self._store.shelf.newest(before, most)
         found: list[ListedEpisode] = [SessionView(session, self._maker) for session in sessions]
         if held:
-            found += map(HeldView, held)
+            found += map(ArchivedView, held)
             found.sort(key=lambda view: view.place, reverse=True)
         return found[:most]
 
     async def find(self, episode_id: str) -> EpisodeView | None:
-        """One by its id; what is held and not in memory is brought back."""
+        """Return an episode by its id; an archived session is loaded. None if there is none."""
         await self._archive.load(episode_id)
         session = self._store.find(episode_id)
         return None if session is None else SessionView(session, self._maker)
 
 
-class HeldView:
-    """One that is held and not in memory, in a list."""
+class ArchivedView:
+    """A listed session that is in the archive and not in memory.
+
+    Args:
+        line: the JSON of its `EpisodeRow`.
+    """
 
     def __init__(self, line: bytes) -> None:
         self._line: dict[str, Any] = orjson.loads(line)
 
     @property
     def place(self) -> EpisodePlace:
-        """Where it stands."""
         return self._line["started_at"], self._line["id"]
 
     def facets(self) -> Facets:
-        """What filters look at."""
         line = self._line
         return Facets(line["state"], line["group"], line["reasons"].keys(), line["workers"])
 
     def row(self) -> EpisodeRow:
-        """Its row."""
         return EpisodeRow(**{**self._line, "tokens": TokenCounts(**self._line["tokens"])})
 
 
 class SessionView:
-    """One session."""
+    """A session in memory."""
 
     def __init__(self, session: Session, maker: SampleMaker) -> None:
         self._session = session
@@ -100,16 +101,13 @@ class SessionView:
 
     @property
     def place(self) -> EpisodePlace:
-        """As it stands on the shelf."""
         return self._session.sort_key
 
     def facets(self) -> Facets:
-        """What filters look at."""
         tally = self._tally()
         return Facets(self._state(), shown_group(self._session.group), tally.reasons.keys(), tally.workers.keys())
 
     def row(self) -> EpisodeRow:
-        """Its row."""
         session, tally = self._session, self._tally()
         contract, turns = session.episode.contract, session.turns
         return EpisodeRow(
@@ -134,20 +132,24 @@ class SessionView:
         )
 
     def about(self) -> Mapping[str, Any]:
-        """What stands beside its turns."""
+        """Return the session's metadata and contract, and how many requests passed untraced."""
         session = self._session
         contract = session.episode.given
         return {"metadata": session.metadata, "contract": contract or None, "untraced": len(session.untraced)}
 
     def turns(self) -> Iterator[TurnRow]:
-        """Those that there are now."""
+        """Yield a row for each turn."""
         aside = side_calls(self._session)
         return (_turn_row(turn, found, side_call=turn in aside) for turn, found in classified(self._session))
 
     def line(self, leaf: int | None) -> EpisodeLine:
-        """The tokens up to a turn. As of `EpisodeView`."""
+        """Return the tokens up to a turn, by default the newest one.
+
+        Raises:
+            BadRequest: there is no such turn.
+        """
         session, turns = self._session, self._session.turns
-        leaf = len(turns) - 1 if leaf is None else leaf  # nothing goes on from the newest turn
+        leaf = len(turns) - 1 if leaf is None else leaf  # the newest turn is always a leaf
         if not 0 <= leaf < len(turns):
             raise BadRequest(f"leaf must be the number of a turn; the session has {len(turns)}")
         last = turns[leaf]
@@ -174,12 +176,12 @@ class SessionView:
         return self._session.tally.updated(self._session.history)
 
     def _trained(self, tally: Tally) -> int | None:
-        """Tokens in the loss, counted again once there are more turns."""
+        """Return the number of tokens in the loss, cached until there are more turns; None if it cannot be computed."""
         trained, turns = tally.trained
         if turns != len(self._session.turns):
             try:
                 trained = self._maker.trained_tokens(self._session)
-            except UnusableSample:  # a policy of the operator's fails
+            except UnusableSample:  # a branch policy of the operator failed
                 trained = None
             tally.trained = trained, len(self._session.turns)
         return trained

@@ -1,4 +1,4 @@
-"""Which tokens of sessions trainers have read, and what reward they gave, for the run's series."""
+"""Counts the tokens that trainers read from sessions, and their rewards, for the run's time series."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from miles_router.trajectory import Sample
 
 
 def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, Sample]]) -> None:
-    """Count the samples of a session that are read, each that of a leaf: a turn the first time that it is in a loss,
-    and the session's reward the first time that one is given."""
+    """Count the samples that a trainer reads from a session; each sample belongs to a leaf. A turn is counted the first
+    time that it has tokens in a loss, and the session's reward the first time that a sample has one."""
     trained: Counter[str | None] = Counter()
     for leaf, sample in samples:
         if sample.reward is not None and not session.rewarded:
@@ -31,7 +31,7 @@ def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, S
 
 
 def _in_the_loss(turn: Turn, sample: Sample, end: int) -> Counter[str | None]:
-    """How many of the tokens that each version sampled in a turn, up to `end`, are in the loss of a sample."""
+    """Return how many of a turn's sampled tokens before `end` are in the loss, by weight version."""
     tokens: Counter[str | None] = Counter()
     begin = turn.prompt_tokens
     for piece in turn.sampled:

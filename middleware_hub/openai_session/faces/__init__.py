@@ -1,5 +1,5 @@
-"""The APIs that agents speak: a request to messages, tools and settings, an answer to the API's own. Each is a file,
-or a folder where there is more to translate."""
+"""The APIs that agents speak. Each translates a request to messages, tools and settings, and the answer back. Larger
+ones are folders."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: messages, tools and settings, as the engine's own endpoint takes them.
 
-An API that is translated to chat extends this face: it gives `fields` and a `writer` of its own.
+An API that is translated to chat extends `ChatFace` with its own request and writer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.faces.face import Face, without_nulls
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.contents import readable_contents
 from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
@@ -27,7 +27,7 @@ from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens, frozen
 
-#: What OpenAI's API had before tools, and what chooses nothing of it.
+#: Fields that OpenAI's API had before `tools`, and the values of `function_call` that force no call.
 FUNCTIONS, ANY_FUNCTION = ("functions", "function_call"), ("auto", "none")
 
 
@@ -38,35 +38,35 @@ class ChatFace(Face):
     endpoint = ChatEndpoint()
 
     def fields(self, request: object) -> Mapping[str, Any]:
-        """The chat request that a request means. Its messages are what the session holds.
+        """Return the chat request for an agent's request. Its messages are the ones that the session stores.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: the request is invalid.
         """
         checked_messages(request)
         assert isinstance(request, Mapping)
-        return given(request)
+        return without_nulls(request)
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
-        """Place a request behind the deepest turn whose messages it begins with.
+        """Find the deepest recorded turn whose messages a request begins with.
 
         Raises:
-            BadRequest: it is none.
-            MediaNotTraced: it has an image or the like, and these are refused.
+            BadRequest: the request is invalid.
+            MediaNotTraced: the request has an image or other media, and the policy refuses them.
         """
-        fields = self._settings.of_chat(self.fields(request))
+        fields = self._settings.with_chat_settings(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)
         unread = Unread(first=not session.turns)
-        _look_for_functions(fields, unread)
-        given = readable_fields(fields["messages"], media, unread)
-        given = named_calls(given, unread, writes_ids=self._continuation.writes_ids)
-        messages, places = self._continuation.roles.with_known_roles(readable_contents(given, media))
+        _check_legacy_functions(fields, unread)
+        readable = readable_fields(fields["messages"], media, unread)
+        readable = named_calls(readable, unread, writes_ids=self._continuation.writes_ids)
+        messages, places = self._continuation.roles.with_known_roles(readable_contents(readable, media))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
-        turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
+        turn = await self.build_turn(session, fields, contexts_of(fields), now=now, places=places)
         return replace(turn, facts={**turn.facts, **media.facts, **unread.facts})
 
-    async def placed(
+    async def build_turn(
         self,
         session: Session,
         fields: Mapping[str, Any],
@@ -75,11 +75,15 @@ class ChatFace(Face):
         now: float,
         places: Sequence[int] | None = None,
     ) -> AgentRequest:
-        """A chat request in its place. It may be rendered with each of the `contexts`; a root is with the first.
-        `places` are those of its messages in what the agent sent, where they are others.
+        """Return a chat request with its parent turn, and its prompt ids where it extends one.
+
+        Args:
+            contexts: tools and template settings that the parent may have been rendered with; a root turn uses the
+                first.
+            places: the index of each message in the agent's request, where it is another; for error messages.
 
         Raises:
-            BadRequest: a text in it is too long, or the template writes nothing of a message.
+            BadRequest: a text is too long, or the template drops a message.
         """
         messages: Sequence[Message] = fields["messages"]
         keys = [context.key for context in contexts]
@@ -99,7 +103,8 @@ class ChatFace(Face):
     def _root(
         self, session: Session, fields: Mapping[str, Any], place: ParentMatch, now: float, *, segment: str | None = None
     ) -> AgentRequest:
-        """A turn that begins a segment: the engine renders its messages, in a form that it takes."""
+        """Return a turn that starts a segment. The engine renders its messages, so arguments of calls become what it
+        accepts."""
         messages, wrapped = self._continuation.readable(fields["messages"])
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
@@ -107,10 +112,10 @@ class ChatFace(Face):
         return AgentRequest(session, self.path, fields, (place,), now, segment=segment, facts=facts)
 
     def _check_written(self, fields: Mapping[str, Any], context: Context, places: Sequence[int] | None) -> None:
-        """See that the template writes something of every message that the engine renders.
+        """Check that the template writes every message that the engine is going to render.
 
         Raises:
-            BadRequest: it does not.
+            BadRequest: the template drops a message.
         """
         if isinstance(fields.get("input_ids"), list):
             return
@@ -119,11 +124,12 @@ class ChatFace(Face):
         if place is not None:
             role, sent = messages[place]["role"][:64], place if places is None else places[place]
             raise BadRequest(
-                f"messages[{sent}]: the chat template writes nothing of a message with the role {role!r} here"
+                f"messages[{sent}]: the chat template would drop this message with the role {role!r}; "
+                "move it, or use another role"
             )
 
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:
-        """Of a root too, as the model's template and tokenizer have it."""
+        """Return the tokens in the prompt. A root turn is rendered here with the model's template and tokenizer."""
         known, fields = await super().prompt_tokens(turn), turn.fields
         own = fields.get("input_ids")
         if known is not None or isinstance(own, list):
@@ -131,28 +137,33 @@ class ChatFace(Face):
         if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, GOES_ON):
             return None
         try:
-            return await self.rendered_tokens(fields)
+            return await self.count_rendered_tokens(fields)
         except CannotRender:
             return None
 
-    async def rendered_tokens(self, fields: Mapping[str, Any]) -> int:
-        """How many ids the engine makes of a chat request that continues nothing. Raises as `_rendered`."""
-        return len(await self._rendered(fields))
+    async def count_rendered_tokens(self, fields: Mapping[str, Any]) -> int:
+        """Return the number of ids in the prompt of a root turn.
 
-    async def rendered(self, fields: Mapping[str, Any]) -> Tokens:
+        Raises:
+            CannotRender: the template refuses the messages.
+            TextTooLong: the rendered text is too long.
+        """
+        return len(await self._render(fields))
+
+    async def render_ids(self, fields: Mapping[str, Any]) -> Tokens:
         if isinstance(own := fields.get("input_ids"), list):
             return Piece.given(own).tokens
         try:
-            return await self._rendered(fields)
+            return await self._render(fields)
         except CannotRender as error:
             raise BadRequest(f"the chat template refuses these messages: {error}") from None
 
-    async def _rendered(self, fields: Mapping[str, Any]) -> Tokens:
-        """The ids that the engine makes of a chat request that continues nothing.
+    async def _render(self, fields: Mapping[str, Any]) -> Tokens:
+        """Return the ids that the engine makes of a root turn's request.
 
         Raises:
-            CannotRender: the template refuses it.
-            TextTooLong: it is too long.
+            CannotRender: the template refuses the messages.
+            TextTooLong: the rendered text is too long.
         """
         context, *_ = contexts_of(fields)
         goes_on = bool(fields.get(GOES_ON))
@@ -161,10 +172,10 @@ class ChatFace(Face):
         )
 
     async def _prompt(self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn) -> PromptIds:
-        """The ids behind a held turn.
+        """Return the ids that extend a recorded turn.
 
         Raises:
-            NotAppendOnly: they cannot be given exactly.
+            NotAppendOnly: no exact ids can be given.
         """
         obstacle = ids_obstacle(fields) or ("not_text" if not only_text(place.appended) else None)
         if obstacle is not None:
@@ -173,8 +184,12 @@ class ChatFace(Face):
         return PromptIds(parent, Piece(frozen(extension.ids)), extension.drop)
 
 
-def _look_for_functions(fields: Mapping[str, Any], unread: Unread) -> None:
-    """Raises BadRequest: a session's first turn has functions of the form that no engine reads."""
+def _check_legacy_functions(fields: Mapping[str, Any], unread: Unread) -> None:
+    """Record the legacy `functions` and `function_call` fields as unread; no engine reads them.
+
+    Raises:
+        BadRequest: it is the session's first turn.
+    """
     for name in FUNCTIONS:
         if fields.get(name) and fields[name] not in ANY_FUNCTION:
             if unread.first:

@@ -1,6 +1,6 @@
 """`/v1/completions` within a session: text or ids in, text out.
 
-A prompt of ids that begins with all tokens of a held turn extends that turn; any other prompt is a root.
+A prompt of ids that begins with all tokens of a recorded turn extends that turn. Any other prompt starts a root turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from middleware_hub.openai_session.faces.face import Face, given
+from middleware_hub.openai_session.faces.face import Face, without_nulls
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
@@ -28,26 +28,27 @@ CONTEXT = b"completions"
 
 
 class CompletionsFace(Face):
-    """OpenAI's older API."""
+    """OpenAI's legacy completions API."""
 
     path = CompletionsEndpoint.path
     endpoint = CompletionsEndpoint()
 
-    def untraceable(self, request: object) -> str | None:
-        """With `echo` an answer's ids are not those that were sampled."""
+    def untraced_reason(self, request: object) -> str | None:
+        """Return a reason for requests with `echo`, where the answer's ids include the prompt's, which were not
+        sampled."""
         if isinstance(request, Mapping) and request.get("echo"):
-            return "with echo, text and logprobs are the prompt's as well"
+            return "with echo, the answer also contains the prompt's text and logprobs, which were not sampled"
         return None
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
-        """Place each prompt of a request.
+        """Find the parent turn of each prompt of a request.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: the request or a prompt is invalid.
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
-        request = self._settings.of_any(given(request))
+        request = self._settings.with_adapter(without_nulls(request))
         prompt = request.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise BadRequest("prompt must be a string, token ids, or a list of either")
@@ -59,11 +60,11 @@ class CompletionsFace(Face):
             return AgentRequest(session, self.path, request, places, now, segment="batch")
         turn = AgentRequest(session, self.path, request, (_root(prompt),), now)
         if isinstance(prompt, list):
-            return _extended(turn, prompt, _checked_ids(prompt))
-        return replace(turn, segment="text_prompt") if _continues(prompt, session) else turn
+            return _extend_deepest(turn, prompt, _checked_ids(prompt))
+        return replace(turn, segment="text_prompt") if _continues_text(prompt, session) else turn
 
     async def prompt_tokens(self, turn: AgentRequest) -> int | None:
-        """Of texts too, as the tokenizer has them."""
+        """Return the tokens in the longest prompt. Texts are counted with the tokenizer."""
         prompts = turn.fields["prompt"]
         several = isinstance(prompts, list) and set(map(type, prompts)) & {str, list}
         counts = [await self._tokens(each) for each in (prompts if several else [prompts])]
@@ -74,10 +75,10 @@ class CompletionsFace(Face):
 
 
 def _check_prompts(prompts: list[Any]) -> None:
-    """See that each prompt of a batch is a text or ids.
+    """Check that each prompt of a batch is a text or a list of ids.
 
     Raises:
-        BadRequest: one of them is neither.
+        BadRequest: a prompt is neither.
     """
     for each in prompts:
         if isinstance(each, list):
@@ -87,10 +88,10 @@ def _check_prompts(prompts: list[Any]) -> None:
 
 
 def _checked_ids(prompt: list[Any]) -> Tokens:
-    """A prompt's ids.
+    """Return a prompt's ids.
 
     Raises:
-        BadRequest: they are none. An engine ends over some of them.
+        BadRequest: the list holds something else than valid ids. Some invalid ids crash an engine.
     """
     if not set(map(type, prompt)) <= {int}:
         raise BadRequest("prompt must be a string, token ids, or a list of either")
@@ -105,24 +106,27 @@ def _root(prompt: object) -> ParentMatch:
 
 
 def _message(prompt: object) -> Message:
-    """A prompt as a message. Ids are held as tokens, once: here they only say which they are."""
+    """Return a message that stands for a prompt. Ids are stored once, as tokens; their message holds only count and
+    digest."""
     if isinstance(prompt, list):
         digest = blake2b(orjson.dumps(prompt), digest_size=16).hexdigest()
         return {"role": "prompt", "content": f"{len(prompt)} token ids, blake2b {digest}"}
     return {"role": "prompt", "content": prompt}
 
 
-def _extended(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
-    """Place a prompt of ids behind the deepest turn that it begins with."""
-    parent = _deepest(ids, turn.session)
+def _extend_deepest(turn: AgentRequest, prompt: list[int], ids: Tokens) -> AgentRequest:
+    """Return the turn as an extension of the deepest recorded turn whose tokens the prompt begins with; unchanged if
+    there is none."""
+    parent = _find_deepest(ids, turn.session)
     if parent is None:
         return turn
     place = ParentMatch(parent, (_message(prompt[parent.tokens :]),), parent.context)
     return replace(turn, places=(place,), prompt=PromptIds(parent, Piece.given(ids[parent.tokens :])))
 
 
-def _continues(prompt: str, session: Session) -> bool:
-    """Whether a text goes on from a held one. Its ids need not begin with those held, so that it is a root."""
+def _continues_text(prompt: str, session: Session) -> bool:
+    """Return True if a text begins with a recorded root's prompt and answer. It is a root turn all the same: its ids
+    need not begin with the recorded ones."""
     return any(
         prompt.startswith(turn.appended[0]["content"] + turn.answer["content"])
         for turn in session.roots
@@ -130,21 +134,21 @@ def _continues(prompt: str, session: Session) -> bool:
     )
 
 
-def _deepest(ids: Tokens, session: Session) -> Turn | None:
-    """The turn with the most tokens of those that the ids begin with, the latest of several."""
+def _find_deepest(ids: Tokens, session: Session) -> Turn | None:
+    """Return the longest recorded turn that is a prefix of the ids, the latest one of equals; None if there is none."""
     best: Turn | None = None
     candidates = [root for root in session.roots if root.context == CONTEXT]
     while candidates:
         turn = candidates.pop()
-        if _goes_on(ids, turn):
+        if _contains_turn(ids, turn):
             candidates.extend(session.history.children(turn))
             if best is None or (turn.tokens, turn.number) > (best.tokens, best.number):
                 best = turn
     return best
 
 
-def _goes_on(ids: Tokens, turn: Turn) -> bool:
-    """Whether a turn's own tokens stand in ids that begin with its parent's."""
+def _contains_turn(ids: Tokens, turn: Turn) -> bool:
+    """Return True if the ids contain this turn's own tokens. They are known to begin with its parent's."""
     begin = turn.prompt_tokens - len(turn.given)
     for piece in (turn.given, *turn.sampled):
         if not np.array_equal(ids[begin : begin + len(piece)], piece.tokens):

@@ -1,23 +1,23 @@
-"""Calls that are not, or may not be, sampled to their end: their arguments never look complete."""
+"""Arguments of tool calls that are cut, or may be: they never look complete."""
 
 from __future__ import annotations
 
 
 def open_arguments(arguments: str) -> str:
-    """Arguments without the brace that ends them: an engine that is cut in the middle of a call closes it by itself."""
+    """Return the arguments without their closing brace. An engine that is cut inside a call adds that brace itself."""
     stripped = arguments.rstrip()
     return stripped[:-1] if stripped.endswith("}") else arguments
 
 
 class OpenArguments:
-    """The arguments of a call of a stream. What may end them waits, until what comes behind it shows that the call was
+    """The streamed arguments of one tool call. A closing brace is held back until later output proves that the call was
     sampled to its end."""
 
     def __init__(self) -> None:
         self.waiting = ""
 
     def feed(self, arguments: str) -> str:
-        """So much more; gives what is shown now."""
+        """Add arguments; return the part that may be shown now."""
         arguments = self.waiting + arguments
         shown = open_arguments(arguments)
         self.waiting = arguments[len(shown) :]

@@ -1,4 +1,4 @@
-"""What a run and a session decide about requests that hold more than a session traces."""
+"""Policies of a run and a session for requests with media or unknown fields, which a session does not trace."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from middleware_hub.openai_session.sessions.session import Session
 from miles_router.errors import ConfigError
 
 RECORD = "record"
-#: Of unknown fields.
+#: The policies for unknown fields.
 UNKNOWN_POLICIES = (REFUSE, RECORD)
 UNKNOWN_HINT = "set the option unknown_fields of the sessions to 'record' to have such fields ignored and recorded"
-#: Names that the record of a turn has at most, and characters of each.
+#: The most unknown fields that a turn's record names, and the most characters of each name.
 MOST_NAMES, LONGEST_NAME = 32, 64
 
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """What is refused of one request."""
+    """Flags for one request: whether media, and whether unknown fields are refused."""
 
     media: bool = True
     unknown: bool = True
@@ -29,17 +29,17 @@ class RequestPolicy:
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """The same for all requests of a run: policies by their names."""
+    """The run's policies for all requests, by their option names."""
 
     media: str = REFUSE_FIRST
     unknown: str = REFUSE
 
     @classmethod
     def checked(cls, media: str, unknown_fields: str) -> RunPolicy:
-        """Return those of the options.
+        """Return the policies of these options.
 
         Raises:
-            ConfigError: one of them is no policy.
+            ConfigError: an option is not the name of a policy.
         """
         for option, value, known in (
             ("media", media, POLICIES),
@@ -51,14 +51,14 @@ class RunPolicy:
         return cls(media, unknown_fields)
 
     def of(self, session: Session) -> RequestPolicy:
-        """Return what is refused of the next request of a session; its contract counts more."""
+        """Return the policy for the session's next request. The session's contract takes precedence over the run."""
         media = session.episode.contract.media or self.media
         refuses = media == REFUSE or (media == REFUSE_FIRST and not session.turns)
         return RequestPolicy(refuses, self.unknown == REFUSE)
 
 
 class UnknownFields:
-    """The fields of one request that this API does not have.
+    """The fields of one request that its API does not have.
 
     Attributes:
         names: in the order in which they were found, at most `MOST_NAMES`.
@@ -69,11 +69,12 @@ class UnknownFields:
         self.names: list[str] = []
 
     def refused(self, holder: Mapping[str, Any], known: Set[str], before: str = "") -> str | None:
-        """Return the first unknown field that has a value, if such are refused, else note all of them. Null and false
-        mean that a field is not given.
+        """Return the first unknown field if the policy refuses such fields, else record all and return None. Fields
+        that are null or false count as not given.
 
         Args:
-            before: what stands in front of the names of this object.
+            holder: an object of the request.
+            before: the path of that object, which is put in front of the names.
         """
         found = sorted(each for each in holder.keys() - known if holder[each] is not None and holder[each] is not False)
         if found and self._refuses:
@@ -83,5 +84,5 @@ class UnknownFields:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record of a turn says of them."""
+        """The unknown fields, for the turn's record."""
         return {"unknown_fields": self.names} if self.names else {}

@@ -50,7 +50,7 @@ class SessionEndpoint:
         named = name is not None and method == "GET" and _is_of_models(path)
         app = partial(shown_models, name, self._app) if name is not None and named else self._app
         for face in self._faces.values():
-            if await face.beside(session, scope, receive, send, app):
+            if await face.answer_other(session, scope, receive, send, app):
                 return True
         if named:
             await app(scope, receive, send)
@@ -60,7 +60,7 @@ class SessionEndpoint:
         """Write the errors of a request in the format of its agent API; `path` is the path within the session."""
         own = self._faces.get(path)
         for face in (own,) if own is not None else self._faces.values():
-            if face.speaks(scope, path):
+            if face.owns_path(scope, path):
                 Exchange.of(scope).error_body = face.error_body
 
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:

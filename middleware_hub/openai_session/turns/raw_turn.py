@@ -235,9 +235,7 @@ class _RawChoice:
 
     def end(self, finish: str) -> tuple[Sequence[Mapping[str, Any]], str | None]:
         """Return the remaining deltas, and why the text could not be parsed; None if it could."""
-        deltas = self.live.new_deltas(
-            self.text, at_once=True
-        )  # shown even if parsing the whole text gives another result
+        deltas = self.live.new_deltas(self.text, at_once=True)  # even if the whole text parses otherwise
         message, rest, unread = self._turn.parse(self.text, {}, finish)
         if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
             return deltas, unread or "a call was shown that the whole text does not have"

@@ -13,7 +13,7 @@ from typing import Any
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, head
+from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -114,7 +114,7 @@ class TurnRunner:
 
     async def _run_once(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
         face = asked.face
-        if (reason := face.untraceable(asked.parsed)) is not None:
+        if (reason := face.untraced_reason(asked.parsed)) is not None:
             await self.pass_untraced(session, reason, asked.body, asked.scope, asked.receive, reply.send)
             return
         account = partial(self._store.account, session)
@@ -126,10 +126,10 @@ class TurnRunner:
             except ContextOverflow as error:
                 # Harnesses of some APIs look for a full context in the stream. If a heartbeat has begun the stream, the
                 # error is written there anyway.
-                events = None if form.began else face.as_stream(session, asked.parsed, error)
+                events = None if form.began else face.overflow_stream(session, asked.parsed, error)
                 if events is None:
                     raise
-                await reply.finish(events, head(events, EVENT_STREAM))
+                await reply.finish(events, start_message(events, EVENT_STREAM))
 
     async def _run(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
         # Checked only here: a recorded answer is repeated even if there is no room for another turn.
@@ -142,7 +142,7 @@ class TurnRunner:
         with self._keeper.running(session, asked.exchange) as running:
             with Watch(asked.receive):  # encoding a long text takes time: stop if the agent disconnects
                 request = await asked.face.turn(session, asked.parsed, now=self._now())
-                form.is_of(request)
+                form.set_turn(request)
                 grant = await self._keeper.grant(asked.face, request, asked.repeat_key, running)
             async with self._run_to_end(request, grant, asked, running, reply) as receive:
                 plan = await self._plan(asked, request, grant)
@@ -210,7 +210,7 @@ class TurnRunner:
         decode = self._router.tokenizer.decode
         if request.prompt is not None:
             return RawTurn.from_prompt(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
-        ids = await face.rendered(fields)
+        ids = await face.render_ids(fields)
         return RawTurn.from_prompt(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
 
     def _set_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:

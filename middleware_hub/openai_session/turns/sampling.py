@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, ReplyWriter, head
+from middleware_hub.openai_session.faces.face import Face, ReplyWriter, start_message
 from middleware_hub.openai_session.turns.carried import CarriedAnswer, TurnReply
 from middleware_hub.openai_session.turns.carried_stream import CarriedStream
 from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts, TurnPlan, TurnRequest
@@ -303,7 +303,7 @@ class WholeTurn(TurnSampling):
         if collected.status == 200 or self._reparsed is not None:
             await end()
         else:
-            await collected.give_to(reply.send, self.writer.refusal(collected.body, collected.status))
+            await collected.give_to(reply.send, self.writer.write_refusal(collected.body, collected.status))
 
     async def answer(self) -> SampledAnswer:
         answer = self._reparsed or _whole_answer(self._joined or _parsed(self._collected), self.plan.request.choices)
@@ -325,13 +325,13 @@ class WholeTurn(TurnSampling):
         seen, read = self.face.endpoint.for_client(answer, self.fields), token_count(answer.get("usage"))
         try:
             stream = self.plan.request.stream
-            self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.whole(seen))
+            self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.write_answer(seen))
         except orjson.JSONEncodeError:  # raise before recording, because the agent cannot get the answer
             raise UnusableAnswer("the worker's answer cannot be sent to the agent: it is nested too deep") from None
         except AnswerCut as error:
             return SampledAnswer(choices, read, error=error)
         headers = self._collected.start["headers"] if self._reparsed is None else JSON
-        return SampledAnswer(choices, read, head(body, EVENT_STREAM if stream else headers))
+        return SampledAnswer(choices, read, start_message(body, EVENT_STREAM if stream else headers))
 
     def end(self) -> bytes:
         return self._end
@@ -339,8 +339,8 @@ class WholeTurn(TurnSampling):
     def _as_stream(self, answer: Mapping[str, Any]) -> bytes:
         """Return a whole answer as the bytes of a stream."""
         assert self.face.endpoint.chunks is not None
-        events = [self.writer.chunk(chunk, b"") for chunk in self.face.endpoint.chunks(answer, self.fields)]
-        return b"".join([*events, self.writer.other(Event.read(LAST_EVENT))])
+        events = [self.writer.write_chunk(chunk, b"") for chunk in self.face.endpoint.chunks(answer, self.fields)]
+        return b"".join([*events, self.writer.write_other(Event.read(LAST_EVENT))])
 
     async def _with_unfinished(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the answer with the incomplete tool calls at its end."""

@@ -108,7 +108,7 @@ class TurnStream:
                     return b""
         shown = self._release_held() if event.data else b""
         if not self._answer_end and not event.is_last:
-            return shown + self._writer.other(event)
+            return shown + self._writer.write_other(event)
         if not self.cut_choices:
             self._answer_end.append(event)
         return shown
@@ -136,13 +136,14 @@ class TurnStream:
         shown = self._release_held()
         self._answer_end.clear()
         body = {"error": {"message": str(error), "type": error.type, "code": error.status}}
-        return shown + self._writer.other(Event.read(write_event(body)))
+        return shown + self._writer.write_other(Event.read(write_event(body)))
 
     def release(self) -> bytes:
         """Return the bytes of the answer's end, which `feed` kept back."""
         held, self._answer_end = self._answer_end, []
         return b"".join(
-            self._writer.other(each) if isinstance(each, Event) else self._writer.chunk(*each) for each in held
+            self._writer.write_other(each) if isinstance(each, Event) else self._writer.write_chunk(*each)
+            for each in held
         )
 
     def add_calls(self, choice: Choice, deltas: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
@@ -268,7 +269,7 @@ class TurnStream:
         if any(map(_FINISH, choices)) or (self._answer_end and not choices):  # part of an answer's end
             self._answer_end.append(NamedChunk(seen, name))
             return b""
-        return self._writer.chunk(seen, name)
+        return self._writer.write_chunk(seen, name)
 
     # Cut choices
 

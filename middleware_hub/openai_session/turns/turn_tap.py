@@ -81,7 +81,7 @@ class TurnTap(Tap):
         """
         if self.start["status"] == 200:
             raise UnusableAnswer("the worker's answer is not an event stream")
-        return self._writer.refusal(body, self.start["status"])
+        return self._writer.write_refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
         """Return the bytes that the agent gets for an event."""

@@ -1,4 +1,4 @@
-"""A whole answer as a message of this API, and what whole answers and streams have in common."""
+"""Answers of the Messages API that are not streamed, and what they share with streams."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from middleware_hub.openai_session.errors import AnswerCut
 from middleware_hub.openai_session.faces.messages.echo import input_of, signature
 from miles_router.engines.openai.chat_stream import cached_tokens
 
-#: Why an answer ended. `abort` is no end: it is an error, as it is nowhere else in this API.
+#: `stop_reason` by the engine's finish reason. `abort` is missing: this API cannot express it, so it becomes an error.
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
 CUT = "the engine cut the answer off"
 
 
 class AnswerEnd:
-    """Why and with how many tokens an answer ended, as far as it is known.
+    """The finish reason and token counts of one answer, as far as they are known.
 
     Args:
         stops: the stop sequences of the request.
-        most: the tokens that it allows.
-        prompt_tokens: where they are known before the engine says.
+        most: the request's `max_tokens`.
+        prompt_tokens: the length of the prompt, if the router knows it before the engine reports usage.
     """
 
     def __init__(self, stops: Sequence[str], most: int, prompt_tokens: int | None) -> None:
@@ -33,7 +33,7 @@ class AnswerEnd:
         self._cached: int | None = None
 
     def read(self, part: Mapping[str, Any]) -> None:
-        """What an answer, or a chunk of one, says of it."""
+        """Read the usage of an answer, or of a chunk of one."""
         usage = part.get("usage")
         if isinstance(usage, Mapping):
             self._prompt_tokens = usage.get("prompt_tokens", self._prompt_tokens)
@@ -44,27 +44,27 @@ class AnswerEnd:
         if (cached := cached_tokens(part.get("sglext"))) is not None:
             self._cached = cached
 
-    def end(self, choice: Mapping[str, Any]) -> None:
-        """What a choice says of its end."""
+    def read_finish(self, choice: Mapping[str, Any]) -> None:
+        """Read the finish reason of a choice."""
         self.finish, self._matched = choice.get("finish_reason"), choice.get("matched_stop")
 
     @property
     def knows_prompt(self) -> bool:
-        """Whether the length of the prompt is known."""
+        """True if the length of the prompt is known."""
         return self._prompt_tokens is not None
 
     @property
-    def cut(self) -> bool:
-        """Whether the answer was cut in a way that this API has no stop reason for."""
+    def is_cut(self) -> bool:
+        """True if this API has no stop reason for the engine's finish reason."""
         return self.finish not in STOP_REASONS
 
     @property
-    def calls_are_whole(self) -> bool:
-        """Whether the last call of an answer with this end was sampled to its end."""
+    def last_call_complete(self) -> bool:
+        """True if the last call of the answer was sampled to its end."""
         return self.finish in ("stop", "tool_calls")
 
-    def stopped(self, *, calls: bool) -> dict[str, Any]:
-        """`stop_reason` and `stop_sequence`."""
+    def stop_fields(self, *, calls: bool) -> dict[str, Any]:
+        """Return `stop_reason` and `stop_sequence`. `calls`: whether the answer contains tool calls."""
         reason, sequence = STOP_REASONS.get(self.finish or "", "end_turn"), None
         if self.finish == "stop" and calls:
             reason = "tool_use"
@@ -75,7 +75,7 @@ class AnswerEnd:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def usage(self) -> dict[str, int]:
-        """Tokens, those from the prefix cache apart where the engine says how many they are."""
+        """Return the token counts. Tokens from the prefix cache are apart, if the engine reports them."""
         prompt = self._prompt_tokens or 0
         tokens = {"output_tokens": self._output_tokens}
         if self._cached is None:
@@ -85,8 +85,8 @@ class AnswerEnd:
         return {"input_tokens": prompt - cached, **caches, **tokens}
 
 
-def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stopped: Any) -> dict[str, Any]:
-    """A message: a whole one, or the one that a stream begins with."""
+def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stop_fields: Any) -> dict[str, Any]:
+    """Return a message object: a complete answer, or the one in `message_start`, which has no content yet."""
     return {
         "id": f"msg_{answer.get('id')}",
         "type": "message",
@@ -95,29 +95,29 @@ def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd
         "content": list(content),
         "stop_reason": None,
         "stop_sequence": None,
-        **stopped,
+        **stop_fields,
         "usage": ending.usage(),
     }
 
 
-def whole(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
-    """A whole answer.
+def complete_message(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
+    """Return the message for an answer that is not streamed.
 
     Raises:
-        AnswerCut: it was cut off.
+        AnswerCut: the engine cut the answer off.
     """
     (choice,) = answer["choices"]
     ending.read(answer)
-    ending.end(choice)
-    if ending.cut:
+    ending.read_finish(choice)
+    if ending.is_cut:
         raise AnswerCut(CUT)
     content = list(blocks(choice["message"], omits_thinking=omits_thinking))
     calls = any(block["type"] == "tool_use" for block in content)
-    return message(answer, content, ending, **ending.stopped(calls=calls))
+    return message(answer, content, ending, **ending.stop_fields(calls=calls))
 
 
 def blocks(said: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, Any]]:
-    """The blocks of an assistant's message. Text that is white space alone is none."""
+    """Return the content blocks of an assistant's message. Text that is only white space gets no block."""
     content: list[dict[str, Any]] = []
     thinking, text = said.get("reasoning_content"), said.get("content")
     if thinking:

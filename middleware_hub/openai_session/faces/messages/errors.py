@@ -1,6 +1,6 @@
 """Errors as Anthropic's API has them: `{"type": "error", "error": {"type", "message"}}` (its documentation, "Errors").
 
-The types are those that the official clients know. What the router calls an error stands in `details.error_code`.
+The types are those that the official clients know. The router's own error type is in `details.error_code`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miles_router.engines.refusals import Overflow, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, RouterError
 
 API_ERROR, OVERLOADED, INVALID = "api_error", "overloaded_error", "invalid_request_error"
-#: What harnesses look for.
+#: The words by which harnesses recognize a full context window.
 TOO_LONG = "prompt is too long"
 TYPES = {
     401: "authentication_error",
@@ -34,22 +34,20 @@ TYPES = {
 
 
 def invalid(where: str, what: str) -> BadRequest:
-    """A request that is none, as this API says it: `messages.0.content: ...`."""
+    """Return an error in this API's form: `messages.0.content: ...`."""
     return BadRequest(f"{where}: {what}")
 
 
 def unknown_field(name: str) -> BadRequest:
-    """A request with a field that this API does not have."""
+    """Return the error for a field that this API does not have."""
     return invalid(name, f"Extra inputs are not permitted; {UNKNOWN_HINT}")
 
 
 def type_of(status: int) -> str:
-    """The type of an error with this status."""
     return TYPES.get(status) or (INVALID if 400 <= status < 500 else API_ERROR)
 
 
 def error(kind: str, message: str, *, code: str | None = None, request_id: str | None = None) -> dict[str, Any]:
-    """An error's body."""
     said: dict[str, Any] = {"type": kind, "message": message}
     if code is not None:
         said["details"] = {"error_code": code}
@@ -57,8 +55,8 @@ def error(kind: str, message: str, *, code: str | None = None, request_id: str |
     return body if request_id is None else {**body, "request_id": request_id}
 
 
-def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
-    """An error of the router's own."""
+def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
+    """Return the body for a router error."""
     if isinstance(failure, ContextOverflow):
         overflow = failure.overflow
         words = f"{TOO_LONG}: {failure.why}" if overflow is None else too_long(overflow)
@@ -68,8 +66,8 @@ def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
     return error(type_of(failure.status), str(failure), code=failure.type, request_id=request_id)
 
 
-def of_engine(parsed: object, status: int) -> dict[str, Any]:
-    """An error that the engine answers with, or tells of in a stream."""
+def engine_error(parsed: object, status: int) -> dict[str, Any]:
+    """Return the body for an engine's error response, or for an error event in its stream."""
     overflow = overflow_of(parsed)
     if overflow is not None:
         return error(INVALID, too_long(overflow))
@@ -78,12 +76,13 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 
 def refusal_body(body: bytes, status: int) -> bytes:
-    """The same, for a body that may be no JSON."""
-    return orjson.dumps(of_engine(parsed_refusal(body), status))
+    """Return the encoded body for an engine's error response, which may not be JSON."""
+    return orjson.dumps(engine_error(parsed_refusal(body), status))
 
 
 def too_long(overflow: Overflow) -> str:
-    """The words that harnesses understand: they compact their history, or ask for fewer tokens."""
+    """Return the message of a context overflow. Harnesses parse these words; they compact their history or ask for
+    fewer tokens."""
     if overflow.asked is None:
         return f"{TOO_LONG}: {overflow.prompt} tokens > {overflow.limit} maximum"
     return (

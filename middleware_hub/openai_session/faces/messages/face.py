@@ -1,4 +1,4 @@
-"""`/v1/messages`, `/v1/messages/count_tokens`, and the list of models for clients of this API."""
+"""`/v1/messages`, `/v1/messages/count_tokens`, and the list of models for Anthropic clients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import orjson
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, StreamForm, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, StreamForm, send_json
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo
-from middleware_hub.openai_session.faces.messages.models import listed
+from middleware_hub.openai_session.faces.messages.models import in_anthropic_format
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
 from middleware_hub.openai_session.faces.messages.stream import MessagesForm, MessagesWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
@@ -27,9 +27,9 @@ from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scop
 
 #: The header that every client of this API sends.
 VERSION = b"anthropic-version"
-#: What Claude Code names a sub-agent in.
+#: The header in which Claude Code names a sub-agent.
 SUB_AGENT = b"x-claude-code-agent-id"
-#: Asked for a stream whose prompt's length only the engine knows, so that its first event can say it.
+#: Stream options for a prompt whose length only the engine knows: `message_start` must contain it.
 USAGE_FROM_THE_START = {"include_usage": True, "continuous_usage_stats": True}
 
 
@@ -44,40 +44,32 @@ class MessagesFace(ChatFace):
         self._system_anywhere = "system" not in continuation.proof.refused
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
-        """Place a request behind the deepest turn whose messages it begins with.
-
-        Raises:
-            BadRequest: it is none, or asks for what cannot be traced.
-        """
         return await self._turn(session, request, now, counts=False)
 
     def is_side_call(self, scope: Scope) -> bool:
-        """Whether a sub-agent asks."""
+        """Return True if Claude Code's header names a sub-agent."""
         return first_header(scope["headers"], SUB_AGENT) is not None
 
     def writer(self, turn: AgentRequest) -> ReplyWriter:
-        """Messages, or their events."""
         asked = turn.asked
         assert isinstance(asked, Mapping)
         prompt_tokens = turn.prompt.length if turn.prompt is not None else None
-        # What its agent asked for, whatever the session's contract has made of it.
+        # The agent's own limits, not those that the session's contract puts in their place.
         ending = AnswerEnd(asked.get("stop_sequences") or (), asked["max_tokens"], prompt_tokens)
         return MessagesWriter(ending, omits_thinking=omits_thinking(asked))
 
     def stream_form(self, session: Session, request: object) -> StreamForm:
-        """Return pings."""
         return MessagesForm()
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
-        """In this API's words."""
-        return errors.of_router(error, request_id)
+        return errors.router_error(error, request_id)
 
-    def speaks(self, scope: Scope, path: str) -> bool:
-        """What is this API's alone, and the models, where a client of this API asks for them."""
+    def owns_path(self, scope: Scope, path: str) -> bool:
+        """Return True for this API's paths, and for the list of models if an Anthropic client asks."""
         return path == paths.MESSAGES or path.startswith(f"{paths.MESSAGES}/") or _lists_models(scope, path)
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
-        """Tokens that are counted, and models."""
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+        """Answer `/v1/messages/count_tokens` and the list of models; return False for anything else."""
         method, path = scope["method"], scope["path"]
         if method == "POST" and path == paths.COUNT_TOKENS:
             await self._count(session, scope, receive, send)
@@ -97,8 +89,8 @@ class MessagesFace(ChatFace):
             counts=counts,
             policy=policy,
         )
-        fields = self._settings.of_chat(asked.fields)
-        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        fields = self._settings.with_chat_settings(asked.fields)
+        turn = await self.build_turn(session, fields, asked.contexts(fields), now=now)
         if turn.stream and turn.prompt is None:
             fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
         else:
@@ -106,21 +98,21 @@ class MessagesFace(ChatFace):
         return replace(turn, fields=fields, asked=request, facts={**turn.facts, **asked.facts})
 
     async def _count(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """How many tokens the engine would be given, without asking it.
+        """Answer with the number of prompt tokens, without asking an engine.
 
         Raises:
-            BadRequest: the request is none, or the template refuses it.
+            BadRequest: the request is invalid, or the template refuses it.
         """
         exchange = Exchange.of(scope)
         request = exchange.loads(await exchange.read(receive))
         with Watch(receive):
             turn = await self._turn(session, request, 0.0, counts=True)
             length = turn.prompt.length if turn.prompt is not None else await self._counted(turn.fields)
-        await give_json(send, {"input_tokens": length})
+        await send_json(send, {"input_tokens": length})
 
     async def _counted(self, fields: Mapping[str, Any]) -> int:
         try:
-            return await self.rendered_tokens(fields)
+            return await self.count_rendered_tokens(fields)
         except CannotRender as reason:
             raise BadRequest(f"messages: {reason}") from None
 
@@ -134,7 +126,7 @@ async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> N
     collected = Collected()
     await collected.call(app, scope, receive)
     if collected.is_json:
-        await collected.give_to(send, orjson.dumps(listed(collected.parse())))
+        await collected.give_to(send, orjson.dumps(in_anthropic_format(collected.parse())))
     elif collected.status != 200:
         await collected.give_to(send, errors.refusal_body(collected.body, collected.status))
     else:

@@ -1,4 +1,4 @@
-"""The engine's models as Anthropic's API lists them."""
+"""The engine's models in the format of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 
-def listed(answer: object) -> object:
-    """A list of models, or one of them; anything else as it is."""
+def in_anthropic_format(answer: object) -> object:
+    """Return an engine's list of models, or one model, in Anthropic's format; any other answer unchanged."""
     if not isinstance(answer, Mapping):
         return answer
     if not isinstance(answer.get("data"), list):

@@ -1,5 +1,7 @@
-"""A Messages request to a chat request. Every field is known: it is translated, says nothing to a model, or is refused
-by name, so that no request means something else than its sampled tokens say.
+"""Translates a Messages request to a chat request.
+
+Each field is translated, ignored because it cannot affect the model, or refused by name. So no request means something
+else than its sampled tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from middleware_hub.openai_session.sessions.prompting import Context, contexts_o
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 
-#: What is translated.
+#: Fields that are translated.
 READ = frozenset(
     (
         *("model", "messages", "system", "max_tokens", "stream", "temperature", "top_p", "top_k", "stop_sequences"),
         *("tools", "tool_choice", "thinking", "output_config", "output_format"),
     )
 )
-#: What is about accounts, caches and servers, or asks that less be shown to the model once there is too much.
+#: Fields that are ignored: accounts, caches and servers, and `context_management`, which trims long histories.
 HARMLESS = frozenset(
     (
         *("metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "betas"),
@@ -32,22 +34,22 @@ HARMLESS = frozenset(
         "context_management",
     )
 )
-#: What this API runs by itself, and nobody here does.
+#: Fields for features that run on Anthropic's servers, which do not exist here.
 REFUSED = frozenset({"mcp_servers", "container", "thread", "compaction"})
-#: Those that go on as they are, whatever they are: the engine refuses what it cannot take.
-AS_THEY_ARE = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-#: Bytes of tools and settings in all contexts of a request; with more, tools that are loaded later begin a segment.
+#: Fields that are passed on without validation; the engine refuses bad values.
+PASSED_ON = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+#: The most bytes of tools and settings in all contexts of one request. Above it, a tool loaded later starts a segment.
 MAX_CONTEXTS = 1 << 24
 STRICT = RequestPolicy()
 
 
 class MessagesRequest(NamedTuple):
-    """A request, read.
+    """A parsed request.
 
     Attributes:
-        fields: the chat request; its messages are what the session holds.
-        tools: those of the request.
-        facts: what the turn's record says of it.
+        fields: the chat request; its messages are the ones that the session stores.
+        tools: the request's tools.
+        facts: facts for the turn's record.
     """
 
     fields: dict[str, Any]
@@ -55,8 +57,8 @@ class MessagesRequest(NamedTuple):
     facts: Mapping[str, Any]
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
-        """What the request may be rendered with. A tool that was loaded on the way is not in the context of what stood
-        before."""
+        """Return the tools and settings that the parent turn may have been rendered with, the current ones first.
+        Earlier turns were rendered without the tools that were loaded later, so each step of loading is a context."""
         contexts = list(contexts_of(fields))
         shown, loaded = self.tools.shown, self.tools.loaded
         if len(contexts[0].key) * len(loaded) > MAX_CONTEXTS:
@@ -75,10 +77,10 @@ def read(
     counts: bool = False,
     policy: RequestPolicy = STRICT,
 ) -> MessagesRequest:
-    """Read a request; `counts`: one that asks how many tokens it has, and generates nothing.
+    """Parse a request. `counts`: the request only counts tokens, so it needs no length.
 
     Raises:
-        BadRequest: it is none, or asks for what cannot be traced.
+        BadRequest: the request is invalid, or asks for what cannot be traced.
     """
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
@@ -91,7 +93,7 @@ def read(
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
         **{name: request[name] for name in CONTROLS if request.get(name) is not None},
-        **{chat: request[name] for name, chat in AS_THEY_ARE.items() if request.get(name) is not None},
+        **{chat: request[name] for name, chat in PASSED_ON.items() if request.get(name) is not None},
         "messages": messages,
         **_output(request, unknown),
         **choice_of(request.get("tool_choice"), tools),
@@ -106,7 +108,7 @@ def read(
     if settings:
         own = fields.get("chat_template_kwargs")
         fields["chat_template_kwargs"] = {**settings, **(own if isinstance(own, Mapping) else {})}
-    if messages[-1]["role"] == "assistant":  # the answer goes on from words that are put into the assistant's mouth
+    if messages[-1]["role"] == "assistant":  # a prefill: the answer continues this message
         fields["continue_final_message"] = True
     return MessagesRequest(fields, tools, {**conversation.media.facts, **unknown.facts, **tools.facts})
 
@@ -120,7 +122,7 @@ def _messages(
     system_anywhere: bool,
     policy: RequestPolicy,
 ) -> tuple[MessagesConversation, list[Message]]:
-    """Return the messages of a request, and what was read beside them."""
+    """Return the messages of a request, and the conversation that collected its tools and media."""
     tools = MessagesTools(request.get("tools"), echo.functions, unknown)
     conversation = MessagesConversation(echo, tools, system_first=system_first, system_anywhere=system_anywhere)
     conversation.media.refuses = policy.media
@@ -128,7 +130,7 @@ def _messages(
 
 
 def omits_thinking(request: object) -> bool:
-    """Whether an agent is shown no reasoning, but only what stands for it."""
+    """Return True if the agent wants signatures of reasoning without its text."""
     thinking = request.get("thinking") if isinstance(request, Mapping) else None
     return isinstance(thinking, Mapping) and thinking.get("display") == "omitted"
 
@@ -142,7 +144,6 @@ def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
 
 
 def _length(request: Mapping[str, Any]) -> dict[str, Any]:
-    """How long the answer may be, where it ends, and how it is given."""
     most, stops, stream = request.get("max_tokens"), request.get("stop_sequences"), request.get("stream")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise invalid("max_tokens", "Input should be an integer of at least 1")
@@ -159,8 +160,8 @@ def _length(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(given: object) -> dict[str, bool]:
-    """What `thinking` means for a template: whether the model is to reason. `adaptive` leaves that to the template, and
-    to the run's own settings. No engine keeps a budget."""
+    """Return the template settings for `thinking`: whether the model reasons. `adaptive` leaves that to the template
+    and the run's settings. The budget is ignored: no engine enforces one."""
     if given is None:
         return {}
     kind = given.get("type") if isinstance(given, Mapping) else None
@@ -173,7 +174,6 @@ def _thinking(given: object) -> dict[str, bool]:
 
 
 def _output(request: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
-    """How much effort, and in which form."""
     config = request.get("output_config")
     if config is None:
         config = {}

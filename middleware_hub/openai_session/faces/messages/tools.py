@@ -1,8 +1,8 @@
-"""Tools: definitions to chat functions, those that are loaded later, and which of them may be called.
+"""Converts tool definitions to chat functions, loads deferred tools, and translates `tool_choice`.
 
-A tool with `defer_loading` is not shown to the model until a `tool_reference` in a tool's result names it. Its
-definition is written there, so that what stands before does not change; from then on the engine may parse calls of it.
-What a recorded turn was told of a tool stays so, whatever a later request has under its name, or if it has none.
+A tool with `defer_loading` is hidden from the model until a `tool_reference` in a tool result names it. The definition
+is written into that result, so the prompt before it stays the same. From then on the engine may parse calls of it. A
+definition in a recorded turn stays as it is, even if a later request changes or drops the tool.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from middleware_hub.openai_session.faces.messages.errors import invalid, unknown
 from middleware_hub.openai_session.faces.policy import UnknownFields
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
-#: Fields of a tool that say nothing to a model.
+#: Fields of a tool that do not affect the model.
 HARMLESS = frozenset({"type", "cache_control", "eager_input_streaming"})
 READ = frozenset(
     {"name", "description", "input_schema", "strict", "input_examples", "defer_loading", "allowed_callers"}
 )
 DIRECT = ["direct"]
-#: Around a definition in a message.
+#: The tags around a definition in a message.
 BEGIN, END = "<function>", "</function>"
 
 
@@ -32,11 +32,11 @@ class HeldFunctions:
     def __init__(self) -> None:
         self._in_results: dict[tuple[str | None, str], dict[str, Any]] = {}
         self._latest: dict[str, dict[str, Any]] = {}
-        #: Whether a turn is recorded.
+        #: Whether the session has a recorded turn.
         self.began = False
 
     def add(self, message: Message) -> None:
-        """Read a recorded message that may define some."""
+        """Read the definitions in a recorded message, if it has some."""
         content = message.get("content")
         for line in content.split("\n") if isinstance(content, str) and BEGIN in content else ():
             if line.startswith(BEGIN) and line.endswith(END):
@@ -45,19 +45,20 @@ class HeldFunctions:
     def _read(self, text: str, call_id: str | None) -> None:
         try:
             function = parse_text(text)
-        except ValueError:  # a tool's own words
+        except ValueError:  # text that a tool wrote between such tags
             return
         if isinstance(function, dict) and isinstance(name := function.get("name"), str):
             tool = {"type": "function", "function": function}
             self._in_results.setdefault((call_id, name), tool)
             self._latest[name] = tool
 
-    def told(self, call_id: str | None, name: str) -> dict[str, Any] | None:
-        """What the result of this call, or a system message, has said of a tool."""
+    def defined_by(self, call_id: str | None, name: str) -> dict[str, Any] | None:
+        """Return the tool that the result of this call defined; `call_id` None means a system message."""
         return self._in_results.get((call_id, name))
 
-    def gone(self, name: str) -> dict[str, Any] | None:
-        """A tool that a request does not define: as it was said last, or nothing but its name. None in a first turn."""
+    def last_definition(self, name: str) -> dict[str, Any] | None:
+        """Return a tool that the request no longer defines: its last recorded definition, or only its name; None in a
+        first turn."""
         return self._latest.get(name) or ({"type": "function", "function": {"name": name}} if self.began else None)
 
 
@@ -71,7 +72,7 @@ class MessagesTools:
         self._schemas: dict[str, Any] = {}
         self._shown: dict[str, dict[str, Any]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._gone: dict[str, Any] = {}  # schemas of tools that the session was told of
+        self._gone: dict[str, Any] = {}  # schemas of tools that only recorded messages define
         self._left_out: list[str] = []
         if given is None:
             return
@@ -81,13 +82,17 @@ class MessagesTools:
             self._add(tool, f"tools.{place}", again=self._held.began)
 
     def _add(self, tool: object, where: str, *, again: bool = False) -> None:
-        """Take a tool. `again`: a different one under the name of one before is left out, and not refused."""
+        """Add a tool.
+
+        Args:
+            again: leave out a different tool under a name that is taken, instead of refusing it.
+        """
         if not isinstance(tool, Mapping):
             raise invalid(where, "Input should be an object")
         kind = tool.get("type")
         if kind not in (None, "custom"):
             raise invalid(
-                where, f"{str(kind)[:64]!r} is not available here: only tools that the client runs and defines"
+                where, f"a tool of type {str(kind)[:64]!r} is not available: define only tools that the client runs"
             )
         name, schema = tool.get("name"), tool.get("input_schema")
         if not isinstance(name, str) or not isinstance(schema, Mapping):
@@ -107,40 +112,40 @@ class MessagesTools:
         if (name := self._unknown.refused(tool, HARMLESS | READ, f"{where}.")) is not None:
             raise unknown_field(name)
         if tool.get("allowed_callers") not in (None, DIRECT):
-            raise invalid(f"{where}.allowed_callers", "only 'direct' is available here")
+            raise invalid(f"{where}.allowed_callers", "Input should be ['direct'] in a traced session")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record of a turn says of them."""
+        """The tools that were left out, for the turn's record."""
         return {"tools_left_out": self._left_out} if self._left_out else {}
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """Those that are shown from the beginning."""
+        """The tools that the model sees from the beginning."""
         return [*self._shown.values()]
 
     @property
     def loaded(self) -> list[dict[str, Any]]:
-        """Those that were loaded by a reference, in the order in which they were."""
+        """The tools that a reference loaded, in the order of loading."""
         return [*self._loaded.values()]
 
     @property
     def callable(self) -> list[dict[str, Any]]:
-        """Those that may be called now."""
+        """All tools that the model may call now."""
         return [*self._shown.values(), *self._loaded.values()]
 
     def schema(self, name: str) -> Any:
-        """What a tool's input must be; None where no such tool is given."""
+        """Return the input schema of a tool, or None for an unknown tool."""
         return self._schemas.get(name, self._gone.get(name))
 
-    def reference(self, name: object, where: str, call_id: str | None = None) -> str:
-        """What the model is told of a tool that a reference names, which may be called from now on.
+    def load_reference(self, name: object, where: str, call_id: str | None = None) -> str:
+        """Return the definition to show the model for a `tool_reference`, and load the tool.
 
         Args:
-            call_id: of the call in whose result the reference stands.
+            call_id: the call whose result contains the reference; None for a system message.
 
         Raises:
-            BadRequest: no tool has this name, and the session has not begun.
+            BadRequest: no tool has this name, and the session has no recorded turn.
         """
         tool = self._named(name, call_id) if isinstance(name, str) else None
         if tool is None or not isinstance(name, str):
@@ -150,31 +155,31 @@ class MessagesTools:
         return f"{BEGIN}{orjson.dumps(tool['function']).decode()}{END}"
 
     def _named(self, name: str, call_id: str | None) -> dict[str, Any] | None:
-        """A tool as the session was told of it, as the request defines it, or as one that is gone."""
-        told = self._held.told(call_id, name)
+        """Return a tool as a recorded message defined it, else from the request, else the last known definition."""
+        told = self._held.defined_by(call_id, name)
         if told is None and name in self._schemas:
             return self._functions[name]
-        told = told or self._held.gone(name)
+        told = told or self._held.last_definition(name)
         if told is not None:
             self._gone[name] = told["function"].get("parameters")
         return told
 
-    def added(self, tool: object, where: str) -> str:
-        """The same for a tool that a system message adds, by its name or by value.
+    def load_added(self, tool: object, where: str) -> str:
+        """Load the tool that a system message adds, by name or by value; return its definition to show the model.
 
         Raises:
-            BadRequest: it is none, or one that only Anthropic runs.
+            BadRequest: the tool is invalid, or runs on Anthropic's servers only.
         """
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or kind not in ("tool_reference", "tool_definition"):
-            raise invalid(where, f"{str(kind)[:64]!r} is not available here")
+            raise invalid(where, f"type {str(kind)[:64]!r} is not available in a traced session")
         if kind == "tool_reference":
-            return self.reference(tool.get("name"), where)
+            return self.load_reference(tool.get("name"), where)
         definition = tool.get("definition")
         if not isinstance(definition, Mapping):
             raise invalid(f"{where}.definition", "Input should be an object")
         self._add({**definition, "defer_loading": True}, f"{where}.definition")
-        return self.reference(definition["name"], where)
+        return self.load_reference(definition["name"], where)
 
 
 def _function(tool: Mapping[str, Any], name: str, schema: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -192,10 +197,10 @@ def _function(tool: Mapping[str, Any], name: str, schema: Mapping[str, Any], whe
 
 
 def choice_of(given: object, tools: MessagesTools) -> dict[str, Any]:
-    """The chat request's fields for a `tool_choice`.
+    """Return the chat request's fields for a `tool_choice`.
 
     Raises:
-        BadRequest: it is none, or wants a tool that is not there.
+        BadRequest: the value is invalid, or names a tool that is not given.
     """
     if given is None:
         return {}
@@ -205,7 +210,7 @@ def choice_of(given: object, tools: MessagesTools) -> dict[str, Any]:
     fields: dict[str, Any] = {"parallel_tool_calls": False} if given.get("disable_parallel_tool_use") else {}
     names = [tool["function"]["name"] for tool in tools.callable]
     if kind in ("any", "tool") and not names:
-        raise invalid("tool_choice", "tools must be given where one of them must be used")
+        raise invalid("tool_choice", f"type {kind!r} needs at least one tool in `tools`")
     if kind == "tool":
         name = given.get("name")
         if name not in names:

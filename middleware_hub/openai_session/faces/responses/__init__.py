@@ -1,13 +1,15 @@
 """OpenAI's Responses API (`/v1/responses`), translated to chat turns.
 
-request        a request's settings, and what of it is refused
-conversation   instructions, the turns before, and input items to chat messages
-tools          tools to functions of a chat, and back
+request        parses the settings of a request, and refuses what cannot be traced
+conversation   instructions, earlier turns and input items to chat messages
+attribution    finds the recorded answers that input items without ids belong to
+tools          tools to chat functions, and calls back to items
 forms          how calls of each kind of tool are written
-items          what was said as items: an answer's, and those of its input
-stream         an answer's events
-open_items     those of each item, from its first to its last
-envelope       what stands around an answer, and the responses that a session keeps
-errors         errors in this API's words
-face           all of it put together
+items          answers and inputs as items
+stream         the events of a streamed answer
+open_items     the events of each item, from its first to its last
+heartbeat      the events of a stream that waits
+envelope       the response object around an answer, and the responses that a session stores
+errors         errors in this API's format
+face           the API class that uses all of these
 """

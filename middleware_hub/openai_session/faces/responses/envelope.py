@@ -1,7 +1,7 @@
-"""What stands around an answer: the response as an object, and those that a session keeps.
+"""The response object around an answer, and the responses that a session stores.
 
-A response that is kept is its turn in the session's tree and what its request asked for beside messages. No text of it
-is held twice; requests that ask for the same share that.
+A stored response is its turn in the session's tree, and the settings of its request. No text is stored twice; responses
+with equal settings share them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from middleware_hub.openai_session.sessions.messages import Message, message_byt
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 
-#: Under which a session remembers its responses.
+#: The key of the session's `notes`.
 NOTE = "responses"
-#: What a response takes beside its settings, and each call in it, about.
+#: Approximate memory of a response without its settings, and of each call in it.
 ENVELOPE_BYTES, CALL_BYTES = 1024, 256
-#: How many settings a new request is compared with: those of an agent and of its side calls.
+#: How many recent settings a new request is compared with: the agent's and those of its side calls.
 MAX_ALIKE = 8
-#: Between instructions and what else a system says.
+#: The separator between instructions and other system texts.
 JOINT = "\n\n"
-#: Why an answer ended: the response's status, and the reason why it is not complete.
+#: By the engine's finish reason: the response's status, and the reason of `incomplete_details`.
 STATUS: Mapping[str, tuple[str, str | None]] = {
     "stop": ("completed", None),
     "tool_calls": ("completed", None),
@@ -38,32 +38,30 @@ CUT = {"code": "server_error", "message": "The engine cut the answer off."}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a request asks for beside its messages, as its response says it again, and its tools."""
+    """The settings of a request, as its response repeats them, and its tools."""
 
     fields: Mapping[str, Any]
     tools: ResponsesTools
 
     @property
     def nbytes(self) -> int:
-        """The memory that they take."""
         return message_bytes(self.fields) + message_bytes(self.tools.shown)
 
 
 def new_id() -> str:
-    """An id for a response."""
     return RESPONSE + secrets.token_hex(16)
 
 
 @dataclass
 class Envelope:
-    """One response, but for its output.
+    """One response without its output.
 
     Attributes:
-        own: what of it is no other's: metadata, and the response before.
-        seals: whether reasoning is given encrypted, too.
-        usage: as the API tells it, once the engine has said it.
-        cut_call: whether its last call was not sampled to its end.
-        turn: None until it is recorded.
+        own: fields that are not shared with other responses: metadata, and the id of the previous response.
+        seals: whether reasoning items also have `encrypted_content`.
+        usage: in this API's format; None until the engine reports it.
+        cut_call: whether the last call was not sampled to its end.
+        turn: None until the turn is recorded.
     """
 
     id: str
@@ -76,11 +74,10 @@ class Envelope:
     turn: Turn | None = field(default=None, repr=False)
 
     def writer(self) -> ItemWriter:
-        """What its items are written with."""
         return ItemWriter(self.id, self.settings.tools, seals=self.seals)
 
     def body(self, output: Sequence[Mapping[str, Any]], finish: str | None = None) -> dict[str, Any]:
-        """The response as it is with this output, and once it has ended, for this reason."""
+        """Return the response with this output. Without `finish`, the engine's finish reason, it is in progress."""
         status, reason = ("in_progress", None) if finish is None else STATUS.get(finish, ("failed", None))
         return {
             "id": self.id,
@@ -97,29 +94,29 @@ class Envelope:
             "usage": self.usage,
         }
 
-    def whole(self, said: Message, finish: str) -> dict[str, Any]:
-        """The response with all that was said."""
+    def finished_with(self, said: Message, finish: str) -> dict[str, Any]:
+        """Return the finished response with the items of a chat message."""
         item_status = "completed" if STATUS.get(finish, ("", None))[0] == "completed" else "incomplete"
         return self.body(self.writer().answer(said, item_status, cut_call=self.cut_call), finish)
 
-    def written(self) -> dict[str, Any]:
-        """The response, from its turn."""
-        return self.whole(self._turn.answer, self._turn.finish_reason)
+    def finished(self) -> dict[str, Any]:
+        """Return the finished response, from its recorded turn."""
+        return self.finished_with(self._turn.answer, self._turn.finish_reason)
 
     def history(self) -> list[Message]:
-        """What its model was given and has said, but for instructions: they are not carried over."""
-        return [*self._given(), self._turn.answer]
+        """Return all messages up to the answer, without the instructions: a next response does not inherit them."""
+        return [*self._given_messages(), self._turn.answer]
 
     def input(self) -> Iterator[dict[str, Any]]:
-        """The items of its input."""
-        return input_items(self.id[len(RESPONSE) :], self._given(), self.settings.tools)
+        """Yield the items of the response's input."""
+        return input_items(self.id[len(RESPONSE) :], self._given_messages(), self.settings.tools)
 
     @property
     def _turn(self) -> Turn:
         assert self.turn is not None
         return self.turn
 
-    def _given(self) -> list[Message]:
+    def _given_messages(self) -> list[Message]:
         messages = [message for turn in self._turn.line() for message in (*turn.appended, turn.answer)][:-1]
         instructions = self.settings.fields["instructions"]
         if not instructions or not messages:
@@ -135,22 +132,21 @@ class Responses:
 
     def __init__(self) -> None:
         self._stored: dict[str, Envelope] = {}
-        self._settings: list[Settings] = []  # the last ones that differ
-        self._answers: dict[str, Message] = {}  # of every response, stored or not
-        self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
-        self._thinkers: dict[bytes, list[str]] = {}  # responses, by the digest of their reasoning
+        self._settings: list[Settings] = []  # the most recent different ones
+        self._answers: dict[str, Message] = {}  # by response id, stored or not
+        self._calls: dict[str, list[tuple[str, Message]]] = {}  # by call id: response id and call
+        self._thinkers: dict[bytes, list[str]] = {}  # response ids, by the digest of their reasoning
 
     @classmethod
     def of(cls, session: Session) -> Responses:
-        """Those of a session."""
         responses: Responses = session.notes.setdefault(NOTE, cls())
         return responses
 
     def settings(self, fields: Mapping[str, Any]) -> Settings:
-        """Settings with these fields: those of an earlier response that asked for the same.
+        """Return the settings with these fields. A recent request's object is shared if its fields are equal.
 
         Raises:
-            InvalidParameter: a tool is none.
+            InvalidParameter: a tool is invalid.
         """
         for each in reversed(self._settings):
             if each.fields == fields:
@@ -158,11 +154,15 @@ class Responses:
         return Settings(fields, ResponsesTools(fields["tools"], began=bool(self._answers)))
 
     def keep(self, envelope: Envelope, turn: Turn, *, stored: bool) -> int:
-        """Remember a response that was recorded; gives the bytes that this takes."""
+        """Add the response of a recorded turn; return the bytes of memory that it takes.
+
+        Args:
+            stored: whether clients may read it and continue it by its id.
+        """
         calls = turn.answer.get("tool_calls") or ()
         nbytes = ENVELOPE_BYTES + CALL_BYTES * len(calls) + message_bytes(envelope.own)
         envelope.turn = turn
-        self.know(envelope.id, turn)
+        self.index_answer(envelope.id, turn)
         if stored:
             self._stored[envelope.id] = envelope
         if not any(each is envelope.settings for each in self._settings):
@@ -170,8 +170,8 @@ class Responses:
             nbytes += envelope.settings.nbytes
         return nbytes
 
-    def know(self, response_id: str, turn: Turn) -> None:
-        """What the model said in a response, stored or not."""
+    def index_answer(self, response_id: str, turn: Turn) -> None:
+        """Index the answer of a response, so that returned items are matched with it."""
         self._answers[response_id] = turn.answer
         for call in turn.answer.get("tool_calls") or ():
             self._calls.setdefault(str(call.get("id")), []).append((response_id, call))
@@ -180,27 +180,27 @@ class Responses:
 
     @property
     def stored(self) -> Set[str]:
-        """The ids of those that are stored."""
+        """The ids of the stored responses."""
         return self._stored.keys()
 
     def find(self, response_id: object) -> Envelope | None:
-        """The stored response with this id."""
+        """Return the stored response with this id, or None."""
         return self._stored.get(response_id) if isinstance(response_id, str) else None
 
     def forget(self, response_id: str) -> None:
-        """Delete a response. Its turn stays."""
+        """Delete a stored response. Its turn stays."""
         self._stored.pop(response_id, None)
 
     def answer(self, response_id: str | None) -> Message | None:
-        """What the model said in a response, stored or not."""
+        """Return the answer of a response, stored or not; None for an unknown id."""
         return self._answers.get(response_id) if response_id is not None else None
 
     def calls(self, call_id: str) -> Sequence[tuple[str, Message]]:
-        """The held calls with this id, and the response that each is of."""
+        """Return the recorded calls with this id, each with the id of its response."""
         return self._calls.get(call_id, ())
 
-    def thinkers(self, text: str) -> Sequence[str]:
-        """Return the responses whose reasoning this is, but for white space around it."""
+    def find_by_reasoning(self, text: str) -> Sequence[str]:
+        """Return the ids of the responses whose reasoning is this text, apart from white space around it."""
         return self._thinkers.get(_digest(text.strip()), ())
 
 

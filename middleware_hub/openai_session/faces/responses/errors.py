@@ -1,6 +1,6 @@
 """Errors as OpenAI's API has them: `{"error": {"message", "type", "param", "code"}}` (its reference, "Error codes").
 
-What the router calls an error is its `code`, where the API has none of its own.
+`code` is the router's own error type where the API has no code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOO_LONG = "Your input exceeds the context window of this model. Please adjust y
 
 
 class InvalidParameter(BadRequest):
-    """A request that is none, or that wants what a traced session has not: `param` says where."""
+    """The request is invalid, or asks for what a traced session does not support; `param` names the field."""
 
     def __init__(self, param: str, message: str, code: str | None = "invalid_value") -> None:
         super().__init__(message)
@@ -29,26 +29,25 @@ class InvalidParameter(BadRequest):
 
 
 class ResponseNotFound(NotFound):
-    """The session keeps no response of this id: never made, not stored, or deleted."""
+    """The session has no response with this id: it was never created, not stored, or deleted."""
 
 
 def missing(param: str) -> InvalidParameter:
-    """A parameter that must be there."""
     return InvalidParameter(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
 
 
 def wrong_type(param: str, expected: str) -> InvalidParameter:
-    """A parameter of another type."""
     return InvalidParameter(param, f"Invalid type for '{param}': expected {expected}.", "invalid_type")
 
 
 def unavailable(param: str, what: str) -> InvalidParameter:
-    """What the API has, and a traced session has not."""
+    """Return the error for a feature of the API that traced sessions do not support."""
     return InvalidParameter(param, f"{what} is not available in a traced session.", "unsupported_value")
 
 
 def no_compaction(param: str, what: str) -> InvalidParameter:
-    """Compaction at the server, with what makes Codex compact by itself: it asks providers of OpenAI's name alone."""
+    """Return the error for compaction at the server. Its message tells how to make Codex compact by itself: Codex
+    asks the server only if the provider is named OpenAI or Azure."""
     hint = (
         "the agent must compact its history itself, which is traced. Codex does so where the model provider in its "
         "config.toml has a `name` other than OpenAI and Azure"
@@ -57,29 +56,29 @@ def no_compaction(param: str, what: str) -> InvalidParameter:
 
 
 def error(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """What stands under `error`."""
+    """Return the value of `error` in the body."""
     return {"message": message, "type": INVALID if status < 500 else SERVER_ERROR, "param": param, "code": code}
 
 
-def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
-    """The body for an error of the router's own."""
+def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
+    """Return the body for a router error."""
     if isinstance(failure, InvalidParameter):
         said = error(failure.status, str(failure), code=failure.code, param=failure.param)
     elif isinstance(failure, ContextOverflow):
-        said = {**of_overflow(failure), "reason": failure.reason}
+        said = {**overflow_error(failure), "reason": failure.reason}
     else:
         said = error(failure.status, str(failure), code=failure.type)
     return {"error": {**said, "request_id": request_id}}
 
 
-def of_overflow(failure: ContextOverflow) -> dict[str, Any]:
-    """What stands under `error` for a window that is full."""
+def overflow_error(failure: ContextOverflow) -> dict[str, Any]:
+    """Return the value of `error` for a full context window."""
     words = f"{TOO_LONG} ({failure.why})" if failure.overflow is None else too_long(failure.overflow)
     return error(400, words, code=OVERFLOW, param="input")
 
 
-def of_engine(parsed: object, status: int) -> dict[str, Any]:
-    """What stands under `error` for one that the engine answers with, or tells of in a stream."""
+def engine_error(parsed: object, status: int) -> dict[str, Any]:
+    """Return the value of `error` for an engine's error response, or for an error event in its stream."""
     overflow = overflow_of(parsed)
     if overflow is not None:
         return error(400, too_long(overflow), code=OVERFLOW, param="input")
@@ -89,11 +88,12 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 
 def refusal_body(body: bytes, status: int) -> bytes:
-    """The body for an answer of the engine's that is none; it may be no JSON."""
-    return orjson.dumps({"error": of_engine(parsed_refusal(body), status)})
+    """Return the encoded body for an engine's error response, which may not be JSON."""
+    return orjson.dumps({"error": engine_error(parsed_refusal(body), status)})
 
 
 def too_long(overflow: Overflow) -> str:
-    """The words that agents understand: they compact their history, or ask for fewer tokens."""
+    """Return the message of a context overflow. Agents recognize these words; they compact their history or ask for
+    fewer tokens."""
     asked = f" and {overflow.asked} tokens asked for" if overflow.asked is not None else ""
     return f"{TOO_LONG} ({overflow.prompt} tokens{asked}; the window holds {overflow.limit}.)"

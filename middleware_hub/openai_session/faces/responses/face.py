@@ -1,4 +1,4 @@
-"""`/v1/responses`, and the responses that a session keeps."""
+"""`/v1/responses`, and the routes of the responses that a session stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, send_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
@@ -25,13 +25,13 @@ from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first_header
 
-#: What Codex says a request is of, where that is not its main line; a compaction is of the line that it shortens.
+#: The header in which Codex names a side call, and its value for a compaction, which belongs to the main line.
 SUB_AGENT, COMPACTION = b"x-openai-subagent", b"compact"
-#: What OpenAI's server would compact a history at.
+#: The last part of the path at which OpenAI's server compacts a history.
 COMPACT = "compact"
-#: What a contract may fix of that which a response says again.
+#: Fields that a response repeats and that a contract may fix.
 FIXED = ("model", "temperature", "top_p")
-#: Items of a page of input items, as the API bounds it.
+#: Input items on one page: the default, and the API's limit.
 PAGE, MAX_PAGE = 20, 100
 
 
@@ -42,14 +42,9 @@ class ResponsesFace(ChatFace):
     shows_open_calls = False
 
     async def turn(self, session: Session, request: object, *, now: float) -> AgentRequest:
-        """Place a request behind the deepest turn whose messages it begins with.
-
-        Raises:
-            BadRequest: it is none, or asks for what cannot be traced.
-        """
         responses, asked = Responses.of(session), self._read(session, request)
-        fields = self._settings.of_chat(asked.fields)
-        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        fields = self._settings.with_chat_settings(asked.fields)
+        turn = await self.build_turn(session, fields, asked.contexts(fields), now=now)
         envelope = Envelope(new_id(), int(now), asked.settings, {**asked.own, **_fixed(session, asked)}, asked.seals)
 
         def remember(turn: Turn) -> int:
@@ -61,27 +56,28 @@ class ResponsesFace(ChatFace):
         return replace(turn, asked=envelope, remember=remember, facts=facts)
 
     def is_side_call(self, scope: Scope) -> bool:
-        """Whether a sub-agent, a review or the like asks."""
+        """Return True if Codex's header names a sub-agent, a review or the like."""
         return first_header(scope["headers"], SUB_AGENT) not in (None, COMPACTION)
 
     def writer(self, turn: AgentRequest) -> ReplyWriter:
-        """Responses, or their events."""
         assert isinstance(turn.asked, Envelope)
         return ResponsesWriter(turn.asked, streams=turn.stream)
 
-    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
-        """A response that has failed: Codex looks for its error there alone."""
+    def overflow_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+        """Return the events of a failed response: in a stream, Codex looks for the error nowhere else."""
         if not isinstance(request, Mapping) or request.get("stream") is not True:
             return None
         envelope = self._without_turn(session, request)
-        return None if envelope is None else ResponsesWriter(envelope, streams=True).failed(errors.of_overflow(error))
+        return (
+            None if envelope is None else ResponsesWriter(envelope, streams=True).failed(errors.overflow_error(error))
+        )
 
     def stream_form(self, session: Session, request: object) -> StreamForm:
-        """Return events of the response, which Codex counts and comments it does not."""
+        """Return heartbeats that are response events, because Codex's timeout ignores SSE comments."""
         return ResponsesForm(partial(self._without_turn, session, request))
 
     def _without_turn(self, session: Session, request: object) -> Envelope | None:
-        """Return the response to a request of which no turn has come; None where the request is none."""
+        """Return the response for a request that did not become a turn; None if the request is invalid."""
         try:
             asked = self._read(session, request)
         except BadRequest:
@@ -94,19 +90,17 @@ class ResponsesFace(ChatFace):
         return read(request, Responses.of(session), system_first=first, system_anywhere=anywhere, policy=policy)
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
-        """In this API's words."""
-        return errors.of_router(error, request_id)
+        return errors.router_error(error, request_id)
 
-    def speaks(self, scope: Scope, path: str) -> bool:
-        """All beneath its path."""
+    def owns_path(self, scope: Scope, path: str) -> bool:
         return path == self.path or path.startswith(f"{self.path}/")
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
-        """A response that is read or deleted, and the items of its input.
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+        """Answer requests to read or delete a stored response, or to list the items of its input.
 
         Raises:
-            ResponseNotFound: the session keeps none of this id.
-            InvalidParameter: a page that is none, or compaction at the server.
+            ResponseNotFound: the session stores no response with this id.
+            InvalidParameter: the page is invalid, or the request is for compaction at the server.
         """
         method, path = scope["method"], scope["path"]
         if not path.startswith(f"{self.path}/"):
@@ -123,28 +117,28 @@ class ResponsesFace(ChatFace):
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if method == "DELETE":
             responses.forget(response_id)
-            await give_json(send, {"id": response_id, "object": "response", "deleted": True})
+            await send_json(send, {"id": response_id, "object": "response", "deleted": True})
         elif rest:
-            await give_json(send, page(envelope.input(), query))
+            await send_json(send, page(envelope.input(), query))
         elif query.get("stream") == "true":
             raise errors.unavailable("stream", "A stream of a response that has ended")
         else:
-            await give_json(send, envelope.written())
+            await send_json(send, envelope.finished())
         return True
 
 
 def _fixed(session: Session, asked: ResponsesRequest) -> dict[str, Any]:
-    """What a response says of its request where the session's contract has something else."""
+    """Return the fields of a response that the session's contract replaces."""
     fixed, _ = session.episode.contract.apply_fixed(asked.fields)
     said = asked.settings.fields
     return {name: fixed[name] for name in FIXED if name in fixed and fixed[name] != said[name]}
 
 
 def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of a list.
+    """Return one page of a list, for the query's `order`, `limit` and `after`.
 
     Raises:
-        InvalidParameter: the query asks for none.
+        InvalidParameter: a value is invalid.
     """
     order, limit = query.get("order", "desc"), query.get("limit", str(PAGE))
     if order not in ("asc", "desc"):

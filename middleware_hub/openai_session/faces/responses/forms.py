@@ -1,7 +1,7 @@
-"""How calls of each kind of tool are written: an item of this API, and the arguments that a model samples.
+"""How calls of each kind of tool are written: as an item of this API, and as the arguments that a model samples.
 
-A chat template knows functions alone. Every tool that an agent runs itself is shown to it as one: a custom tool as a
-function with one text, `input`; a shell and `apply_patch` as functions with what their calls hold.
+A chat template knows only functions, so every tool that an agent runs itself is shown as one. A custom tool is a
+function with one text, `input`. A shell and `apply_patch` are functions with the fields of their calls.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NUMBER: Mapping[str, Any] = {"type": "integer"}
 
 
 class CallForm(ABC):
-    """How calls of one kind of tool are written.
+    """A converter for the calls of one kind of tool.
 
     Attributes:
-        kind: an item's type.
-        status: whether an item says if it is complete.
+        kind: the type of a call's item.
+        status: whether the item has a `status` field.
     """
 
     kind: str
@@ -34,27 +34,27 @@ class CallForm(ABC):
 
     @abstractmethod
     def function(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The function that a template is shown, but for its name.
+        """Return the chat function for a tool, without its name.
 
         Raises:
-            InvalidParameter: the tool is none of this kind.
+            InvalidParameter: the tool is not a valid tool of this kind.
         """
 
     @abstractmethod
     def fields(self, arguments: str) -> Mapping[str, Any] | None:
-        """What an item says of a call's arguments. None where they are none of such a call."""
+        """Return the item's fields for sampled arguments; None if they are not valid for this kind."""
 
     @abstractmethod
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        """The arguments that an item means.
+        """Return the arguments for an item.
 
         Raises:
-            InvalidParameter: it is none of this kind.
+            InvalidParameter: the item is not a valid call of this kind.
         """
 
 
 class FunctionForm(CallForm):
-    """A function: its arguments are what was sampled. They may come back missing, null, or parsed."""
+    """A function. Its arguments are the sampled text; agents may send them back missing, null, or parsed."""
 
     kind = "function_call"
 
@@ -76,7 +76,7 @@ class FunctionForm(CallForm):
 
 
 class CustomForm(CallForm):
-    """A tool that takes any text. A grammar is told to the model; nothing holds it to it."""
+    """A tool that takes any text. A grammar is only described to the model; nothing enforces it."""
 
     kind, status = "custom_tool_call", False
 
@@ -97,9 +97,9 @@ class CustomForm(CallForm):
 
 
 class _ObjectForm(CallForm):
-    """A tool whose calls have their arguments as an object under one name."""
+    """A tool whose item holds the arguments as an object in one field, `item_field`."""
 
-    under: str
+    item_field: str
     description: str
     parameters: Mapping[str, Any]
 
@@ -113,31 +113,31 @@ class _ObjectForm(CallForm):
         said = _parsed(arguments)
         if said is None or not all(isinstance(said.get(name), kind) for name, kind in self.required().items()):
             return None
-        return {self.under: self.written(said)}
+        return {self.item_field: self.to_item(said)}
 
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        said = item.get(self.under)
+        said = item.get(self.item_field)
         if not isinstance(said, Mapping):
-            raise missing(f"{where}.{self.under}")
-        return orjson.dumps(self.read(said)).decode()
+            raise missing(f"{where}.{self.item_field}")
+        return orjson.dumps(self.from_item(said)).decode()
 
     def required(self) -> Mapping[str, type]:
-        """What arguments must have."""
+        """Return the fields that the arguments must have, with their types."""
         return {}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The object of an item, from arguments."""
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the item's object for arguments."""
         return said
 
-    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arguments, from the object of an item."""
+    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments for an item's object."""
         return {name: value for name, value in said.items() if value is not None}
 
 
 class LocalShellForm(_ObjectForm):
-    """`local_shell`: one command, as its words."""
+    """`local_shell`: one command, as a list of words."""
 
-    kind, under = "local_shell_call", "action"
+    kind, item_field = "local_shell_call", "action"
     description = "Runs a command on the user's machine and returns its output."
 
     def __init__(self) -> None:
@@ -147,18 +147,18 @@ class LocalShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"command": list}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"type": "exec", "env": {}, **said}
 
-    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        plain = super().read(said)
+    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        plain = super().from_item(said)
         return {name: value for name, value in plain.items() if name != "type" and (name != "env" or value)}
 
 
 class ShellForm(_ObjectForm):
-    """`shell`: commands, each a line."""
+    """`shell`: a list of command lines."""
 
-    kind, under = "shell_call", "action"
+    kind, item_field = "shell_call", "action"
     description = "Runs shell commands on the user's machine and returns their output."
 
     def __init__(self) -> None:
@@ -167,14 +167,14 @@ class ShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"commands": list}
 
-    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"timeout_ms": None, "max_output_length": None, **said}
 
 
 class PatchForm(_ObjectForm):
-    """`apply_patch`: a file that is made, changed or removed."""
+    """`apply_patch`: creates, updates or deletes a file."""
 
-    kind, under = "apply_patch_call", "operation"
+    kind, item_field = "apply_patch_call", "operation"
     description = "Creates, updates or deletes a file. diff is in the V4A format; a file that is deleted has none."
 
     def __init__(self) -> None:
@@ -189,14 +189,15 @@ FUNCTION, CUSTOM = FunctionForm(), CustomForm()
 
 
 def input_of(arguments: str) -> str:
-    """The text that a custom tool was called with. Arguments that have none are given as they are."""
+    """Return the text that a custom tool was called with, or the arguments unchanged if they contain no `input`
+    text."""
     said = _parsed(arguments)
     given = said.get("input") if said is not None else None
     return given if isinstance(given, str) else arguments
 
 
 def held_call(held: Message, item: Mapping[str, Any], form: CallForm) -> bool:
-    """Whether the item of a call says what a held call says."""
+    """Return True if an item has the same content as a recorded call."""
     fields = form.fields(held["function"].get("arguments") or "")
     return fields is not None and all(
         same_json(_plain(item.get(name)), _plain(value)) for name, value in fields.items()
@@ -204,7 +205,7 @@ def held_call(held: Message, item: Mapping[str, Any], form: CallForm) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Without what says nothing."""
+    """Return a value without the null fields of an object."""
     return {name: each for name, each in value.items() if each is not None} if isinstance(value, Mapping) else value
 
 
@@ -229,7 +230,7 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-#: By the type of the tool; those without a name have their type's.
+#: By the type of the tool. A tool type without a name of its own uses the type as its name.
 FORMS: Mapping[object, CallForm] = {
     "function": FUNCTION,
     "custom": CUSTOM,
@@ -237,5 +238,5 @@ FORMS: Mapping[object, CallForm] = {
     "shell": ShellForm(),
     "apply_patch": PatchForm(),
 }
-#: By the type of a call's item: the form, and the name of what has none of its own.
+#: By the type of a call's item: the form, and the name of tools that have no name of their own.
 CALLS: Mapping[object, tuple[CallForm, str]] = {form.kind: (form, str(name)) for name, form in FORMS.items()}

@@ -1,8 +1,8 @@
-"""A waiting stream of this API: `response.created`, and `response.in_progress` as often as it takes.
+"""Heartbeats of a waiting stream: `response.created` once, then `response.in_progress`.
 
-Codex counts events and no comments, and its client takes an answer only behind `response.created`. So the heartbeat
-writes that event itself, for the response that the turn will have; the answer's own is left out when it comes, and the
-events behind it get other numbers. A recorded answer has the numbers that it had.
+Codex's timeout counts events, not comments, and its client accepts an answer only after `response.created`. So the
+heartbeat sends that event itself, for the response that the turn will have. The answer's own `response.created` is then
+dropped, and later events are renumbered. The recorded reply keeps its own numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.middlewares import write_event
 
-#: The number of an event: see `Emitter.emit`, which writes it behind everything but the type.
+#: The number of an event. `Emitter.emit` writes it as the last field but one, in front of the type.
 NUMBER = re.compile(rb'"sequence_number":(\d+)(?=,"type":"[a-z_.]+"\}\n\n)')
 CREATED, IN_PROGRESS = "response.created", "response.in_progress"
 BEGINNING = re.compile(rb"event: response\.(?:created|in_progress)\n[^\n]*\n\n")
@@ -27,22 +27,21 @@ class ResponsesForm(StreamForm):
     """The heartbeats of one stream.
 
     Args:
-        without_turn: gives the response to a request that fails before it becomes a turn.
+        without_turn: returns the response for a request that fails before it becomes a turn.
     """
 
     def __init__(self, without_turn: Callable[[], Envelope | None]) -> None:
         self._without_turn = without_turn
         self._envelope: Envelope | None = None
         self._number = 0  # of the next event
-        self._shifted = False  # whether the answer's events have other numbers now
+        self._shifted = False  # whether the answer's events must be renumbered
 
-    def is_of(self, turn: AgentRequest) -> None:
-        """Take note of the response."""
+    def set_turn(self, turn: AgentRequest) -> None:
         assert isinstance(turn.asked, Envelope)
         self._envelope = turn.asked
 
     def beat(self) -> bytes:
-        """Return the events of a heartbeat; a comment as long as the response is not known."""
+        """Return the events of one heartbeat, or a comment while the response is unknown."""
         if self._envelope is None:
             return super().beat()
         self._shifted = True
@@ -52,7 +51,7 @@ class ResponsesForm(StreamForm):
         return b"".join(self._event(kind, {"response": response}) for kind in kinds)
 
     def passing(self, data: bytes) -> bytes:
-        """Return a part of the answer with the numbers that its events have in this stream."""
+        """Return a part of the answer, with its events renumbered for this stream."""
         if self.began:
             data = BEGINNING.sub(b"", data)
         if self._shifted:
@@ -62,7 +61,7 @@ class ResponsesForm(StreamForm):
         return data
 
     def failed(self, body: Mapping[str, Any]) -> bytes:
-        """Return `response.failed`, and the response's beginning where that was not sent."""
+        """Return `response.failed`, after `response.created` if that was not sent yet."""
         error = body["error"]
         envelope = self._envelope or self._without_turn()
         if envelope is None:

@@ -1,6 +1,6 @@
-"""What was said as items: those of an answer, and those of its input.
+"""Chat messages as items: the output of a response, and its input.
 
-An item's id has that of its response in it and its place there, so that an item which comes back says whose it is.
+An item's id contains the id of its response and its position there, so a returned item names its response.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from middleware_hub.openai_session.sessions.messages import Message
 
 RESPONSE = "resp_"
 ITEM = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)\d+")
-#: What ids begin with, by the type of the item.
+#: The prefix of an item's id, by the type of the item.
 PREFIXES: Mapping[str, str] = {
     "reasoning": "rs",
     "message": "msg",
@@ -28,27 +28,30 @@ PREFIXES: Mapping[str, str] = {
     "function_call_output": "fco",
     "custom_tool_call_output": "cto",
 }
-#: Begins what stands for reasoning where an agent asks for it encrypted: it is known by this in its session alone.
+#: The prefix of `encrypted_content`. It contains the response's id, from which only this session knows the reasoning.
 SEALED = "miles1."
 
 
 def response_of(item_id: object, *, output: bool = True) -> str | None:
-    """The id of the response that an item is of, if it is one of ours: one of its output, or without `output` one of
-    its input, too."""
+    """Return the id of the response that an item id names; None for a foreign id.
+
+    Args:
+        output: accept only items of the response's output, not of its input.
+    """
     found = ITEM.fullmatch(item_id) if isinstance(item_id, str) else None
     return f"{RESPONSE}{found[1]}" if found is not None and not (output and found[2]) else None
 
 
 def sealed(response_id: str) -> str:
-    """What stands for the reasoning of a response."""
+    """Return the `encrypted_content` that stands for the reasoning of a response."""
     return SEALED + response_id
 
 
 class ItemWriter:
-    """Writes the items of one response.
+    """A writer of the items of one response.
 
     Args:
-        seals: whether an agent asked for reasoning encrypted, beside what it reads.
+        seals: whether reasoning items also have `encrypted_content`.
     """
 
     def __init__(self, response_id: str, tools: ResponsesTools, *, seals: bool) -> None:
@@ -58,11 +61,11 @@ class ItemWriter:
         self._seals = seals
 
     def id(self, prefix: str, place: int) -> str:
-        """The id of the item at a place of the output."""
+        """Return the id of the item at this position of the output."""
         return f"{prefix}_{self._key}_{place}"
 
     def reasoning(self, item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-        """Reasoning as it was sampled; None for what has just begun."""
+        """Return a reasoning item; `text` None makes it one that has just begun."""
         item: dict[str, Any] = {"type": "reasoning", "id": item_id, "summary": [], "content": [], "status": status}
         if text is not None:
             item["content"] = [{"type": "reasoning_text", "text": text}]
@@ -71,24 +74,29 @@ class ItemWriter:
         return item
 
     def message(self, item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-        """What an assistant said; None for what has just begun."""
+        """Return a message item; `text` None makes it one that has just begun."""
         content = [] if text is None else [output_text(text)]
         return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
     def call(self, call: Mapping[str, Any], place: int, status: str = "completed") -> dict[str, Any]:
-        """A call of a tool."""
         item = self._tools.call(call, "", status)
         return {**item, "id": self.id(PREFIXES[item["type"]], place)}
 
     def cut_call(self, call: Mapping[str, Any], item_id: str, arguments: str) -> dict[str, Any] | None:
-        """A call that was not sampled to its end. Kinds whose items cannot say so have none."""
+        """Return the item of a call that was not sampled to its end, or None for kinds whose items cannot express
+        that."""
         if self._tools.of(call["function"]["name"]).form is not FUNCTION:
             return None
         function = {**call["function"], "arguments": arguments}
         return self._tools.call({**call, "function": function}, item_id, "incomplete")
 
     def answer(self, said: Message, status: str, *, cut_call: bool = False) -> list[dict[str, Any]]:
-        """The items of a whole answer. `status` is that of its last one; with `cut_call` that is a call."""
+        """Return the items of a complete answer.
+
+        Args:
+            status: the status of the last item.
+            cut_call: the last item is a call that was not sampled to its end.
+        """
         items: list[dict[str, Any]] = []
         thinking, text, calls = said.get("reasoning_content"), said.get("content"), said.get("tool_calls") or ()
         says = bool(text and not text.isspace())
@@ -109,12 +117,11 @@ class ItemWriter:
 
 
 def output_text(text: str) -> dict[str, Any]:
-    """A part of an answer's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def input_items(key: str, messages: Sequence[Message], tools: ResponsesTools) -> Iterator[dict[str, Any]]:
-    """Chat messages as the items of a response's input; `key` is that of its id."""
+    """Yield chat messages as the items of a response's input. `key` is the response's id without its prefix."""
     kinds: dict[object, str] = {}
     place = 0
     for message in messages:
@@ -141,7 +148,6 @@ def _items_of(message: Message, tools: ResponsesTools, kinds: dict[object, str])
 
 
 def text_of(message: Message) -> str:
-    """The text of a chat message."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -13,10 +13,10 @@ from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FUNCTION
 from middleware_hub.openai_session.faces.responses.items import PREFIXES, ItemWriter, output_text
 from miles_router.middlewares import write_event
 
-#: How the arguments of a custom tool begin; and how many characters are looked at for that.
+#: The beginning of a custom tool's arguments, and the most characters that are searched for it.
 INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 MAX_BEGINNING = 64
-#: Characters of a JSON string that are whole: the two escapes of a surrogate pair belong together.
+#: Complete characters of a JSON string. The two escapes of a surrogate pair are one character.
 WHOLE = re.compile(
     r'(?:[^"\\]+|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
@@ -24,26 +24,26 @@ WHOLE = re.compile(
 
 
 class Emitter:
-    """The events of one stream, in order."""
+    """A writer of one stream's events, which numbers them."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
         self._number = 0
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """One event."""
+        """Write one event."""
         content = {**fields, "sequence_number": self._number, "type": kind}
         self._number += 1
         self._events.append(write_event(content, kind.encode("ascii")))
 
-    def taken(self) -> bytes:
-        """Those that were not taken yet."""
+    def take_events(self) -> bytes:
+        """Return the events written since the last call."""
         events, self._events = self._events, []
         return b"".join(events)
 
 
 class OpenItem(ABC):
-    """An item that grows."""
+    """An item whose content is still streaming."""
 
     def __init__(self, emitter: Emitter, writer: ItemWriter, place: int) -> None:
         self._emitter = emitter
@@ -53,14 +53,14 @@ class OpenItem(ABC):
 
     @abstractmethod
     def close(self, status: str) -> dict[str, Any] | None:
-        """End it; gives the item as the response has it."""
+        """Write the last events; return the item for the response's output, or None if the item is left out."""
 
     def _emit(self, kind: str, **fields: Any) -> None:
         self._emitter.emit(f"response.{kind}", output_index=self._place, **fields)
 
 
 class OpenText(OpenItem):
-    """A message, or reasoning."""
+    """A message or reasoning item that is streaming."""
 
     def __init__(self, emitter: Emitter, writer: ItemWriter, place: int, *, thinks: bool) -> None:
         super().__init__(emitter, writer, place)
@@ -73,12 +73,11 @@ class OpenText(OpenItem):
         self._emit("content_part.added", item_id=self._id, content_index=0, part=self._part(""))
 
     def grow(self, text: str) -> None:
-        """So much more."""
+        """Write more text."""
         self._text.append(text)
         self._emit(f"{self._event}.delta", item_id=self._id, content_index=0, delta=text, **self._logprobs)
 
     def close(self, status: str) -> dict[str, Any]:
-        """End it."""
         text = "".join(self._text)
         item = self._item(self._id, text, status)
         self._emit(f"{self._event}.done", item_id=self._id, content_index=0, text=text, **self._logprobs)
@@ -91,7 +90,7 @@ class OpenText(OpenItem):
 
 
 class OpenCall(OpenItem):
-    """A call of a tool. Only of functions and custom tools there are events before it is whole."""
+    """A tool call that is streaming. Only functions and custom tools have events before the call is complete."""
 
     def __init__(self, emitter: Emitter, writer: ItemWriter, place: int, call: Mapping[str, Any], kind: str) -> None:
         super().__init__(emitter, writer, place)
@@ -99,14 +98,14 @@ class OpenCall(OpenItem):
         self._call: dict[str, Any] = {"id": call.get("id"), "function": {"name": call["function"]["name"]}}
         self._kind = kind
         self._id = writer.id(PREFIXES[kind], place)
-        self._shown: list[str] = []  # of the arguments, or of the input
+        self._shown: list[str] = []  # deltas of the arguments or of the input
         self._arguments = OpenArguments()
         self._input = TextOfInput()
         if kind in (FUNCTION.kind, CUSTOM.kind):
             self._emit("output_item.added", item=self._item("", "in_progress"))
 
     def grow(self, arguments: str) -> None:
-        """So much more of its arguments."""
+        """Add more arguments; write those that may be shown."""
         self._text.append(arguments)
         if self._kind == CUSTOM.kind:
             self._show("custom_tool_call_input", self._input.feed(arguments))
@@ -114,7 +113,7 @@ class OpenCall(OpenItem):
             self._show("function_call_arguments", self._arguments.feed(arguments))
 
     def close(self, status: str) -> dict[str, Any] | None:
-        """End it: with `incomplete` it was cut, and nothing says that it is done."""
+        """Write the last events; with status `incomplete` the call was cut, and no `done` event is written."""
         arguments = "".join(self._text)
         if status != "completed":
             return self._writer.cut_call(self._call, self._id, open_arguments(arguments))
@@ -143,15 +142,15 @@ class OpenCall(OpenItem):
 
 
 class TextOfInput:
-    """The text of `{"input": "..."}` as its JSON comes. Of any other arguments nothing is shown before they are
-    whole."""
+    """A parser for the text of `{"input": "..."}` that is fed with pieces of the JSON. Arguments of any other form
+    give no text."""
 
     def __init__(self) -> None:
         self._waiting = ""
-        self._inside: bool | None = None  # whether the text goes on; None before it is known to begin
+        self._inside: bool | None = None  # whether the text continues; None before its beginning is seen
 
     def feed(self, arguments: str) -> str:
-        """What of the text is known now."""
+        """Add JSON; return the text that is complete now."""
         if self._inside is False:
             return ""
         waiting = self._waiting + arguments
@@ -162,7 +161,7 @@ class TextOfInput:
                 return ""
             self._inside, waiting = True, waiting[begin.end() :]
         whole = WHOLE.match(waiting)
-        assert whole is not None  # it matches nothing, too
+        assert whole is not None  # the pattern also matches the empty string
         self._waiting = waiting[whole.end() :]
-        self._inside = not self._waiting.startswith('"')  # which ends it
+        self._inside = not self._waiting.startswith('"')  # the closing quote
         return str(json.loads(f'"{whole[0]}"', strict=False))

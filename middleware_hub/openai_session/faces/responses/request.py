@@ -1,5 +1,7 @@
-"""A Responses request to a chat request. Every field is known: it is translated, says nothing to a model, or is refused
-by name, so that no request means something else than its sampled tokens say.
+"""Translates a Responses request to a chat request.
+
+Each field is translated, ignored because it cannot affect the model, or refused by name. So no request means something
+else than its sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from middleware_hub.openai_session.sessions.prompting import Context, contexts_o
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 
-#: What is translated.
+#: Fields that are translated.
 READ = frozenset(
     (
         *("model", "input", "instructions", "previous_response_id", "store", "stream", "stream_options", "metadata"),
@@ -27,24 +29,24 @@ READ = frozenset(
         *("reasoning", "text", "include", "truncation"),
     )
 )
-#: What is about accounts, caches and OpenAI's own tools.
+#: Fields that are ignored: accounts, caches and OpenAI's own tools.
 HARMLESS = frozenset(
     (
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("service_tier", "max_tool_calls", "client_metadata", "context_management", "access_programs"),
     )
 )
-#: What this API does by itself, and nobody here does.
+#: Fields for features that run on OpenAI's servers, which do not exist here.
 REFUSED = frozenset(
     (
         *("background", "background_options", "conversation", "prompt", "moderation", "image"),
         *("modalities", "audio", "top_logprobs"),
     )
 )
-#: The engine's own, as in a chat request.
+#: Fields of the engine itself, passed on as in a chat request.
 ENGINE = CONTROLS | {"top_k"}
 ENCRYPTED = "reasoning.encrypted_content"
-#: What may be included: of OpenAI's tools, which are not there, there is never anything to include.
+#: Accepted values of `include`. All but `ENCRYPTED` are results of OpenAI's tools, which never occur here.
 INCLUDABLE = frozenset(
     (
         *("web_search_call.action.sources", "web_search_call.results", "code_interpreter_call.outputs"),
@@ -52,19 +54,21 @@ INCLUDABLE = frozenset(
         ENCRYPTED,
     )
 )
-#: Bytes of memory that the metadata of a response takes.
+#: The most bytes of memory that the metadata of a response may take.
 MAX_METADATA = 1 << 20
 STRICT = RequestPolicy()
 
 
 class ResponsesRequest(NamedTuple):
-    """A request, read.
+    """A parsed request.
 
     Attributes:
-        fields: the chat request; its messages are what the session holds.
-        settings: what its response says again.
-        own: of that, what is no other's.
-        facts: what the turn's record says of it.
+        fields: the chat request; its messages are the ones that the session stores.
+        settings: the settings that the response repeats.
+        own: fields of the response that it does not share with others.
+        seals: whether reasoning is also wanted as `encrypted_content`.
+        stored: whether the response may be read and continued by its id.
+        facts: facts for the turn's record.
     """
 
     fields: dict[str, Any]
@@ -75,7 +79,8 @@ class ResponsesRequest(NamedTuple):
     facts: Mapping[str, Any]
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
-        """What the request may be rendered with. What went before may have been shown tools that it does not allow."""
+        """Return the tools and settings that the parent turn may have been rendered with, the current ones first.
+        Earlier turns may have been rendered with tools that this request's `tool_choice` does not allow."""
         contexts, every = contexts_of(fields), self.settings.tools.shown
         if fields.get("tools") not in (None, every):
             contexts += contexts_of({**fields, "tools": every, "tool_choice": "auto"})
@@ -90,16 +95,16 @@ def read(
     system_first: bool = True,
     policy: RequestPolicy = STRICT,
 ) -> ResponsesRequest:
-    """Read a request.
+    """Parse a request.
 
     Raises:
-        BadRequest: it is none, or asks for what cannot be traced.
+        BadRequest: the request is invalid, or asks for what cannot be traced.
     """
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
     unknown = UnknownFields(refuses=policy.unknown)
     _refuse(request, unknown)
-    settings = responses.settings(_said_again(request))
+    settings = responses.settings(_repeated_fields(request))
     conversation, messages = _messages(
         request, responses, system_first=system_first, system_anywhere=system_anywhere, policy=policy
     )
@@ -109,7 +114,7 @@ def read(
         "messages": messages,
         "return_cached_tokens_details": True,
         **_sampling(request),
-        **_form(settings.fields["text"]),
+        **_response_format(settings.fields["text"]),
         **choice_of(request.get("tool_choice"), settings.tools),
     }
     if request.get("parallel_tool_calls") is False and settings.tools.shown:
@@ -135,9 +140,9 @@ def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
         raise wrong_type("model", "a string")
 
 
-def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of its request that other requests of the same agent ask for, too. `truncation` is what is
-    done here: nothing is dropped, and what is too long is refused."""
+def _repeated_fields(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a response repeats and that other requests of the same agent share. `truncation` is always
+    `disabled`: the router drops nothing, and refuses an input that is too long."""
     instructions = request.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise wrong_type("instructions", "a string")
@@ -154,7 +159,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
         "store": request.get("store") is not False,
         "temperature": request.get("temperature"),
         "top_p": request.get("top_p"),
-        "text": {"format": {"type": "text"}, **_given(text)},
+        "text": {"format": {"type": "text"}, **_without_nulls(text)},
         "tool_choice": request.get("tool_choice") or "auto",
         "tools": [] if request.get("tools") is None else request["tools"],
         "truncation": "disabled",
@@ -163,8 +168,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an object that are not null."""
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -176,7 +180,7 @@ def _messages(
     system_anywhere: bool,
     policy: RequestPolicy,
 ) -> tuple[ResponsesConversation, list[Message]]:
-    """Return the messages of a request, and what was read beside them."""
+    """Return the messages of a request, and the conversation that collected its media."""
     before_id = request.get("previous_response_id") or None
     before: Envelope | None = None
     if before_id is not None:
@@ -194,7 +198,7 @@ def _messages(
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
-    """How it is sampled. What is not said is left to the engine, as in a chat request."""
+    """Return the chat fields for sampling. Fields that are not given are left to the engine, as in a chat request."""
     fields = {name: request[name] for name in ("temperature", "top_p") if request.get(name) is not None}
     most = request.get("max_output_tokens")
     if most is not None:
@@ -207,8 +211,7 @@ def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _form(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The form of an answer's text."""
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any]:
     form = text["format"]
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind == "text":
@@ -240,8 +243,9 @@ def _included(request: Mapping[str, Any], unknown: UnknownFields) -> list[str]:
 
 
 def _metadata(request: Mapping[str, Any]) -> Mapping[str, str]:
-    """Metadata as the response says it again, in texts alone. SGLang takes values of any type and length."""
-    given = _given(_object(request, "metadata"))
+    """Return the metadata with values that are texts. As in SGLang, a request may have values of any type and
+    length."""
+    given = _without_nulls(_object(request, "metadata"))
     metadata = {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in given.items()}
     if message_bytes(metadata) + message_bytes([*metadata]) > MAX_METADATA:
         raise InvalidParameter("metadata", f"Invalid 'metadata': it takes more than {MAX_METADATA} bytes of memory.")

@@ -1,8 +1,9 @@
-"""An answer's events: `response.created`, items that are added, grow and are done, `response.completed`.
+"""Writes the events of a streamed answer: `response.created`, items that are added, grow and are done,
+`response.completed`.
 
-Each chunk of the engine's becomes events when it comes. What would make a call look complete waits until what comes
-next shows that it was sampled to its end: the brace that ends its arguments, and all its `done` events. An engine that
-is cut in the middle of a call closes its arguments by itself; such a call stays open here, for good.
+Each engine chunk becomes events at once. Parts that make a call look complete wait until later output proves that the
+call was sampled to its end: the closing brace of its arguments, and its `done` events. An engine that is cut inside a
+call closes its arguments by itself; the router leaves such a call open.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from miles_router.engines.openai.chat_stream import cached_tokens
 from miles_router.engines.refusals import parsed_refusal
 from miles_router.middlewares import Event
 
-#: What a stream ends with: see `Emitter.emit`, which writes an event's type last.
+#: The bytes that end a stream. `Emitter.emit` writes an event's type last.
 LAST = tuple(b'"type":"response.%b"}\n\n' % status for status in (b"completed", b"incomplete", b"failed"))
 
 
 class ResponsesWriter(ReplyWriter):
-    """Writes one answer."""
+    """A writer of one answer."""
 
     def __init__(self, envelope: Envelope, *, streams: bool = False) -> None:
         self._envelope = envelope
@@ -35,29 +36,30 @@ class ResponsesWriter(ReplyWriter):
         self._emitter = Emitter()
         self._open: OpenText | OpenCall | None = None
         self._output: list[dict[str, Any]] = []
-        self._places = 0
-        self._blank: list[str] = []  # white space that waits
+        self._item_count = 0
+        self._blank: list[str] = []  # white space that is held back
         self._finish: str | None = None
         self._cached: int | None = None
         self._started = self._over = False
 
-    def whole(self, answer: dict[str, Any]) -> object:
-        """The response.
+    def write_answer(self, answer: dict[str, Any]) -> object:
+        """Return the response object.
 
         Raises:
-            AnswerCut: it was cut off.
+            AnswerCut: the engine cut the answer off.
         """
         self._read(answer)
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in STATUS:
             raise AnswerCut("the engine cut the answer off")
-        return self._envelope.whole(choice["message"], choice["finish_reason"])
+        return self._envelope.finished_with(choice["message"], choice["finish_reason"])
 
-    def refusal(self, body: bytes, status: int) -> bytes:
-        """An error of the engine's.
+    def write_refusal(self, body: bytes, status: int) -> bytes:
+        """Return the body for an engine's error response.
 
         Raises:
-            ContextOverflow: its context window is too small; a stream tells that in its own way.
+            ContextOverflow: the context window is full and the request asked for a stream, which reports that as an
+                event.
         """
         overflow = overflow_of(parsed_refusal(body)) if self._streams else None
         if overflow is not None:
@@ -65,12 +67,11 @@ class ResponsesWriter(ReplyWriter):
         return errors.refusal_body(body, status)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
-        """The events of a response that has failed before anything came of it."""
+        """Return the events of a response that failed before it had any output."""
         self._fail(error)
-        return self._emitter.taken()
+        return self._emitter.take_events()
 
-    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
-        """The events of a chunk."""
+    def write_chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         self._start()
         self._read(chunk)
         for choice in chunk["choices"]:
@@ -78,17 +79,17 @@ class ResponsesWriter(ReplyWriter):
             if choice.get("finish_reason") is not None:
                 self._finish = choice["finish_reason"]
                 self._end_item(last=True)
-        return self._emitter.taken()
+        return self._emitter.take_events()
 
-    def other(self, event: Event) -> bytes:
-        """The stream's end, or an error."""
+    def write_other(self, event: Event) -> bytes:
+        """Return the events for the end of the stream or an error; comments pass unchanged."""
         if not event.data:
-            return event.raw  # a comment, which keeps the connection alive
+            return event.raw  # a keep-alive comment
         if event.is_last:
             self._end()
         elif isinstance(parsed := event.parse(), Mapping) and "error" in parsed:
-            self._fail(errors.of_engine(parsed, 500))
-        return self._emitter.taken()
+            self._fail(errors.engine_error(parsed, 500))
+        return self._emitter.take_events()
 
     # The response
 
@@ -104,15 +105,15 @@ class ResponsesWriter(ReplyWriter):
             return
         self._start()
         status = STATUS.get(self._finish or "", ("failed", None))[0]
-        if not (self._places or status == "failed"):  # the next request has to say that there was an answer
-            self._text(thinks=False)
+        if not (self._item_count or status == "failed"):  # an empty answer needs an item that the agent can send back
+            self._open_text(thinks=False)
             self._end_item(last=True)  # white space, or nothing
         self._over = True
         body = self._envelope.body(self._output, self._finish or "abort")
         self._emitter.emit(f"response.{status}", response=body)
 
     def _fail(self, error: Mapping[str, Any]) -> None:
-        """Nothing comes behind an error."""
+        """Write `response.failed`, unless the stream has ended. Later events are dropped."""
         if not self._over:
             self._start()
             self._over = True
@@ -121,7 +122,7 @@ class ResponsesWriter(ReplyWriter):
             self._emitter.emit("response.failed", response={**body, "error": said})
 
     def _read(self, part: Mapping[str, Any]) -> None:
-        """What an answer, or a chunk of one, says of its tokens."""
+        """Read the usage of an answer, or of a chunk of one."""
         usage, told = part.get("usage"), cached_tokens(part.get("sglext"))
         if told is not None:
             self._cached = told
@@ -138,39 +139,40 @@ class ResponsesWriter(ReplyWriter):
 
     def _delta(self, delta: Mapping[str, Any]) -> None:
         if delta.get("reasoning_content"):
-            self._text(thinks=True).grow(delta["reasoning_content"])
+            self._open_text(thinks=True).grow(delta["reasoning_content"])
         if delta.get("content"):
-            self._say(delta["content"])
+            self._write_text(delta["content"])
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             if function.get("name"):
                 kind = self._envelope.settings.tools.of(function["name"]).form.kind
                 self._end_item()
                 self._blank = []
-                self._open = OpenCall(self._emitter, self._writer, self._place(), call, kind)
+                self._open = OpenCall(self._emitter, self._writer, self._next_index(), call, kind)
             if function.get("arguments") and isinstance(self._open, OpenCall) and self._open.index == call.get("index"):
                 self._open.grow(function["arguments"])
 
-    def _say(self, text: str) -> None:
-        """White space waits for what comes behind it. Before a call it is not shown: parsers leave it there."""
+    def _write_text(self, text: str) -> None:
+        """Write text. Trailing white space waits for more text; parsers leave it before a call, where it is not
+        shown."""
         said = text.rstrip()
         if said:
-            self._text(thinks=False).grow("".join(self._blank) + said)
+            self._open_text(thinks=False).grow("".join(self._blank) + said)
             self._blank = []
         self._blank.append(text[len(said) :])
 
-    def _text(self, *, thinks: bool) -> OpenText:
+    def _open_text(self, *, thinks: bool) -> OpenText:
         if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
             self._end_item()
-            self._open = OpenText(self._emitter, self._writer, self._place(), thinks=thinks)
+            self._open = OpenText(self._emitter, self._writer, self._next_index(), thinks=thinks)
         return self._open
 
-    def _place(self) -> int:
-        self._places += 1
-        return self._places - 1
+    def _next_index(self) -> int:
+        self._item_count += 1
+        return self._item_count - 1
 
     def _end_item(self, *, last: bool = False) -> None:
-        """End the item that grows. The last one ends as the answer does."""
+        """Close the open item. With `last` its status is that of the answer."""
         blank = "".join(self._blank)
         if last and blank and isinstance(self._open, OpenText) and not self._open.thinks:
             self._open.grow(blank)
@@ -184,7 +186,6 @@ class ResponsesWriter(ReplyWriter):
 
 
 def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat answer's count of tokens as this API tells it."""
     given, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     cached, thought = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
     reasoning = usage.get("reasoning_tokens") or thought.get("reasoning_tokens") or 0

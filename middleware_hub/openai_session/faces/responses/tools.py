@@ -1,6 +1,6 @@
-"""Tools as a chat template is shown them, and back: what a function that was called stands for.
+"""Converts tools to the functions that a chat template shows, and sampled calls back to items.
 
-A function in a namespace is shown under both names.
+The function of a tool in a namespace has a name made of both names.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FORMS, FUNCTION, CallForm
 
-#: Run by OpenAI or told of by it, and part of what Codex sends with every request. A model that is not told of them
-#: does not call them, and an agent works without: they are left out, and the turn's record says so.
+#: Tools of OpenAI's servers that Codex sends with every request. They are left out, and the turn's record names them:
+#: a model that does not see a tool does not call it, and agents work without these.
 LEFT_OUT = frozenset({"web_search", "tool_search"})
 
 
 class Named(NamedTuple):
-    """What the function of a chat stands for."""
+    """The tool that a chat function stands for."""
 
     form: CallForm
     name: str
@@ -28,14 +28,20 @@ class ResponsesTools:
     """The tools of a request.
 
     Attributes:
-        shown: as a chat request has them.
-        given: those that the model is told of, as the request has them.
-        left_out: the others.
+        shown: as chat functions.
+        given: the tools that the model sees, as the request has them.
+        left_out: the names of the other tools.
     """
 
     def __init__(self, given: object, *, began: bool = False) -> None:
-        """Raises InvalidParameter where one of them is none, or cannot be run, or is another one under the name of
-        one before. Of a session that `began`, such a tool is left out."""
+        """Convert the `tools` of a request.
+
+        Args:
+            began: the session has recorded turns, so a different tool under a name that is taken is left out.
+
+        Raises:
+            InvalidParameter: a tool is invalid, cannot be run, or has the name of a different tool.
+        """
         self._began = began
         self.shown: list[dict[str, Any]] = []
         self.given: list[Any] = []
@@ -51,19 +57,18 @@ class ResponsesTools:
                 self.given.append(tool)
 
     def of(self, name: str) -> Named:
-        """What a function that was called stands for. One that is not there is called as it is."""
+        """Return the tool that a function stands for; an unknown name stands for a function of that name."""
         return self._named.get(name) or Named(FUNCTION, name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._named
 
     def call(self, call: Mapping[str, Any], item_id: str, status: str = "completed") -> dict[str, Any]:
-        """The item of a call."""
         function = call["function"]
         named = self.of(function["name"])
         arguments = function.get("arguments") or ""
         fields = named.form.fields(arguments)
-        if fields is None:  # what was sampled is no call of this kind: its agent sees what it is
+        if fields is None:  # the sampled arguments do not fit the tool: show the agent a plain function call
             named, fields = Named(FUNCTION, named.name), FUNCTION.fields(arguments)
         item: dict[str, Any] = {"type": named.form.kind, "id": item_id, "call_id": call["id"]}
         if named.form in (FUNCTION, CUSTOM):
@@ -81,7 +86,7 @@ class ResponsesTools:
         if kind == "namespace" and space is None:
             for each, at in _members(tool, where):
                 self._add(each, at, tool)
-        elif kind in LEFT_OUT or tool.get("defer_loading"):  # what is deferred is found by a search for tools
+        elif kind in LEFT_OUT or tool.get("defer_loading"):  # OpenAI loads deferred tools by a tool search
             self.left_out.append(str(tool.get("name") or kind))
         elif kind not in FORMS:
             raise unavailable(f"{where}.type", f"The tool '{str(kind)[:64]}'")
@@ -109,17 +114,17 @@ class ResponsesTools:
 
 
 def shown_name(name: str, namespace: object) -> str:
-    """The name under which a template is shown a function."""
+    """Return the function name for a tool, with its namespace if it has one."""
     if not isinstance(namespace, str) or not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def choice_of(given: object, tools: ResponsesTools) -> dict[str, Any]:
-    """The fields of a chat request for a `tool_choice`, and for the tools that it allows.
+    """Return the chat request's fields for a `tool_choice`, with the tools that it allows.
 
     Raises:
-        InvalidParameter: it is none, or wants a tool that is not there.
+        InvalidParameter: the value is invalid, or names a tool that is not given.
     """
     if given is None or isinstance(given, str):
         return _mode(given or "auto", tools, tools.shown)
