@@ -120,7 +120,7 @@ def main() -> None:
             read, write = os.pipe()
             forking = os.getpid()
             if os.fork() == 0:
-                one.end_with(forking)
+                one.die_with_parent(forking)
                 _watch(write, given)
             os.close(write)
             with os.fdopen(read, "rb") as told:
@@ -134,7 +134,7 @@ def _watch(write: int, given: dict[str, Any]) -> NoReturn:
     watching = os.getpid()
     router = os.fork()
     if router == 0:
-        one.end_with(watching)
+        one.die_with_parent(watching)
         os.close(write)
         _route(given)
     os.write(write, b"%d" % router)

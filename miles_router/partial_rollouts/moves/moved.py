@@ -105,7 +105,7 @@ class MovedAnswer(ResumableAnswer):
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
 
-    async def receive(self, message: Message) -> None:
+    async def receive_message(self, message: Message) -> None:
         """A message of the first worker's reply."""
         await self._reply.send(message)
 
