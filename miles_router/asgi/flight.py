@@ -30,7 +30,7 @@ class UsedCache(NamedTuple):
 class ReplyReceiver(Protocol):
     """A receiver that takes a worker's reply in place of the client, and answers the client when the reply is over."""
 
-    async def take_message(self, message: Message) -> None:
+    async def receive_message(self, message: Message) -> None:
         """Receive one ASGI message of the reply."""
         ...
 

@@ -134,7 +134,7 @@ class Proxy:
         receiver = None if flight.move is None else self._reply_receiver(flight.move, flight, scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
-            await relay(forwarded.reply, send if receiver is None else receiver.take_message, self._metrics, end)
+            await relay(forwarded.reply, send if receiver is None else receiver.receive_message, self._metrics, end)
         except UpstreamBroken:
             if receiver is None:
                 raise

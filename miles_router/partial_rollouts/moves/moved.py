@@ -107,7 +107,7 @@ class MovedAnswer(ResumableAnswer):
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
 
-    async def take_message(self, message: Message) -> None:
+    async def receive_message(self, message: Message) -> None:
         await self._reply.send(message)
 
     async def finish(self) -> None:
