@@ -11,6 +11,7 @@ import io
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from time import perf_counter
 from typing import Any, NoReturn
 
 from miles_router.asgi.flight import Flight
@@ -51,6 +52,7 @@ class Exchange:
     __slots__ = (
         "_parses",
         "adapter",
+        "began_at",
         "error_body",
         "flight",
         "forwarded",
@@ -63,6 +65,8 @@ class Exchange:
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
+        #: `time.perf_counter()` at the request's head.
+        self.began_at = perf_counter()
         self.max_body_bytes = max_body_bytes
         #: Bytes of the reply that a layer which reads it holds at most.
         self.max_answer_bytes = max_answer_bytes

@@ -17,8 +17,6 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te"
 REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
 
-#: Which trace a request is part of (W3C Trace Context).
-TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 #: Names the group that a generation is aborted with.
 GROUP = b"x-group-id"
 #: The usual values of `Connection`, which name no field that is not dropped anyway.

@@ -94,6 +94,7 @@ class Forwarder:
             worker = unit.worker
             if flight is not None:
                 flight.worker_url, flight.rank = worker.url, lease.unit.rank
+                flight.mark("worker_chosen", worker)
             try:
                 return await self._open_at(lease, request, flight)
             except CannotServe as refusal:
@@ -105,6 +106,8 @@ class Forwarder:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
+                if flight is not None:
+                    flight.mark("worker_lost", lost)
                 self._unreachable(lost, error)
                 if len(request.tried) > self._max_retries or not self._others(request, (*request.tried, *barred)):
                     error.attempts = len(request.tried)
@@ -386,7 +389,7 @@ class Forwarder:
         while True:
             await gate.wait(waiting, came_at)
             if request.key is not None and self._is_barred(request, waiting):
-                with gate.waiting(waiting):
+                with gate.waiting(waiting, "queue"):
                     await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
                 return  # and takes its room, before anybody else looks

@@ -42,7 +42,6 @@ class Outgoing:
         "generates",
         "headers",
         "key",
-        "linked",
         "method",
         "names",
         "pair",
@@ -63,7 +62,6 @@ class Outgoing:
         *,
         generates: bool = False,
         computes: bool = False,
-        linked: bool = False,
         preferred: str | None = None,
         path: str = "",
     ) -> None:
@@ -74,8 +72,6 @@ class Outgoing:
         self.key = key
         self.generates = generates
         self.computes = computes
-        #: Whether its headers or its path may link it to others; if not, no key does, nor a trace.
-        self.linked = linked
         #: The target's path, decoded; empty where no engine has to be asked otherwise.
         self.path = path
         #: The URL of the worker that takes it, while that one takes requests.
@@ -104,12 +100,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
             linked = True
             break
     key, generating = affinity.named(path, headers) if linked else None, generates(path)
-    if key is None and (key := affinity.in_body(path, body)) is not None:
-        linked = True
+    if key is None:
+        key = affinity.in_body(path, body)
     computing = generating or computes(path)
-    return Outgoing(
-        scope["method"], target, headers, body, key, generates=generating, computes=computing, linked=linked, path=path
-    )
+    return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
 
 
 async def send(

@@ -6,11 +6,9 @@ Bodies are not parsed here. The request is held whole, so that it can go to a se
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Move, Relief
+from miles_router.asgi.flight import Flight, Relief
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -64,8 +62,10 @@ class Proxy:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         self._metrics.bytes_in += len(body)
-        request = self._outgoing(scope, exchange, body)
+        request = outgoing(scope, exchange.request_id, body, self._affinity)
         flight = exchange.flight
+        if flight.worker_headers is not None and request.generates:
+            request.headers = flight.worker_headers(request.headers, request.key)
         request.preferred = flight.preferred
         flight.movable = request.key is None and request.path == GENERATE and flight.goes_on is None
         self._in_flight.enter(exchange, body)
@@ -80,13 +80,11 @@ class Proxy:
                 try:
                     with Watch(receive, self._request_timeout) as watch:
                         flight.stop = watch.stop
-                        if isinstance(send, Outlet):
-                            relief = await self._forward(request, flight, scope, receive, send)
-                        else:
-                            relief = await self._forward_to_layer(request, flight, scope, receive, send)
+                        relief = await self._forward(request, flight, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
                     flight.worker_url = None  # nobody has it
+                    flight.mark("not_admitted")
                     if isinstance(interrupted, PairInterrupted) and _is_over(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
@@ -99,10 +97,6 @@ class Proxy:
             self._in_flight.leave(exchange)
         if relief is not None:
             await relief.finish()
-
-    def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
-        """What a worker is sent."""
-        return outgoing(scope, exchange.request_id, body, self._affinity)
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
         """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.
@@ -127,26 +121,18 @@ class Proxy:
         """Ask a worker, and relay its reply; gives who answers the client, where that is somebody else."""
         forwarded = await self._forwarder.open(request, flight)
         flight.first_byte_at = time.perf_counter()
-        relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
+        flight.mark("first_byte", forwarded.worker)
+        relief = None if flight.move is None else flight.move.relief(scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
-            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, end)
+            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, end, flight)
         except UpstreamBroken:
             if relief is None:
                 raise
         finally:
             forwarded.close()
+            flight.mark("reply_ended")  # where the reply was cut; of a whole one `relay` has said it
         return relief
-
-    def _forward_to_layer(
-        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, Relief | None]:
-        """The same where a layer has wrapped `send`."""
-        return self._forward(request, flight, scope, receive, send)
-
-    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
-        """Who takes the reply that has begun, as another worker is to go on with it."""
-        return move.relief(scope, receive, send)
 
 
 def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
@@ -165,8 +151,10 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     return end
 
 
-async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None) -> None:
-    """Give a client a reply as it arrives.
+async def relay(
+    reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None, flight: Flight | None = None
+) -> None:
+    """Give a client a reply as it arrives. `flight` keeps the moment at which the last of it has come.
 
     Raises:
         UpstreamBroken: the reply is lost inside its body, or its answer has not come to its `end`.
@@ -189,6 +177,8 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         if missing is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             raise UpstreamBroken(f"the worker's stream ended without {missing}")
+        if not more and flight is not None:
+            flight.mark("reply_ended")  # before a layer is given it, which may read and record it
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 

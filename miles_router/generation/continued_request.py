@@ -142,7 +142,8 @@ class ContinuedRequest:
                 exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # of all parts
-                exchange.flight.trace = self.exchange.flight.trace
+                exchange.flight.marks = self.exchange.flight.marks
+                exchange.flight.worker_headers = self.exchange.flight.worker_headers
                 exchange.flight.barred = self.exchange.flight.barred
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
