@@ -93,7 +93,8 @@ class Forwarding:
         """Forward a request to its owner and relay the reply.
 
         Args:
-            once: the request must not be repeated: it is not a session turn, which a session recognizes by its id.
+            once: never repeat the request, because it is not a session turn. A session recognizes a repeated turn by
+                its id.
 
         Raises:
             OwnerUnavailable: the owner did not take the request.

@@ -42,7 +42,7 @@ class Membership:
     Args:
         process: the id of this process.
         fenced: called when another life has this seat, or this process cannot follow. What it holds in memory may then
-        be untrue.
+            be untrue.
     """
 
     def __init__(self, seat: Seat, process: int, fenced: Callable[[], None]) -> None:

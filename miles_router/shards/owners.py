@@ -29,7 +29,7 @@ class ShardOwners(Owners):
     Args:
         url_of: returns the URL of a shard, or None while no process has its seat.
         is_there: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
-        affinity key leads there.
+            affinity key leads there.
         check: raises NodeUnleased if this shard may not act now; None if it always may.
     """
 

@@ -24,7 +24,7 @@ class Shards:
     Attributes:
         count: the number of shards; fixed while the router runs.
         lease: seconds for which a shard may act without hearing from the leader. Infinite on one machine, where the
-        parent sees a shard end before it starts the next.
+            parent sees a shard end before it starts the next.
         secret: known only to the leader and the shards, which prove to each other that they know it.
         shared_state: all processes use the same state directory.
     """
@@ -51,10 +51,10 @@ class Seat:
     Attributes:
         index: from 0.
         directory: survives each process in this seat; only this user may enter it. On one machine all seats share it.
-        It lies in memory (`/dev/shm`) if nothing may touch the disk.
+            It lies in memory (`/dev/shm`) if nothing may touch the disk.
         url: reaches this seat alone, at least from the other shards.
         urls: the URLs of all seats, if they never change. A request to an empty seat then waits until a process takes
-        it.
+            it.
         leader: on several machines, `host:port`, or a file that contains it.
         shown: whether clients may see the `url`.
     """

@@ -79,7 +79,7 @@ class Journal:
 
     Raises (all methods):
         StateError: a subclass names the cause. A failed change leaves stored data as it was. If a COMMIT itself fails,
-        its outcome is unknown until the file is next opened.
+            its outcome is unknown until the file is next opened.
     """
 
     def __init__(self, path: Path, sync: Sync, *, shared: bool = False) -> None:

@@ -54,7 +54,7 @@ class StateStore:
 
         Args:
             shared: routers on other machines use the directory too. Files are then not locked, and only claimed slots
-            may be changed.
+                may be changed.
 
         Raises:
             ConfigError: the directory cannot be created or written.
