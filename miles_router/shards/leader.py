@@ -190,7 +190,7 @@ class LeaderDuty(Duty):
             counted(pool.fleet.pool, self.seats.in_flight(pool.name))
         return whole
 
-    # Whether it leads
+    # Leadership
 
     async def confirmed(self) -> bool:
         """Return whether no later leader has begun. If one has, end this leader."""
@@ -234,7 +234,7 @@ class LeaderDuty(Duty):
         numbers = own_numbers(0)
         followed(record, fleet, lambda: next(numbers))
 
-    # What is decided
+    # Decisions
 
     def _written(self) -> dict[str, Any]:
         return {URLS: self.seats.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}

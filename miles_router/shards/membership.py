@@ -67,7 +67,7 @@ class Membership:
         self._connected, self._followed, self._seated = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._heard_at = 0.0
 
-    # What may be done
+    # The right to act
 
     @property
     def is_fresh(self) -> bool:

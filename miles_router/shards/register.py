@@ -23,7 +23,7 @@ class Register(Protocol):
     """A record of which leader is the last one."""
 
     async def claim(self) -> tuple[int, bool]:
-        """Return this leader's term, greater than that of every earlier leader, and whether this is the first leader."""
+        """Return this leader's term, greater than that of every earlier one, and whether this leader is the first."""
         ...
 
     async def confirm(self) -> bool:

@@ -75,7 +75,7 @@ class Journals:
         ]
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all journals."""
         for slot in [*self._open]:
             self._release(slot)
 
@@ -83,7 +83,7 @@ class Journals:
         for journal in [journal for journal in self._open.values() if journal.slack][:1]:
             try:
                 journal.vacuum()
-            except StateError:  # no caller waits for it, and the next one meets whatever is wrong
+            except StateError:  # no caller waits for a vacuum; the next job reports the error
                 journal.slack = False
 
     def _read(self, job: Job) -> Outcome:
