@@ -95,7 +95,7 @@ class Channel:
     async def _read(self) -> Message:
         head, blob = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
         if max(head, blob) > MAX_PART:
-            raise OSError(f"a frame of {head} and {blob} bytes")
+            raise OSError(f"a frame of {head} and {blob} bytes exceeds the limit of {MAX_PART} bytes a part")
         fields: dict[str, Any] = json.loads(await self._reader.readexactly(head))
         return Message(fields, await self._reader.readexactly(blob) if blob else b"")
 
@@ -141,14 +141,14 @@ class Channel:
             RouterError: the handler in the other process failed; that process logs the reason.
         """
         if self._gone:
-            raise ChannelLost(f"{what}: the channel is lost")
+            raise ChannelLost(f"{what}: the connection to the other process is lost")
         number = next(self._numbers)
         self._asked[number] = waiting = asyncio.get_running_loop().create_future()
         try:
             self._writer.writelines(_frame({**fields, "what": what, "number": number}, blob))
             answer: Message = await waiting
             if FAILED in answer.fields:
-                raise RouterError(f"another process of the router failed: {what}")
+                raise RouterError(f"another process of the router failed to handle {what!r}; its log has the reason")
             return answer
         finally:
             del self._asked[number]
@@ -160,7 +160,7 @@ class Channel:
         self.lost = True
         for waiting in self._asked.values():
             if not waiting.done():
-                waiting.set_exception(ChannelLost("the channel was lost"))
+                waiting.set_exception(ChannelLost("the connection to the other process was lost"))
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 

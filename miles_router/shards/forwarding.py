@@ -59,7 +59,7 @@ def hop_taken(scope: Scope) -> bytes | None:
         return None
     scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
     if len(found) > 1 or found[0] not in (FORWARD, ASK):
-        raise BadRequest(f"{HOP.decode()} is for requests between the shards of a router")
+        raise BadRequest(f"the header {HOP.decode()} is reserved for requests between the shards of a router")
     purpose: bytes = found[0]
     return purpose
 
@@ -166,7 +166,7 @@ class Forwarding:
         host = first_header(headers, b"host") or _host_of(scope)  # the name by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"shard {owner} of the router has this, and is not there; ask again")
+            raise OwnerUnavailable(f"shard {owner} of the router owns this and is not connected; ask again")
         kept = end_to_end(headers, DROPPED)
         kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
         target = scope["raw_path"]
@@ -185,7 +185,7 @@ class Forwarding:
             if untaken or repeatable:
                 self.statistics.unavailable += 1
                 raise OwnerUnavailable(
-                    f"shard {owner} of the router has this and cannot be reached; ask again"
+                    f"shard {owner} of the router owns this and cannot be reached; ask again"
                 ) from None
             self.statistics.lost += 1
             raise OwnerLost(

@@ -336,9 +336,11 @@ class LeaderDuty(Duty):
     def _why_refused(self, fields: Mapping[str, Any]) -> str | None:
         count = self.shards.count
         if fields["version"] != __version__:
-            return f"it is version {fields['version']}, and the leader {__version__}"
+            return f"the shard runs version {fields['version']}, and the leader {__version__}"
         if fields["shards"] != count or fields["seat"] not in range(count):
-            return f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {count}"
+            return (
+                f"it is configured as shard {fields['seat']} of {fields['shards']}, but the leader has {count} shards"
+            )
         return None
 
     async def _is_paused(self, message: Message) -> Message:

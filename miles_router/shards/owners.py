@@ -207,9 +207,9 @@ def check_hop(scope: Scope) -> None:
     """
     hop = hop_of(scope)
     if hop == ASK:
-        raise NotFound("this shard of the router does not have it")
+        raise NotFound("this shard of the router does not own what the request names")
     if hop is not None:
-        raise OwnerUnavailable("this shard of the router does not have what it was asked for; ask again")
+        raise OwnerUnavailable("this shard does not own what the forwarded request names; ask again")
 
 
 def hop_of(scope: Scope) -> bytes | None:

@@ -33,10 +33,10 @@ async def prove(
         await tasks.within(PATIENCE, _prove(reader, writer, secret.encode(), side, other), name="prove")
     except asyncio.IncompleteReadError as error:
         if not error.partial:
-            raise ConnectionAbortedError("the other side has said nothing") from None
-        raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
+            raise ConnectionAbortedError("the other side disconnected without sending anything") from None
+        raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
     except TimeoutError:
-        raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
+        raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
 
 
 async def _prove(

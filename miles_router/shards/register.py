@@ -67,7 +67,7 @@ class Stored:
         """
         self._term = await self._store.claim(CONTROL)
         if not self._locks.take(self._term):
-            raise StateError(f"{self._store.directory}: another process leads in term {self._term}, too")
+            raise StateError(f"{self._store.directory}: another leader runs with the same term {self._term}")
         return self._term, self._term == 1
 
     async def confirm(self) -> bool:

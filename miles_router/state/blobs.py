@@ -39,5 +39,5 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], int]:
         raise ValueError(str(error)) from None
     header = orjson.loads(blob[_LENGTH.size : end])
     if end > len(blob) or not isinstance(header, dict):
-        raise ValueError("it is cut, or its header is no object")
+        raise ValueError("the blob is truncated, or its header is not a JSON object")
     return header, end

@@ -225,7 +225,7 @@ class Journal:
         """
         before = self.epoch
         if epoch is not None and epoch < before:
-            raise StateOutdated(f"{self._path}: epoch {before} has it, and {epoch} is older")
+            raise StateOutdated(f"{self._path}: the slot has epoch {before}, and epoch {epoch} is older")
 
         def enter(journal: Journal) -> None:
             journal.epoch = journal._number("SELECT epoch FROM slot") + 1 if epoch is None else epoch

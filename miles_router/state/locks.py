@@ -38,7 +38,7 @@ class ByteLocks:
         except (BlockingIOError, PermissionError):  # POSIX allows either error for a lock held elsewhere
             return False
         except OSError as error:
-            raise StateError(f"{self._path}: no byte can be locked: {error.strerror or error}") from None
+            raise StateError(f"{self._path}: this file system cannot lock a byte: {error.strerror or error}") from None
         return True
 
     def close(self) -> None:

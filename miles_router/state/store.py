@@ -62,9 +62,9 @@ class StateStore:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"state_dir: {directory}: cannot be made: {error.strerror}") from None
+            raise ConfigError(f"state_dir: {directory}: the directory cannot be created: {error.strerror}") from None
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
+            raise ConfigError(f"state_dir: {directory}: this user may not read and write it")
         self.directory, self.sync = directory, sync
         #: The slots that this process may open; `CONTROL` is for the process that decides the workers.
         self.slots: Collection[int] = ALL_SLOTS
@@ -171,9 +171,9 @@ class StateStore:
 
     async def _ask(self, slot: int, work: Callable[[Journal], Any], *, commits: bool = False, size: int = 0) -> Any:
         if slot not in self.slots:
-            raise StateHeld(f"slot {slot} is another process's of this router")
+            raise StateHeld(f"slot {slot} belongs to another process of this router")
         if self._closed:
-            raise StateError(f"{self.directory}: the router has let go of it")
+            raise StateError(f"{self.directory}: the router has closed its state")
         self._touched.add(slot)
         job = Job(slot, work, asyncio.get_running_loop().create_future(), commits, size)
         self._queue.append(job)
