@@ -1,11 +1,12 @@
-"""One router on several processes and machines: shards that take requests, and one leader that decides.
+"""One router on several processes and machines: shards, which serve requests, and one leader, which decides.
 
-protocol      what they say to each other, and who may act: pure
-channel, proof, membership, seats   how it is said; a shard's end of it, and the leader's
-register      whether a leader is the last one
-leader, shard what each does of a router (duty); as_one, all_requests: all shards, seen and asked by the leader
-state, pools  what is decided of one pool, written and followed
-peer_loads    requests in flight elsewhere, and choosing by that
-owners, forwarding, held_names   which shard has what, and requests that another one answers
-places, senders   the seats, and on one machine the processes in them
+- `protocol`: the messages and the leases, without I/O. `channel` and `proof` carry and protect the messages.
+- `membership`: a shard's connection to the leader. `seats`: the leader's view of the shards.
+- `register`: whether a leader is the last one.
+- `duty`: the part of a router that a process does. `leader` and `shard` override it.
+- `as_one`, `all_requests`: all shards, as the leader shows and asks them.
+- `state`, `pools`: what is decided of one pool, written by the leader and applied by shards.
+- `peer_loads`: requests in flight at other processes, and placement with them.
+- `owners`, `forwarding`, `held_names`: which shard owns what, and requests that another shard answers.
+- `places`: the seats. `senders`: the processes in them, on one machine.
 """

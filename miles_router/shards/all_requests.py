@@ -1,4 +1,4 @@
-"""The requests of one pool in all shards, as the leader's control sees them."""
+"""The requests of one pool across all shards, for the leader's control code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_router.shards.seats import Seats
 
 
 class AllRequests:
-    """See `control.requests.Requests`."""
+    """An implementation of `control.requests.Requests` that asks every shard."""
 
     def __init__(self, pool: str, seats: Seats) -> None:
         self.group_listeners: list[GroupListener] = []  # each shard has its own
@@ -20,19 +20,21 @@ class AllRequests:
         self._seats = seats
 
     async def abort(self, rid: str | None) -> list[Aborted]:
-        """Mark those that an abort means. Where one has exactly this id, those of other shards that begin with it are
-        meant too."""
+        """Mark the requests that an abort matches, in all shards, and return them.
+
+        If one shard has a request with exactly this id, requests in other shards whose id begins with it match too.
+        """
         places = [] if rid is None else await self._ask("places", rid=rid)
         return _read(await self._ask("abort", rid=rid, elsewhere=places))
 
     async def end_group(self, group: str | int) -> GroupEnd:
-        """End those of a group."""
+        """End the requests of a group in all shards; return the aborted requests and the failures."""
         ended = await self._ask("end_group", group=group)
         aborted = [each for found, _ in ended for each in found]
         return GroupEnd(_read(aborted), [StateError.read(each) for _, failures in ended for each in failures])
 
     async def at(self, url: str) -> Collection[str]:
-        """The ids of those that a worker has."""
+        """Return the ids of the requests on a worker, from all shards."""
         return set(await self._ask("at", url=url))
 
     async def _ask(self, what: str, **fields: Any) -> list[Any]:

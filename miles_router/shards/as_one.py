@@ -1,4 +1,4 @@
-"""All shards, shown as one router by the leader."""
+"""The leader's `/metrics` and `/router/info`, which show all shards as one router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_router.pools.pools import Pools
 from miles_router.settings.config import FIELDS, RouterConfig, shown
 from miles_router.shards.seats import Seats
 
-#: The label of all that `GET /metrics` shows of several shards, and its value for the leader.
+#: The metric label that tells shards apart, and its value for the leader.
 SHARD, LEADER = "shard", "leader"
 
 
@@ -26,27 +26,27 @@ class ShardStatistics(Statistics, prefix="miles_router_shard"):
 
 
 class AsOne:
-    """Shows all shards as one router.
+    """The leader's view of all shards as one router.
 
     Args:
-        admin: the leader's own.
-        config: the router's settings; this process has a part of them.
+        admin: the leader's own admin, whose metrics and info this class replaces.
+        config: the settings of the whole router; this process itself runs with a part of them.
     """
 
     def __init__(self, admin: Admin, pools: Pools, seats: Seats, config: RouterConfig) -> None:
-        #: The layers of a shard, outermost first.
+        #: The middlewares of a shard, outermost first.
         self.stack: list[dict[str, object]] = []
         self._admin = admin
         self._pools = pools
         self._seats = seats
         self._config = config
-        #: Of which shards the numbers are known, as of the last look.
+        #: Shard index to 1 if the shard answered the last metrics request, else 0.
         self._up = dict.fromkeys(map(str, range(seats.shards.count)), 0)
         pools.default.router.metrics.register(ShardStatistics(up=lambda: self._up))
         admin.shown_metrics, admin.shown = self._metrics, self._info
 
     async def _metrics(self) -> bytes:
-        """Those of all shards, each by itself."""
+        """Return the metrics of the leader and of all shards, labelled by shard."""
         told = {answer.fields[SHARD]: answer.blob.decode() for answer in await self._seats.tell("metrics")}
         self._up = {shard: int(shard in told) for shard in self._up}
         own = {LEADER: (await self._admin.own_metrics()).decode()}
@@ -54,7 +54,7 @@ class AsOne:
         return merged.encode()
 
     async def _info(self) -> dict[str, Any]:
-        """The router, with what all shards hold."""
+        """Return `/router/info` with the numbers of all shards added up."""
         told = [orjson.loads(answer.blob) for answer in await self._seats.ask_all("numbers")]
         described = await self._admin.described()
         described["middlewares"] = self.stack
@@ -71,8 +71,10 @@ class AsOne:
 
 
 def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the layers of all shards show: numbers are added up; of all else, who was asked last and knows has its
-    word."""
+    """Merge the statistics of the middlewares of all shards.
+
+    Numbers are added. For other facts the last shard that reports a value other than None wins.
+    """
     numbers: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
     for each in told:
@@ -84,7 +86,7 @@ def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Numbers of two shards, by the same names."""
+    """Add two nested mappings of numbers name by name."""
     if isinstance(one, Mapping):
         return {**one, **{name: _sum(one[name], each) if name in one else each for name, each in other.items()}}
     return one + other

@@ -1,7 +1,7 @@
-"""Messages between a leader and a shard on one connection: questions with one answer each, in both directions.
+"""Messages between a leader and a shard on one connection: requests and replies in both directions.
 
-A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages that have to be followed in the order in
-which they were sent are treated one after the other; all others at the same time.
+A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages named in `ordered` are handled one
+after the other, in the order sent. All others are handled concurrently.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from miles_router.errors import RouterError
 logger = logging.getLogger(__name__)
 
 _LENGTHS = struct.Struct("!II")
-#: Bytes of one frame's parts.
+#: The most bytes in either part of a frame.
 MAX_PART = 1 << 30
-#: Bytes that may wait for the other side before what is only told is dropped, and before the connection is given up.
+#: Unsent bytes above which `tell` drops messages, and above which `order` closes the connection.
 MAX_WAITING, MAX_UNREAD = 1 << 20, 1 << 28
-#: In place of an answer: what was asked, and this process has failed over.
+#: The field of a reply that means: the handler in the other process raised an exception.
 FAILED = "failed"
 
 Fields = Mapping[str, Any]
 
 
 class ChannelLost(Exception):
-    """The other process has gone, or answers no more."""
+    """The other process has gone or no longer replies."""
 
 
 class Message(NamedTuple):
-    """What was asked, or answered."""
+    """The fields and bytes of a request or reply."""
 
     fields: dict[str, Any]
     blob: bytes = b""
@@ -49,8 +49,8 @@ class Channel:
     """One connection. `run` reads it until it ends.
 
     Args:
-        handlers: who answers which question.
-        ordered: names of the questions that are answered one after the other.
+        handlers: the handler of each message name.
+        ordered: message names that are handled one after the other.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Channel:
         self.lost = False
 
     async def run(self) -> None:
-        """Read until the other side ends. Whoever waits for an answer is told then."""
+        """Read and handle messages until the connection ends. Waiting `ask` calls then raise ChannelLost."""
         try:
             while True:
                 message = await self._read()
@@ -95,7 +95,7 @@ class Channel:
     async def _read(self) -> Message:
         head, blob = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
         if max(head, blob) > MAX_PART:
-            raise OSError(f"a frame of {head} and {blob} bytes")
+            raise OSError(f"a frame of {head} and {blob} bytes exceeds the limit of {MAX_PART} bytes a part")
         fields: dict[str, Any] = json.loads(await self._reader.readexactly(head))
         return Message(fields, await self._reader.readexactly(blob) if blob else b"")
 
@@ -105,23 +105,26 @@ class Channel:
         try:
             fields, blob = await self._handlers[what](message) or Message({})
             frame = _frame({**fields, "answers": number}, blob)
-        finally:  # whoever asked must not wait for what this process has failed over, and logs
+        finally:  # the caller must get a reply even if the handler raised; this process logs the exception
             if number is not None and not self._gone:
                 self._writer.writelines(frame)
 
     @property
     def _gone(self) -> bool:
-        """Whether nothing can be written; a transport that has failed knows it before whoever reads."""
+        """Whether nothing can be written. A failed transport knows before its reader does."""
         return self.lost or self._writer.transport.is_closing()
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Say something that nobody answers; dropped where the other side does not read, for it is no order."""
+        """Send a message without a reply. It is dropped while more than `MAX_WAITING` bytes are unsent."""
         if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
             self._writer.writelines(_frame({**fields, "what": what}, b""))
 
     def order(self, what: str, blob: bytes = b"", **fields: Any) -> None:
-        """Say what has to be followed. Where the other side reads nothing for too long, the channel is lost: it is told
-        anew on the next one."""
+        """Send a message that must not be dropped.
+
+        If more than `MAX_UNREAD` bytes are unsent, close the channel instead. The next connection sends the state
+        again.
+        """
         if self._gone:
             return
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD:
@@ -131,33 +134,33 @@ class Channel:
         self._writer.writelines(_frame({**fields, "what": what}, blob))
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
-        """Ask something and wait for the answer.
+        """Send a request and return its reply.
 
         Raises:
-            ChannelLost: none will come.
-            RouterError: the other process has failed over it; its log says why.
+            ChannelLost: the connection is lost, so no reply will come.
+            RouterError: the handler in the other process failed; that process logs the reason.
         """
         if self._gone:
-            raise ChannelLost(f"{what}: the channel is lost")
+            raise ChannelLost(f"{what}: the connection to the other process is lost")
         number = next(self._numbers)
         self._asked[number] = waiting = asyncio.get_running_loop().create_future()
         try:
             self._writer.writelines(_frame({**fields, "what": what, "number": number}, blob))
             answer: Message = await waiting
             if FAILED in answer.fields:
-                raise RouterError(f"another process of the router failed: {what}")
+                raise RouterError(f"another process of the router failed to handle {what!r}; its log has the reason")
             return answer
         finally:
             del self._asked[number]
 
     def close(self) -> None:
-        """End it; harmless when repeated."""
+        """Close the connection and fail waiting `ask` calls. May be repeated."""
         if self.lost:
             return
         self.lost = True
         for waiting in self._asked.values():
             if not waiting.done():
-                waiting.set_exception(ChannelLost("the channel was lost"))
+                waiting.set_exception(ChannelLost("the connection to the other process was lost"))
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 

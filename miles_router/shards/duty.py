@@ -1,4 +1,4 @@
-"""What one process does of a router. By default that is all of it; the leader and shards do a part."""
+"""The part of a router that one process does: by default all of it. The leader and the shards override some methods."""
 
 from __future__ import annotations
 
@@ -25,47 +25,45 @@ from miles_router.slots import ALL_SLOTS
 
 
 class Duty:
-    """The whole router, in one process."""
+    """The duty of a process that is the whole router."""
 
-    #: Whether clients' requests come in here.
+    #: Whether clients' requests arrive in this process.
     counts = True
-    #: Whether requests are sent to workers here, and are looked after.
+    #: Whether this process sends requests to workers and watches over them.
     sends = True
-    #: Whether workers are checked here.
+    #: Whether this process runs the health checks of workers.
     checks = True
-    #: What this process alone may open of what outlives it.
+    #: The slots of the state directory that only this process may open.
     slots: Collection[int] = ALL_SLOTS
-    #: Whether routers on other machines have the state directory, too.
+    #: Whether routers on other machines use the same state directory.
     shares_state = False
-    #: What it acts under, where that can run out.
+    #: The lease under which this process acts, if a lease can run out.
     lease: ActsUnderLease | None = None
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """The settings as they are for this process."""
+        """Return the settings for this process, made from those of the whole router."""
         return config
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """The URLs of the workers to start with."""
+        """Return the URLs of the workers to start with."""
         return config.worker_urls
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
-        """The pool of a model."""
+        """Create the worker pool of a model."""
         return WorkerPool(**settings)
 
     def fleet(self, **parts: Any) -> Fleet:
-        """Its fleet."""
         return Fleet(**parts)
 
     def fan_out(self, upstream: Upstream) -> FanOut:
-        """How engines are told anything beside requests."""
+        """Create the sender of control requests to engines."""
         return FanOut(upstream)
 
     def control(self, name: str, **parts: Any) -> Control:
-        """Its control requests."""
         return Control(**parts)
 
     def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
-        """How it is asked what speaks for a silent worker of this pool."""
+        """Return a function that collects signs of life of a silent worker in this pool."""
 
         async def own(worker: Worker) -> Signs:
             return upstream.signs(worker)
@@ -73,34 +71,34 @@ class Duty:
         return own
 
     def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
-        """How it is asked whether somebody else has paused a worker."""
+        """Return a function that tells whether another program has paused the worker at a URL."""
         return health.is_paused
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        """The router's own routes."""
+        """Create the handlers of the router's own routes."""
         return Admin(pools, registrations, stack)
 
     def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
-        """Those that are behind the key of administration, as they are answered here."""
+        """Return the admin routes as this process answers them."""
         return routes
 
     async def restore(self, registrations: Registrations) -> None:
-        """Have those workers again that were registered. Raises as `Registrations.restore`."""
+        """Restore the workers that were registered before. Raises the errors of `Registrations.restore`."""
         await registrations.restore()
 
     def running(self, pools: Pools) -> AbstractAsyncContextManager[None]:
-        """While it is entered, this process does its duty."""
+        """Return a context manager inside which this process does its duty."""
         return _running(pools)
 
 
 @asynccontextmanager
 async def _running(pools: Pools) -> AsyncIterator[None]:
-    """Ready once the first workers were asked: the router's first requests find those that answer."""
+    """Enter after the first check of the workers, so that the first requests find those that answer."""
     await pools.default.health.first_look()
     yield
 
 
 def without_keys(config: RouterConfig) -> RouterConfig:
-    """For a process that only others of the same router reach."""
+    """Return the settings without keys and middlewares, for a process reached only by others of its router."""
     nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
     return replace(config, middlewares=(), otel=False, **nothing)

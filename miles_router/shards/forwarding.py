@@ -1,7 +1,7 @@
-"""Requests that one shard of a router has another one answer, over ordinary HTTP.
+"""Requests that one shard forwards to another over ordinary HTTP.
 
-A request is forwarded once: it goes out with a header that says so, and whoever gets it answers or refuses. The header
-grants nothing. Keys are asked for where the request is answered, from the client's own headers.
+A request is forwarded at most once. It carries a header that marks it, and the shard that receives it answers or
+refuses. The header grants no rights: the answering shard checks the keys in the client's own headers.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import Statistics, counter
 
-#: The header, and what it says: answer this, or tell your own part of what all answer together.
+#: The header, and its two values: answer this request, or return only your part of an answer built from all shards.
 HOP = b"x-miles-router-hop"
 FORWARD, ASK = b"forward", b"ask"
-#: Among a scope's extensions: the hop by which a request came, and its headers as they came.
+#: Keys of a scope's extensions: the value of the hop header, and the headers as they arrived.
 HOPPED, CAME = "miles_router.hop", "miles_router.came"
-#: Of the client's headers, those that are looked at where its request came in.
+#: Headers of the client that are not forwarded, because the receiving shard has already used them.
 DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
-#: Of a turn in a session.
+#: The header with the id of a turn in a session.
 TURN_ID = b"x-turn-id"
-#: Seconds in which a shard must take a connection.
+#: Seconds in which a shard must accept a connection.
 CONNECT = 5.0
-#: Requests that one shard may have under way at another, and questions: more of these wait.
+#: Concurrent forwarded requests to one shard, above which more are refused; and concurrent `ask` calls, above which
+#: more wait.
 MAX_UNDER_WAY, MAX_QUESTIONS = 4096, 256
-#: Bytes of the answer to a question.
+#: The most bytes in the answer to an `ask` call.
 MAX_ANSWER = 1 << 30
 
 
 def hop_taken(scope: Scope) -> bytes | None:
-    """Take the header off a request, and return what it says; None where it has none.
+    """Remove the hop header from a request and return its value; None if there is none.
 
     Raises:
-        BadRequest: it says something else.
+        BadRequest: the header has an unknown value or occurs twice.
     """
     found = [value for name, value in scope["headers"] if name == HOP]
     if not found:
         return None
     scope["headers"] = [pair for pair in scope["headers"] if pair[0] != HOP]
     if len(found) > 1 or found[0] not in (FORWARD, ASK):
-        raise BadRequest(f"{HOP.decode()} is for requests between the shards of a router")
+        raise BadRequest(f"the header {HOP.decode()} is reserved for requests between the shards of a router")
     purpose: bytes = found[0]
     return purpose
 
 
 class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
-    """Requests that other shards answer for this one."""
+    """Statistics of requests that other shards answer for this one."""
 
     requests = counter("Requests of clients that another shard was asked to answer.")
     questions = counter("Questions to another shard for a part of an answer.")
@@ -74,10 +75,10 @@ class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
 
 
 class Forwarding:
-    """Sends requests to other shards.
+    """A sender of requests to other shards.
 
     Args:
-        url_of: where a shard is reached; None while nobody is in its seat.
+        url_of: returns the URL of a shard, or None while no process has its seat.
     """
 
     def __init__(self, url_of: Callable[[int], str | None]) -> None:
@@ -89,15 +90,16 @@ class Forwarding:
         self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
 
     async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send, *, once: bool = False) -> None:
-        """Have another shard answer a request, and relay its reply.
+        """Forward a request to its owner and relay the reply.
 
         Args:
-            once: it is no turn of a session, which would be known again by its id.
+            once: never repeat the request, because it is not a session turn. A session recognizes a repeated turn by
+                its id.
 
         Raises:
-            OwnerUnavailable: it does not take it.
-            OwnerLost: it was lost before its answer began, and may have done what was asked.
-            UpstreamBroken: it was lost inside its answer.
+            OwnerUnavailable: the owner did not take the request.
+            OwnerLost: the owner was lost before its reply began, and may have done what was asked.
+            UpstreamBroken: the owner was lost during its reply.
         """
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
@@ -111,13 +113,13 @@ class Forwarding:
                 finally:
                     reply.close()
             except (OwnerUnavailable, OwnerLost, UpstreamError):
-                exchange.forwarded = False  # the owner may have ended, and count nothing
+                exchange.forwarded = False  # the owner may be dead and count nothing
                 raise
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Ask another shard for its part of the answer to a request. As `Owners.ask`."""
+        """Return (status, headers, body) of another shard's part of an answer. The contract is that of `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
         pairs = [pair for pair in scope["extensions"][CAME] if pair[0] not in own] + [*own.items()]
         self.statistics.questions += 1
@@ -161,10 +163,10 @@ class Forwarding:
         once: bool = False,
     ) -> Reply:
         url, method = self._url_of(owner), scope["method"]
-        host = first_header(headers, b"host") or _host_of(scope)  # by which the client knows the router
+        host = first_header(headers, b"host") or _host_of(scope)  # the name by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"shard {owner} of the router has this, and is not there; ask again")
+            raise OwnerUnavailable(f"shard {owner} of the router owns this and is not connected; ask again")
         kept = end_to_end(headers, DROPPED)
         kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
         target = scope["raw_path"]
@@ -183,7 +185,7 @@ class Forwarding:
             if untaken or repeatable:
                 self.statistics.unavailable += 1
                 raise OwnerUnavailable(
-                    f"shard {owner} of the router has this and cannot be reached; ask again"
+                    f"shard {owner} of the router owns this and cannot be reached; ask again"
                 ) from None
             self.statistics.lost += 1
             raise OwnerLost(
@@ -191,39 +193,38 @@ class Forwarding:
             ) from None
 
     def share(self, backlog: Backlog) -> None:
-        """Count what waits for slow clients among all that does."""
+        """Count bytes buffered for slow clients in the router's common backlog."""
         self._upstream.backlog = backlog
 
     def lost(self, url: str) -> None:
-        """Give up all requests to a shard that may not act any more."""
+        """Abort all requests to a shard that may no longer act."""
         self._upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
 
     async def close(self) -> None:
-        """Break off everything."""
+        """Abort all requests and close all connections."""
         await self._upstream.close()
 
 
 def _is_done_once(path: str, headers: RawHeaders) -> bool:
-    """Whether a request is a turn that its session does once, however often it comes."""
+    """Return True for a session turn with an id: its session runs it once, however often it arrives."""
     return generates(path) and endpoint(path) != GENERATE and any(name == TURN_ID for name, _ in headers)
 
 
 def _host_of(scope: Scope) -> bytes | None:
-    """Where a client that names no host has connected."""
+    """Return the address that the client connected to, for a client that sends no Host header."""
     server = scope.get("server")
     return None if server is None else f"{server[0]}:{server[1]}".encode("ascii")
 
 
 class Kept:
-    """A `receive` that keeps the body that it gives, for a request of which only that says whose it is."""
+    """A `receive` that keeps the body it passes on, so that the request can be replayed."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
+        self._body = io.BytesIO()  # not a list: a body that arrives byte by byte would take a hundred times its size
         self.whole = False
 
     async def __call__(self) -> Any:
-        """Return the next message."""
         message = await self._receive()
         if message["type"] == "http.request":
             self._body.write(message.get("body", b""))
@@ -232,5 +233,5 @@ class Kept:
 
     @property
     def body(self) -> bytes:
-        """All that was given."""
+        """The body received so far."""
         return self._body.getvalue()

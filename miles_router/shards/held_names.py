@@ -1,7 +1,7 @@
-"""The names of what a process holds, in a file that its successor reads: what was held when it ended was lost.
+"""The names that a process holds, in a file that its successor reads to learn what was lost.
 
-The file has a place of 8 bytes for each name, with a hash of it, or 0. It is mapped into memory, so a name costs no
-system call, and what was written is there however the process ends.
+The file has an 8-byte cell for each name, with its hash, or 0. It is memory-mapped, so adding a name costs no system
+call and survives any end of the process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ FREE = bytes(HASH)
 
 
 class KeptNames(HeldNames):
-    """Names in a file. `capacity` is how many are held at most; as many lost ones are remembered besides, the newest.
+    """Held names in a memory-mapped file.
+
+    At most `capacity` names are held. The newest `capacity` lost names are remembered too.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
         places = 2 * capacity
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(file, places * HASH)  # sparse: only what is used takes memory
+            os.ftruncate(file, places * HASH)  # sparse: only used pages take memory
             self._map = mmap.mmap(file, places * HASH)
         finally:
             os.close(file)
         self._lost: OrderedDict[bytes, int] = OrderedDict()
         self._held: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._end = 0  # of all places that were ever taken
+        self._end = 0  # the end of all cells ever used
         self._read()
 
     def _read(self) -> None:
@@ -49,7 +51,6 @@ class KeptNames(HeldNames):
                 self._lost[found] = at
 
     def add(self, name: str) -> None:
-        """As `HeldNames.add`."""
         hashed = _hashed(name)
         if hashed in self._held:
             return
@@ -68,7 +69,6 @@ class KeptNames(HeldNames):
         return self._end - HASH
 
     def remove(self, name: str) -> None:
-        """As `HeldNames.remove`."""
         hashed = _hashed(name)
         at = self._held.pop(hashed, None)
         if at is None:
@@ -78,7 +78,6 @@ class KeptNames(HeldNames):
             self._free.append(at)
 
     def was_lost(self, name: str) -> bool:
-        """As `HeldNames.was_lost`."""
         return bool(self._lost) and _hashed(name) in self._lost
 
 

@@ -1,7 +1,7 @@
-"""The leader: a router without clients and layers, which decides for all shards.
+"""The leader: a router without clients and middlewares, which decides for all shards.
 
-What is asked of it comes from shards, whose own keys and doors let it in. Each answer is given when everybody acts by
-what it says.
+Its requests come from shards, which have already checked keys and routes. The leader replies only when every shard
+acts by the reply.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks whether something was decided that no request has asked for.
+#: Seconds between two checks for changes that no request has asked for.
 BEAT = 0.1
-#: Connections that have not shown yet that they know the secret: further ones are closed.
+#: Connections that have not proved yet that they know the secret. Further ones are closed.
 MAX_UNPROVEN = 256
-#: The names of what is decided: each pool's behind this mark; where each seat is reached.
+#: Section names of the decided state: the prefix of each pool's section, and the section of the seats' URLs.
 POOL, URLS = "pool ", "urls"
 
 
 class LeaderDuty(Duty):
-    """The leader.
+    """The duty of the leader.
 
     Args:
-        directory: of the router's sockets, on one machine.
-        listener: where it listens, on several.
-        term: of one that its platform starts, how often it was started.
-        ended: is called when another leader has begun.
+        directory: the directory of the router's sockets, on one machine.
+        listener: the listening socket, on several machines.
+        term: how often the platform has started a leader, if it counts that.
+        ended: called when another leader has taken over.
     """
 
     counts = False
@@ -83,7 +83,7 @@ class LeaderDuty(Duty):
         term: int | None = None,
         ended: Callable[[], None],
     ) -> None:
-        #: Who answers requests; set once it is made.
+        #: The app that answers requests; set after construction.
         self.edge: RouterApp
         self.shards = shards
         self.shares_state = shards.shared_state
@@ -91,7 +91,7 @@ class LeaderDuty(Duty):
         self._listener = listener
         self._ended = ended
         self._register: Register = Platform(term)
-        self._config: RouterConfig  # as it was given: what this process leaves out, others do
+        self._config: RouterConfig  # the settings as given: shards need what this process leaves out
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._unproven = 0
@@ -105,35 +105,30 @@ class LeaderDuty(Duty):
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """See `Duty`."""
         self._config = config
         return without_keys(config)
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """None before it is known whether this leader follows another one."""
+        """Return none: it is not known yet whether this leader follows another one."""
         return ()
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
-        """See `Duty`."""
         return deciding_pool(**settings)
 
     def fleet(self, **parts: Any) -> Fleet:
-        """See `Duty`."""
         fleet = Fleet(**parts)
         fleet.everywhere = self.seats.caught_up
         fleet.subscribe(self._moved)
         return fleet
 
     def fan_out(self, upstream: Upstream) -> FanOut:
-        """See `Duty`."""
         return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirmed, self.is_certain)
 
     def control(self, name: str, **parts: Any) -> Control:
-        """See `Duty`."""
         return Control(**{**parts, "requests": AllRequests(name, self.seats)})
 
     def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
-        """See `Duty`. Shards have the requests."""
+        """Return a function that collects signs of life from the shards, which have the requests."""
 
         async def asked(worker: Worker) -> Signs:
             answers = await self.seats.ask_all("signs", pool=name, url=worker.url)
@@ -143,13 +138,12 @@ class LeaderDuty(Duty):
         return asked
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        """See `Duty`."""
         admin = Admin(pools, registrations, stack)
         self._as_one = AsOne(admin, pools, self.seats, self._config)
         return admin
 
     async def restore(self, registrations: Registrations) -> None:
-        """See `Duty`. Not before it is known whether this leader follows another one."""
+        """Open the register only: workers are restored once it is known whether this leader follows another one."""
         self._registrations = registrations
         if not self.shards.local and registrations.store is not None:
             try:
@@ -159,7 +153,7 @@ class LeaderDuty(Duty):
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """Listens for shards. What was decided before is taken over from them, if they are there already."""
+        """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
         self._pools = pools
         try:
             term, first = await self._register.claim()
@@ -190,16 +184,16 @@ class LeaderDuty(Duty):
         return await asyncio.start_unix_server(self._welcome, path)
 
     async def _count(self) -> bool:
-        """Know what is in flight; whether all have told it."""
+        """Refresh the counts of requests in flight; return whether all acting shards have answered."""
         whole = await self.seats.count()
         for pool in self._pools:
             counted(pool.fleet.pool, self.seats.in_flight(pool.name))
         return whole
 
-    # Whether it leads
+    # Leadership
 
     async def confirmed(self) -> bool:
-        """Return whether no later leader has begun. Once one has, this one ends."""
+        """Return whether no later leader has begun. If one has, end this leader."""
         try:
             return await self._register.confirm()
         except StateOutdated:
@@ -208,7 +202,7 @@ class LeaderDuty(Duty):
             return False
 
     def is_certain(self) -> bool:
-        """Return whether no later leader can decide anything yet, whatever stands still meanwhile."""
+        """Return whether no later leader can have decided anything yet, even if this process is stopped meanwhile."""
         return self.seats.leader.is_certain(clock())
 
     # Taking over
@@ -223,7 +217,7 @@ class LeaderDuty(Duty):
                 distrust_weights(pool.fleet.pool)
             logger.warning("leader_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
             await self._registrations.restore(of_this_run=True)
-            for pool in self._pools:  # the one before may have been lost between two of these
+            for pool in self._pools:  # the previous leader may have been lost between keeping two of these
                 await pool.router.control.keep()
         else:
             await self._registrations.restore()
@@ -240,7 +234,7 @@ class LeaderDuty(Duty):
         numbers = own_numbers(0)
         followed(record, fleet, lambda: next(numbers))
 
-    # What is decided
+    # Decisions
 
     def _written(self) -> dict[str, Any]:
         return {URLS: self.seats.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
@@ -255,7 +249,7 @@ class LeaderDuty(Duty):
         }
 
     def _moved(self, transition: Transition) -> None:
-        """Behind all that changes together."""
+        """Publish the state in the next loop iteration, after all changes that belong together."""
         if self._ready.is_set():
             asyncio.get_running_loop().call_soon(self.seats.changed)
 
@@ -285,7 +279,7 @@ class LeaderDuty(Duty):
         self._unproven += 1
         try:
             await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
-        except ConnectionAbortedError:  # it only looked whether somebody listens
+        except ConnectionAbortedError:  # a probe: it only tested whether the port listens
             writer.close()
             return
         except OSError as error:
@@ -305,7 +299,7 @@ class LeaderDuty(Duty):
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.order("refused", reason=reason)
                 return
-            if fields["at"][0] > self.seats.leader.term:  # by a clock that is behind that of the leader before
+            if fields["at"][0] > self.seats.leader.term:  # this leader's clock is behind that of the previous leader
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
                 self._ended()
                 return
@@ -319,7 +313,7 @@ class LeaderDuty(Duty):
 
         async def ack(message: Message) -> None:
             fields = message.fields
-            for connected in joined:  # one that was refused is in no seat
+            for connected in joined:  # a refused shard has no seat
                 self.seats.hears(connected, Ack(fields["term"], fields["at"], fields["stamp"]))
 
         handlers = {
@@ -342,9 +336,11 @@ class LeaderDuty(Duty):
     def _why_refused(self, fields: Mapping[str, Any]) -> str | None:
         count = self.shards.count
         if fields["version"] != __version__:
-            return f"it is version {fields['version']}, and the leader {__version__}"
+            return f"the shard runs version {fields['version']}, and the leader {__version__}"
         if fields["shards"] != count or fields["seat"] not in range(count):
-            return f"it is shard {fields['seat']} of {fields['shards']}, and the leader has {count}"
+            return (
+                f"it is configured as shard {fields['seat']} of {fields['shards']}, but the leader has {count} shards"
+            )
         return None
 
     async def _is_paused(self, message: Message) -> Message:
@@ -355,7 +351,7 @@ class LeaderDuty(Duty):
         return Message({"term": self.seats.leader.term})
 
     async def _report(self, message: Message) -> None:
-        """What a shard has seen of a worker."""
+        """Apply what a shard has observed of a worker."""
         fields, pool = message.fields, self._find(message)
         worker = None if pool is None else pool.fleet.pool.find(fields["url"])
         if pool is None or worker is None or worker.serial != fields["serial"]:
@@ -374,7 +370,7 @@ class LeaderDuty(Duty):
         return next((pool for pool in self._pools if pool.name == name), None)
 
     async def _http(self, message: Message) -> Message:
-        """Answer a request, once everybody acts by the answer."""
+        """Answer a request once every shard acts by the answer."""
         await self._ready.wait()
         await self._count()
         answer = await answered(self.edge, message)
@@ -383,12 +379,12 @@ class LeaderDuty(Duty):
 
 
 async def pool_named(pools: Pools, name: str) -> ModelPool:
-    """The pool of this name, made where there is none."""
+    """Return the pool of this name; create it if needed."""
     return pools.default if name == pools.default.name else await pools.open(name)
 
 
 async def answered(app: RouterApp, message: Message) -> Message:
-    """A request that came as a message, answered by an app."""
+    """Run an HTTP request that came as a message through an app, and return the reply as a message."""
     fields = message.fields
     scope: Scope = {
         "type": "http",

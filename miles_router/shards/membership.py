@@ -1,4 +1,4 @@
-"""One shard's connection to the leader: its seat, the lease under which it acts, and what it follows."""
+"""One shard's connection to the leader: its seat, its lease, and the state that it follows."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two tries to reach the leader, on this machine and further away; and for which requests wait for it.
+#: Seconds between two attempts to reach the leader, on this machine and on another; and seconds for which requests
+#: wait for the leader.
 AGAIN, FURTHER, PATIENCE = 0.05, 0.5, 30.0
-#: Seconds between two tries to take over a slot of the state directory.
+#: Seconds between two attempts to claim a slot of the state directory.
 UNCLAIMED = 1.0
-#: How often a shard says by what it acts within the time of a lease, and the part of it for which a leader may be
-#: silent before its connection is given up: its machine, or the way there, may be lost without a word.
+#: How often a shard sends an ack within one lease; and the part of a lease after which a silent leader's connection is
+#: closed. A lost machine or network may leave a connection open.
 STAMPS, SILENT = 5, 0.5
-#: What the leader says that is followed in its order.
+#: The leader's messages that are handled in order.
 ORDERED = frozenset({"welcome", "decided", "beat", "end", "refused", "ping", "counts", "counted"})
 
 
 class Membership:
-    """A shard, as its leader has it.
+    """A shard's membership in its router.
 
     Args:
-        process: its own id.
-        fenced: is called when another life has its seat: whatever this process knows may be no longer true.
+        process: the id of this process.
+        fenced: called when another life has this seat, or this process cannot follow. What it holds in memory may then
+            be untrue.
     """
 
     def __init__(self, seat: Seat, process: int, fenced: Callable[[], None]) -> None:
         self.seat = seat
-        #: What it answers, and how it has its router follow a state.
+        #: The handlers of the leader's requests, and the function that applies a state to this router.
         self.handlers: Mapping[str, Handler] = {}
         self.follow: Callable[[dict[str, Any]], Awaitable[None]]
-        #: What the leader is told of this router at each connection.
+        #: Fields about this router that are sent to the leader on each connection.
         self.introduction: Mapping[str, Any] = {}
-        #: Called before it may act for the first time.
+        #: Called before this shard may act for the first time.
         self.begins: Callable[[], None] = lambda: None
         #: Called when this shard may act again.
         self.when_fresh: Callable[[], None] = lambda: None
-        #: Called with the address of a seat that nobody is in any more.
+        #: Called with the URL of a seat that has become empty or has moved.
         self.lost: Callable[[str], None] = lambda url: None
         self.store: StateStore | None = None
         self._fenced = fenced
@@ -65,29 +67,31 @@ class Membership:
         self._connected, self._followed, self._seated = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._heard_at = 0.0
 
-    # What may be done
+    # The right to act
 
     @property
     def is_fresh(self) -> bool:
-        """Whether this shard may send generations, and act for what it has."""
+        """Whether this shard may send generations and act for the sessions it owns."""
         return self._life.may_act(clock())
 
     def check(self) -> None:
-        """Raises:
-        NodeUnleased: this shard may not act now.
+        """Check that this shard may act now.
+
+        Raises:
+            NodeUnleased: it may not.
         """
         if not self.is_fresh:
             raise NodeUnleased("this shard has not heard from the leader for too long to act; ask again")
 
     def url_of(self, seat: int) -> str | None:
-        """Return where another shard is reached; None where nobody is in its seat."""
+        """Return the URL of another shard, or None if its seat is empty."""
         return self._urls.get(seat)
 
     # Following
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it is entered, this shard follows. It is entered once there is something to follow."""
+        """Follow the leader while entered. Enter once this shard has a state and a seat."""
         self.begins()
         connecting = [tasks.spawn(self._stay_connected(), name="leader")]
         if not self.seat.shards.local:
@@ -111,7 +115,7 @@ class Membership:
         while True:
             try:
                 reader, writer = await self._connect()
-            except (OSError, ValueError) as error:  # or nobody has said yet where it is
+            except (OSError, ValueError) as error:  # ValueError: the file does not name the leader yet
                 if not local and str(error) != reason:
                     reason = str(error)
                     logger.warning("leader_not_reached", extra={"fields": {"reason": reason}})
@@ -142,10 +146,10 @@ class Membership:
                 self._connected.clear()
                 await tasks.cancelled(reading)
             logger.warning("leader_lost")
-            await asyncio.sleep(AGAIN)  # one that takes connections may not be able to follow them
+            await asyncio.sleep(AGAIN)  # a process that accepts connections may still be unable to lead
 
     async def _hear(self, said: Said) -> None:
-        """Follow what the leader says, and say so."""
+        """Apply a message of the leader and acknowledge it."""
         was_fresh, self._heard_at = self.is_fresh, clock()
         before = self._life.at
         ack = self._life.hear(said, self._heard_at)
@@ -155,7 +159,7 @@ class Membership:
             self._following = True
             try:
                 await self._follow(self._life.state)
-            except Exception as error:  # nobody else would know that it does not act by this
+            except Exception as error:  # the leader would not learn that this shard failed to follow
                 self._end_it(f"state {self._life.at[1]} cannot be followed: {error!r}")
                 raise
             self._following = False
@@ -182,7 +186,7 @@ class Membership:
         state: Any = json.loads(message.blob)
         await self._hear(Decided(message.fields["term"], message.fields["at"], state))
         if self._followed.is_set():
-            self._connected.set()  # not before: a leader that ends may still take connections
+            self._connected.set()  # only now: a leader that is ending may still accept connections
 
     async def _beat(self, message: Message) -> None:
         await self._hear(Beat(message.fields["term"], message.fields["stamp"]))
@@ -194,11 +198,11 @@ class Membership:
         self._end_it(message.fields["reason"])
 
     async def _ping(self, message: Message) -> None:
-        """Being here is the answer."""
+        """Note that the leader is alive. The empty reply is the answer."""
         self._heard_at = clock()
 
     def _end_it(self, reason: str) -> None:
-        """End this process: whatever it knows may be no longer true."""
+        """End this process: what it holds in memory may be untrue."""
         logger.error("shard_fenced", extra={"fields": {"seat": self.seat.index, "reason": reason}})
         self._fenced()
 
@@ -215,18 +219,21 @@ class Membership:
                 logger.error("leader_silent")
                 channel.close()
                 continue
-            if self._following:  # else it would say that it has followed
+            if self._following:  # otherwise this ack would claim a state that is not applied yet
                 continue
             ack = self._life.ack(clock())
             channel.tell("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
 
     async def _check_locks(self) -> None:
-        """End this process where it can lock what the leader has locked: two owners of a slot would both commit."""
+        """End this process if it can lock the byte that the leader has locked.
+
+        Without working locks two owners of a slot could both commit.
+        """
         assert self.store is not None
         directory = self.store.directory
-        with closing(ByteLocks(directory)) as locks:  # beside others: shards of one machine look at the same time
+        with closing(ByteLocks(directory)) as locks:  # shared lock: shards of one machine test at the same time
             while await asyncio.to_thread(locks.take, term := self._life.at[0], beside_others=True):
-                with suppress(ControlUnavailable):  # a leader that was lost has let go of it
+                with suppress(ControlUnavailable):  # a lost leader has released its lock
                     if (await self.ask("term")).fields["term"] == term:
                         self._end_it(
                             f"state_dir: {directory}: the leader's lock is not seen here. It must be the leader's "
@@ -235,7 +242,7 @@ class Membership:
                 await asyncio.sleep(UNCLAIMED)
 
     async def _claim(self, slot: int) -> None:
-        """Take over what the life before this one has left in a state directory that all shards share."""
+        """Claim a slot of the shared state directory, which the previous life in this seat may have used."""
         assert self.store is not None
         assert self._life.epoch is not None
         while True:
@@ -251,15 +258,15 @@ class Membership:
     # Asking
 
     async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
-        """Ask the leader.
+        """Send a request to the leader and return its reply.
 
         Raises:
-            ControlUnavailable: it is away, or was lost while it was asked: nobody knows what it has done.
+            ControlUnavailable: the leader is away, or was lost during the request and may have carried it out.
         """
         try:
             await tasks.within(PATIENCE, self._connected.wait(), name="wait for the leader")
         except TimeoutError:
-            raise ControlUnavailable("the leader is away") from None
+            raise ControlUnavailable("the leader cannot be reached; ask again") from None
         channel = self._channel
         assert channel is not None
         try:
@@ -267,20 +274,20 @@ class Membership:
         except ChannelLost:
             if self._channel is channel:
                 self._connected.clear()
-            raise ControlUnavailable("the leader was lost while it was asked; it may have done it") from None
+            raise ControlUnavailable("the leader was lost during the request, and may have carried it out") from None
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Say something to the leader. While it is away nobody hears it."""
+        """Send a message without a reply. It is dropped while the leader is away."""
         if self._channel is not None:
             self._channel.tell(what, **fields)
 
     # The connection
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the leader that is named now. One that does not answer is left as soon as another is named.
+        """Connect to the named leader. Give up as soon as a different leader is named.
 
         Raises:
-            OSError: it cannot be reached, or does not know the secret.
+            OSError: the leader cannot be reached or does not know the secret.
         """
         if self.seat.shards.local:
             return await asyncio.open_unix_connection(self.seat.directory / SOCKET)

@@ -1,4 +1,4 @@
-"""Which shard has what: by its name, dealt into slots; and what of it a process that has ended has lost."""
+"""Find the shard that owns a session or text: its name is hashed into a slot, and each slot belongs to a shard."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from miles_router.shards.held_names import KeptNames
 from miles_router.shards.places import Seat
 from miles_router.slots import slot_of
 
-#: Among a scope's extensions: it is answered here, whatever its text or its key says. Its session is here, or the
-#: process where its key is at home does not take it.
+#: Key of a scope's extensions: this shard answers, whatever owner the text or key would have. Either its session is
+#: here, or the key's home shard did not take the request.
 STAYS = "miles_router.stays"
 
 
 class ShardOwners(Owners):
-    """Of one shard.
+    """The owners of sessions and texts, as one shard sees them.
 
     Args:
-        url_of: where a shard is reached; None while nobody is in its seat.
-        is_there: whether another shard sends requests now. A request for one that does not waits for it, but where a
-            key alone draws it there.
-        check: raises NodeUnleased where this shard may not act now; None: it always may.
+        url_of: returns the URL of a shard, or None while no process has its seat.
+        is_there: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
+            affinity key leads there.
+        check: raises NodeUnleased if this shard may not act now; None if it always may.
     """
 
     several = True
@@ -52,16 +52,14 @@ class ShardOwners(Owners):
         self._forwarding = Forwarding(url_of)
 
     def lost(self, url: str) -> None:
-        """Give up what was asked of a shard that was there, and may not act any more."""
+        """Abort requests forwarded to a shard that may no longer act."""
         self._forwarding.lost(url)
 
     def numbers(self) -> Sequence[Statistics]:
-        """As `Owners.numbers`."""
         return [self._forwarding.statistics]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """As `Owners.running`."""
         self._forwarding.share(self.backlog)
         try:
             yield
@@ -71,7 +69,6 @@ class ShardOwners(Owners):
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
-        """As `Owners.answer`."""
         hop = hop_taken(scope)
         came = scope["headers"]
         scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
@@ -103,8 +100,11 @@ class ShardOwners(Owners):
     async def _answer_at_home(
         self, scope: Scope, receive: Receive, send: Send, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
-        """Answer what no layer has: where its key is at home, for there the worker is known that has its prefix. Where
-        that process does not take it, here: that costs its prefix."""
+        """Answer a request that no middleware owns.
+
+        The home shard of its affinity key knows the worker with its cached prefix, so the request goes there. If that
+        shard does not take it, answer it here, at the cost of the cached prefix.
+        """
         path = scope["path"]
         if generates(path) and hop_of(scope) is None:
             key = self._affinity.named(path, scope["headers"])
@@ -125,19 +125,19 @@ class ShardOwners(Owners):
         await here(scope, receive, send)
 
     def _home_of(self, scope: Scope, key: str) -> int | None:
-        """The other process in which a key is at home; None where it is this one, or nobody knows."""
+        """Return the other shard that is home to an affinity key; None if it is this one, unknown or not there."""
         owner = None
         with suppress(NotFound, OwnerUnavailable, NodeUnleased):
             owner = self.owner_of(scope, key)
         return None if owner is None or not self._is_there(owner) else owner
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
-        """Return the other shard that has what is named so; None where it is this one.
+        """Return the other shard that owns a name; None if this one does.
 
         Raises:
-            NotFound: another shard asks whether this one has it.
-            OwnerUnavailable: another shard has sent it here, and this one does not have it.
-            NodeUnleased: this one has it, and may not act now.
+            NotFound: another shard asks for its part, and this one does not own the name.
+            OwnerUnavailable: another shard forwarded the request here, and this one does not own the name.
+            NodeUnleased: this shard owns the name but may not act now.
         """
         owner = self._seat.shards.owner_of(slot_of(name))
         if owner == self._seat.index:
@@ -148,38 +148,31 @@ class ShardOwners(Owners):
         return owner
 
     def require(self, scope: Scope, name: str) -> None:
-        """As `Owners.require`."""
         owner = self.owner_of(scope, name)
         if owner is not None:
             raise Elsewhere(owner)
 
     def prefer(self, scope: Scope) -> None:
-        """As `Owners.prefer`."""
         key = self._affinity.named(scope["path"], scope["headers"])
         owner = None if key is None or STAYS in scope["extensions"] else self._home_of(scope, key)
         if owner is not None:
             raise Elsewhere(owner, needed=False)
 
     def is_asked(self, scope: Scope) -> bool:
-        """As `Owners.is_asked`."""
         return hop_of(scope) == ASK
 
     def is_forwarded(self, scope: Scope) -> bool:
-        """As `Owners.is_forwarded`."""
         return STAYS in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        """As `Owners.others`."""
         return () if self.is_asked(scope) else self._seat.others
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """As `Owners.ask`."""
         return await self._forwarding.ask(owner, scope, body, headers, patience)
 
     def own_url(self, base_url: str) -> str | None:
-        """As `Owners.own_url`."""
         url = self._seat.url or self._url_of(self._seat.index)
         if url is None or not self._seat.shown:
             return None
@@ -190,7 +183,7 @@ class ShardOwners(Owners):
         return f"{scheme}://{host}:{url.rpartition(':')[2]}"
 
     def new_name(self) -> str:
-        """As `Owners.new_name`.
+        """Return a random name that this shard owns.
 
         Raises:
             NodeUnleased: this shard may not act now.
@@ -202,24 +195,24 @@ class ShardOwners(Owners):
         return name
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
-        """As `Owners.held_names`."""
         return KeptNames(self._seat.directory / f"{kind}-{self._seat.index}.names", capacity)
 
 
 def check_hop(scope: Scope) -> None:
-    """Let pass what a client has sent here, of which this process does not have what it names.
+    """Refuse a request from another shard for a name that this one does not own. Requests from clients pass.
 
     Raises:
-        NotFound, OwnerUnavailable: as `ShardOwners.owner_of`.
+        NotFound: another shard asks for its part of an answer.
+        OwnerUnavailable: another shard forwarded the request here.
     """
     hop = hop_of(scope)
     if hop == ASK:
-        raise NotFound("this shard of the router does not have it")
+        raise NotFound("this shard of the router does not own what the request names")
     if hop is not None:
-        raise OwnerUnavailable("this shard of the router does not have what it was asked for; ask again")
+        raise OwnerUnavailable("this shard does not own what the forwarded request names; ask again")
 
 
 def hop_of(scope: Scope) -> bytes | None:
-    """Return how a request has come from another shard; None where a client has sent it here."""
+    """Return the value of the hop header of a request; None if a client sent it."""
     hop: bytes | None = scope["extensions"][HOPPED]
     return hop

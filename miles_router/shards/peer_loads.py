@@ -1,9 +1,9 @@
-"""Requests in flight at other processes, as far as this one was told, and how it chooses by that.
+"""Requests in flight at other processes, and how placement accounts for them.
 
-Ten times a second each process is told what all others have. In between all of them see the same unit as the least
-busy one, and would fill it together. So a process lets the others choose before it does: as many times for each choice
-of its own as they have chosen for each of its own lately. What they are supposed to have chosen is forgotten with the
-next that is told, and where nothing has been told for a second: nobody knows by then what has ended since.
+Ten times a second each process receives the loads of all others. In between, all of them would choose the same least
+busy unit. So before each of its own choices, a process simulates choices of the others. Their number is the recent
+ratio of the others' choices to its own. Simulated choices are dropped at the next update, and after one second without
+an update, because requests end meanwhile.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from miles_router.fleet.workers import Unit
 #: Requests in flight, tokens, sessions.
 Load: TypeAlias = tuple[int, int, int]
 NOTHING: Load = (0, 0, 0)
-#: How much the last tenth of a second weighs in how often a process chooses, and choices from which on that says
-#: anything.
+#: The weight of the last tenth of a second in the moving average of choices; and the average below which it is
+#: ignored.
 WEIGHT, FEW = 0.3, 0.01
-#: Seconds without being told after which nothing is supposed; and groups of units that are kept in order meanwhile.
+#: Seconds without an update after which no choices are simulated; and the number of unit groups with a heap.
 STALE, GROUPS = 1.0, 4
-#: Of one worker on the wire: its leases, those of ranks that it has no more among them, and `[rank, *load]` of each
-#: unit with a load.
+#: One worker on the wire: its leases, including those of ranks it no longer has, and `[rank, *load]` of each unit with
+#: a load.
 WorkerRow: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
 
 
 class Row(NamedTuple):
-    """What one process has in one pool, or several of them together.
+    """The load of one process in one pool, or the sum over several processes.
 
     Attributes:
-        choices: how often one has chosen since it was started.
+        choices: placement choices since the process started.
         workers: by URL.
-        processes: of how many this is.
+        processes: the number of processes in this sum.
     """
 
     choices: int
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def joined(rows: Iterable[Row]) -> Row:
-    """What several have together."""
+    """Return the sum of several rows."""
     choices, processes, in_flight = 0, 0, dict[str, int]()
     units: dict[str, dict[int | None, Load]] = {}
     for row in rows:
@@ -64,7 +64,7 @@ def joined(rows: Iterable[Row]) -> Row:
 
 
 def less(row: Row, part: Row) -> Row:
-    """What a row has beside a part of it."""
+    """Return a row minus a part of it."""
     workers = dict(row.workers)
     for url, (leases, loads) in part.workers.items():
         whole, units = workers[url]
@@ -81,30 +81,30 @@ def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
 
 
 class PeerLoads:
-    """What other processes have in one pool. It is added to the units, so that every policy sees it."""
+    """The loads of other processes in one pool. They are added to the units, so every policy sees them."""
 
     def __init__(self, pool: WorkerPool, now: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
         pool.let_others_choose = self.let_others_choose
         self._now = now
         self._told_at = -math.inf
-        #: What was added to units: what was told, and requests that are supposed.
+        #: Loads added to units: those reported, and simulated requests.
         self._added: dict[Unit, Load] = {}
         self._supposed: dict[Unit, int] = {}
         self._choices = 0
-        #: Choices in a tenth of a second, as of lately: of this process, and of all others together.
+        #: Average choices in a tenth of a second: of this process, and of all others together.
         self._own_pace = self._others_pace = 0.0
         self._told_choices = (0, 0)
         self._others = 0
-        #: How many choices of others come before each of this process; and those that are due.
+        #: Simulated choices before each own choice, and the fraction carried over.
         self._others_each = 0.0
         self._due = 0.0
-        #: The units by how busy they are, for each group that was chosen from since others were told.
+        #: A heap of units by load, for each group chosen from since the last update.
         self._heaps: dict[int, tuple[Sequence[Unit], list[tuple[int, float, Unit]]]] = {}
 
     def own(self) -> Row:
-        """Return what this process has itself."""
-        self._pool.homes.expire()  # which else nobody does where no requests come
+        """Return this process's own load, without reported and simulated loads."""
+        self._pool.homes.expire()  # otherwise homes would not expire without requests
         workers: dict[str, WorkerRow] = {}
         for worker in self._pool.known:
             loads = [(unit.rank, self._own(unit)) for unit in worker.units]
@@ -114,7 +114,7 @@ class PeerLoads:
         return Row(self._choices, workers)
 
     def told(self, others: Row) -> None:
-        """Count what all others have now, in place of what was told before."""
+        """Replace the reported loads of all other processes."""
         self._suppose_nothing()
         self._told_at = self._now()
         for unit, load in self._added.items():
@@ -125,7 +125,7 @@ class PeerLoads:
             worker = self._pool.find(url)
             units = {} if worker is None else {unit.rank: unit for unit in worker.units}
             for rank, *numbers in loads:
-                if rank in units:  # else one of the two does not know its ranks yet
+                if rank in units:  # otherwise one of the two processes does not know the worker's ranks yet
                     self._added[units[rank]] = load = _sum(NOTHING, numbers)
                     _add(units[rank], load, 1)
         self._learn_pace(others)
@@ -143,7 +143,7 @@ class PeerLoads:
     def _learn_pace(self, others: Row) -> None:
         own, theirs = self._choices - self._told_choices[0], others.choices - self._told_choices[1]
         self._told_choices = self._choices, others.choices
-        if others.processes == self._others:  # else theirs is what somebody has chosen since long ago
+        if others.processes == self._others:  # after a change, `theirs` counts choices since a process started
             self._own_pace += WEIGHT * (own - self._own_pace)
             self._others_pace += WEIGHT * (max(0, theirs) - self._others_pace)
         self._others = others.processes
@@ -153,7 +153,7 @@ class PeerLoads:
         self._due = random.random() * self._others_each
 
     def let_others_choose(self, units: Sequence[Unit]) -> None:
-        """Suppose what others choose among these before this process does."""
+        """Simulate what the others choose among these units before this process chooses."""
         self._choices += 1
         if self._now() - self._told_at > STALE:
             self._suppose_nothing()
@@ -172,11 +172,11 @@ class PeerLoads:
             heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
 
     def _heap(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], list[tuple[int, float, Unit]]]:
-        if len(self._heaps) == GROUPS:  # of snapshots that were routable before
+        if len(self._heaps) == GROUPS:  # drop groups of older snapshots
             self._heaps.clear()
         heap = [(_busy(unit), random.random(), unit) for unit in units]
         heapq.heapify(heap)
-        made = self._heaps[id(units)] = units, heap  # kept with it, or another one could have its id
+        made = self._heaps[id(units)] = units, heap  # keeps `units` alive: otherwise another list could get its id
         return made
 
 

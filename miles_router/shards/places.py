@@ -1,4 +1,4 @@
-"""The seats of a router's shards, as each of its processes knows them."""
+"""The shards of a router and their seats, as each process knows them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from miles_router.slots import SLOTS
 
-#: Seconds of a lease, where shards run on several machines.
+#: Seconds of a lease, if shards run on several machines.
 LEASE = 8.0
-#: The name of the leader's socket, in the directory of one machine's processes.
+#: The name of the leader's socket in the directory of a machine's processes.
 SOCKET = "leader"
 
 
@@ -22,11 +22,11 @@ class Shards:
     """All shards of one router.
 
     Attributes:
-        count: how many; fixed while the router runs.
-        lease: seconds for which a shard may act without hearing from the leader; infinite on one machine, where
-            whoever starts a shard sees the one before it end.
-        secret: known to the leader and the shards alone; they show each other that they know it.
-        shared_state: all have the same state directory.
+        count: the number of shards; fixed while the router runs.
+        lease: seconds for which a shard may act without hearing from the leader. Infinite on one machine, where the
+            parent sees a shard end before it starts the next.
+        secret: known only to the leader and the shards, which prove to each other that they know it.
+        shared_state: all processes use the same state directory.
     """
 
     count: int
@@ -36,26 +36,27 @@ class Shards:
 
     @property
     def local(self) -> bool:
-        """Whether all run on one machine."""
+        """Whether all shards run on one machine."""
         return math.isinf(self.lease)
 
     def owner_of(self, slot: int) -> int:
-        """Return the seat that a slot belongs to."""
+        """Return the seat that owns a slot."""
         return slot % self.count
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One of them.
+    """The seat of one shard.
 
     Attributes:
         index: from 0.
-        directory: outlives each process in this seat, and only this user may enter it. On one machine it is that of all
-            seats, and lies in memory (`/dev/shm`) where nothing is to touch the disk.
-        url: where this seat alone is reached, by the others at least.
-        urls: the same of all seats, where that never changes: whoever asks there waits until somebody is in the seat.
-        leader: on several machines, `host:port`, or a file that says so.
-        shown: whether clients may know the `url`.
+        directory: survives each process in this seat; only this user may enter it. On one machine all seats share it.
+            It lies in memory (`/dev/shm`) if nothing may touch the disk.
+        url: reaches this seat alone, at least from the other shards.
+        urls: the URLs of all seats, if they never change. A request to an empty seat then waits until a process takes
+            it.
+        leader: on several machines, `host:port`, or a file that contains it.
+        shown: whether clients may see the `url`.
     """
 
     shards: Shards
@@ -68,20 +69,20 @@ class Seat:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The indices of all but this one."""
+        """The indices of all other seats."""
         return tuple(index for index in range(self.shards.count) if index != self.index)
 
     @property
     def slots(self) -> frozenset[int]:
-        """Those that belong to it."""
+        """The slots that this seat owns."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
 
 
 def chance_generation() -> int:
-    """Return a number for a process of which nobody counts how many were started before it."""
+    """Return a random generation, for a process whose starts are not counted."""
     return secrets.randbits(31)
 
 
 def clock() -> float:
-    """Return seconds that go on while a process is stopped, or its machine asleep."""
+    """Return seconds of a clock that also runs while the process is stopped or the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,5 +1,7 @@
-"""The pool of the leader, which decides, and that of a shard, which follows. Both are the pool of a router alone; what
-is idle, and what becomes of what is seen, is for others to say."""
+"""The worker pools of the leader, which decides, and of a shard, which follows.
+
+Both are ordinary pools with other rules for when a worker is idle and for what happens to observations.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,21 @@ from miles_router.shards.peer_loads import NOTHING, Row
 
 
 def deciding_pool(**settings: Any) -> WorkerPool:
-    """Return the pool of a leader. It sends nothing itself: what is in flight it is told, and whoever gets nothing new
-    is `ending` until everybody has heard of it."""
+    """Create a leader's pool.
+
+    The leader sends no generations; shards report what is in flight. A worker that gets no new requests stays in the
+    pool, listed by `ending`, until `settle` removes it.
+    """
     pool = WorkerPool(**settings)
     pool.is_idle = lambda worker: False
     return pool
 
 
 def following_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> WorkerPool:
-    """Return the pool of a shard. What it sees of workers it reports, `(what, worker, reason)`, and it decides
-    nothing: while a worker is registered, others may have requests there."""
+    """Create a shard's pool, which decides nothing and calls `report(kind, worker, reason)` for each observation.
+
+    A worker that is still registered is never idle, because other shards may have requests there.
+    """
     pool = WorkerPool(**settings)
     pool.report = report
     pool.is_idle = lambda worker: not worker.in_flight and not worker.serial
@@ -29,7 +36,7 @@ def following_pool(report: Callable[[str, Worker, str], None], **settings: Any) 
 
 
 def counted(pool: WorkerPool, everywhere: Row) -> None:
-    """Note in the leader's pool what all processes together have in flight."""
+    """Set the loads in the leader's pool to those of all processes together."""
     for worker in pool.known:
         worker.in_flight, loads = everywhere.workers.get(worker.url, (0, ()))
         told = {rank: load for rank, *load in loads}
@@ -38,13 +45,16 @@ def counted(pool: WorkerPool, everywhere: Row) -> None:
 
 
 def ending(pool: WorkerPool) -> dict[Worker, float]:
-    """Return the workers that get nothing new, those that drain and removed ones, and since when each is what it is."""
+    """Return the workers that get no new requests (draining or removed), each with the time since which it is so."""
     return {each: each.since for each in pool.known if each.state is WorkerState.DRAINING or not each.serial}
 
 
 def settle(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
-    """Let go of those of these workers that are without requests. Everybody has heard that they get nothing new, and
-    has told since what it has; of one that has returned meanwhile, and ends again, nobody has."""
+    """Release those of the given workers that have no requests left.
+
+    Call it after every shard has stopped sending to them and has then reported its counts. A worker that returned and
+    is ending again is skipped, because the counts are older than that.
+    """
     still = ending(pool)
     for worker, since in workers.items():
         if still.get(worker) == since and not worker.in_flight:
@@ -52,7 +62,7 @@ def settle(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
 
 
 def distrust_weights(pool: WorkerPool) -> None:
-    """Another process has decided so far: an update of the weights that was under way then may have taken effect."""
+    """Treat the weights as changed: an update that the previous leader had begun may have taken effect."""
     if pool.weights_epoch or any(worker.caches.number for worker in pool):
         pool.weights_epoch += pool.weights_epoch % 2
         with pool.changing_weights():

@@ -1,4 +1,4 @@
-"""Two ends of a connection between machines show each other that they know the router's secret, which is not sent."""
+"""Mutual proof between two machines that both know the router's secret, without sending it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ import secrets
 
 from miles_router import tasks
 
-#: Bytes of a random text, and of its proof.
+#: Bytes of a nonce, and of a proof.
 NONCE, PROOF = 32, 32
-#: Seconds in which the other side must have shown it.
+#: Seconds in which the other side must send its proof.
 PATIENCE = 10.0
-#: So that nobody is shown his own proof.
+#: The names of the two sides. They are part of the proof, so a side's own proof cannot be sent back to it.
 ACCEPTS, CONNECTS = b"leader", b"shard"
 
 
 async def prove(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str, *, side: bytes, other: bytes
 ) -> None:
-    """Return once both have.
+    """Return once both sides have proved that they know the secret.
 
     Args:
-        side, other: which of the two this one is, and the other.
+        side: the name of this side.
+        other: the name of the other side.
 
     Raises:
-        ConnectionAbortedError: the other side has gone without a word.
-        OSError: it does not know the secret, or ends.
+        ConnectionAbortedError: the other side closed without sending anything.
+        OSError: the other side does not know the secret, is too slow, or disconnects.
     """
     try:
         await tasks.within(PATIENCE, _prove(reader, writer, secret.encode(), side, other), name="prove")
     except asyncio.IncompleteReadError as error:
         if not error.partial:
-            raise ConnectionAbortedError("the other side has said nothing") from None
-        raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
+            raise ConnectionAbortedError("the other side disconnected without sending anything") from None
+        raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
     except TimeoutError:
-        raise ConnectionRefusedError("the other side has not shown that it knows the secret") from None
+        raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
 
 
 async def _prove(

@@ -1,10 +1,12 @@
-"""What the leader of a router and its shards say to each other, and who may act. Pure: the caller says what time it is,
-carries the messages in order, and asks the register which leader is the last one.
+"""The protocol between a router's leader and its shards: messages, leases and decisions.
 
-A seat is the number of a shard, a life is one process in it. A life acts under a lease: it counts that from when it
-sent the stamp that the leader echoes, and the leader counts `SLACK` times as long from when it received the stamp. So
-clocks need not agree, if only none runs a tenth faster than another. On one machine a lease has no end: whoever starts
-a life has seen the one before it end.
+It does no I/O. The caller passes the time in, carries messages in order, and asks the register which leader is the
+last.
+
+A seat is the number of a shard; a life is one process in it. A life acts under a lease, counted from when it sent the
+stamp that the leader echoes. The leader counts `SLACK` times as long, from when it received the stamp. So clocks need
+not agree, as long as none runs a tenth faster than another. On one machine a lease never ends, because the parent sees
+a life end before it starts the next.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: How much longer the leader counts a lease than the life that has it.
+#: How much longer the leader counts a lease than the life that holds it.
 SLACK = 1.1
-#: Stamps of a life that wait to be echoed.
+#: Stamps kept for each life until they are echoed.
 STAMPS = 8
-#: Before any time.
+#: A time before all others.
 NEVER = float("-inf")
-#: Bits of an epoch below its leader's term.
+#: The low bits of an epoch, below its leader's term.
 EPOCHS = 32
 
 
@@ -27,9 +29,9 @@ class Join(NamedTuple):
     """A shard's first message on each connection.
 
     Attributes:
-        life: made by chance, new with each process.
-        fresh: it acts now, under a lease.
-        at: term and number of the state by which it acts; zeros where it has none.
+        life: a random name, new for each process.
+        fresh: the life may act now, under a lease.
+        at: term and number of the state that it acts by; (0, 0) if it has none.
         state: that state.
     """
 
@@ -41,14 +43,14 @@ class Join(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The leader's answer: the life has its seat, and commits under this epoch; None: under the one that it has."""
+    """The leader's reply: the life has its seat and commits under this epoch. None: it keeps its epoch."""
 
     term: int
     epoch: int | None
 
 
 class Decided(NamedTuple):
-    """All that the leader has decided, as one state with a number."""
+    """Everything that the leader has decided, as one numbered state."""
 
     term: int
     number: int
@@ -56,9 +58,11 @@ class Decided(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A shard acts by this state: it begins to write nothing that this one does not let in. Sent at each state, and
-    several times in a lease. `stamp` is the shard's clock; `number` is -1 where it has no state of this
-    term."""
+    """A shard's report that it acts by a state: it starts no write that this state forbids.
+
+    Sent for each state, and several times within a lease. `stamp` is the shard's clock. `number` is -1 if the shard
+    has no state of this term.
+    """
 
     term: int
     number: int
@@ -66,20 +70,20 @@ class Ack(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """The leader has heard this stamp, and was the last leader behind that."""
+    """The leader's echo of a stamp. After receiving the stamp, the leader has confirmed that it is the last leader."""
 
     term: int
     stamp: float
 
 
 class End(NamedTuple):
-    """Another life has the seat: end."""
+    """The order to end, because another life has the seat."""
 
     term: int
 
 
 Said = Welcome | Decided | Beat | End
-#: What a leader says, each with the life that it is for.
+#: The leader's messages, each with the life that receives it.
 Told = list[tuple[str, Said]]
 
 
@@ -88,11 +92,11 @@ class Seated:
     """The life that has a seat, as the leader knows it.
 
     Attributes:
-        until: when its lease has surely run out.
-        epoch: that it was given here; said again whenever it connects again, for a Welcome may be lost.
-        acked: the last number that it acts by.
-        stamps: (when it was received, stamp), to be echoed.
-        revoked: its successor is here: nothing is prolonged.
+        until: when its lease has certainly run out.
+        epoch: the epoch given to it. It is sent again on each connection, because a Welcome may be lost.
+        acked: the number of the last state that it acts by.
+        stamps: (time received, stamp), to be echoed.
+        revoked: its successor has connected, so its lease is not prolonged.
     """
 
     life: str
@@ -104,17 +108,19 @@ class Seated:
 
 
 class Leader:
-    """Decides once it is open: then nobody acts by anything that another leader has said and this one does not know.
+    """The leader's side of the protocol.
+
+    It may decide once it is open. Then no shard acts by a state of another leader that this one does not know.
 
     Args:
-        seats: how many there are.
+        seats: the number of seats.
         lease: seconds; infinite on one machine.
-        term: its own; each leader has a greater one than those before it.
-        first: no other leader was there before it.
-        stored: (term, number) and state of what was decided last, as far as the store knows.
-        local: whoever starts a life has seen the one before it end.
-        alone: whoever starts a leader has seen the one before it end. Else that one may still be certain that it
-            decides, for a lease, whoever is here.
+        term: greater than that of every earlier leader.
+        first: there was no leader before.
+        stored: ((term, number), state) of the last decision that the store knows.
+        local: on one machine, where the parent sees a life end before it starts the next.
+        alone: the platform sees a leader end before it starts the next. Otherwise the previous leader may be certain
+            for one more lease that it decides, even if all shards are here.
     """
 
     def __init__(
@@ -140,26 +146,26 @@ class Leader:
         self._alone = alone
         self._seated: dict[int, Seated] = {}
         self._waiting: dict[int, Join] = {}
-        #: Seats of which whoever starts lives says that none in them acts.
+        #: Seats in which no life acts, as reported by the process that starts lives.
         self._empty: set[int] = set()
         self._epochs = 0
-        #: When each was made, from the last one on by which everybody must act.
+        #: (time, number) of decisions, starting with the newest one that every shard must act by now.
         self._decisions: deque[tuple[float, int]] = deque()
         self._certain = NEVER
 
     # Joining
 
     def join(self, join: Join, now: float) -> Told:
-        """Hear the first message of a connection."""
+        """Handle the first message of a connection."""
         self._known = max(self._known, (join.at, join.state), key=lambda known: known[0])
         self._empty.discard(join.seat)
         seated = self._seated.get(join.seat)
-        if seated is not None and seated.life == join.life:  # its connection was lost
+        if seated is not None and seated.life == join.life:  # the same life has reconnected
             return [(join.life, End(self.term))] if seated.revoked else self._welcome(join.life, seated.epoch)
-        if seated is None and join.fresh and not self.open:  # it has its seat from the leader before
+        if seated is None and join.fresh and not self.open:  # it got its seat from the previous leader
             self._seated[join.seat] = Seated(join.life, now + self._lease * SLACK)
             return self._welcome(join.life, None)
-        if join.fresh or join.at[0]:  # it had the seat before the one that has it now
+        if join.fresh or join.at[0]:  # it had the seat before the life that has it now
             return [(join.life, End(self.term))]
         if seated is not None:
             seated.revoked = True
@@ -169,15 +175,18 @@ class Leader:
         return []
 
     def left(self, seat: int, life: str) -> None:
-        """Hear that a connection is lost. A life that has its seat may act for its lease; and goes on in it where its
-        successor leaves, which has done nothing."""
+        """Handle a lost connection.
+
+        A seated life may still act for the rest of its lease. If its waiting successor leaves, which has done nothing
+        yet, the seated life keeps the seat.
+        """
         if seat in self._waiting and self._waiting[seat].life == life:
             del self._waiting[seat]
             if seat in self._seated and not self._local:
                 self._seated[seat].revoked = False
 
     def ended(self, seat: int, now: float) -> None:
-        """Hear that no life in a seat acts, of whoever starts them."""
+        """Record that no life in a seat acts, as the process that starts lives reports."""
         self._empty.add(seat)
         if seat in self._seated:
             self._seated[seat].until = now
@@ -185,15 +194,17 @@ class Leader:
     # Time
 
     def heard(self, seat: int, life: str, ack: Ack, now: float) -> None:
-        """Hear what a life acts by."""
+        """Record the ack of a life."""
         seated = self._seated.get(seat)
         if seated is not None and seated.life == life and ack.term == self.term:
             seated.acked = max(seated.acked, ack.number)
             seated.stamps.append((now, ack.stamp))
 
     def confirmed(self, began: float, now: float) -> Told:
-        """Hear that the register, asked at `began`, knows no later leader: prolong leases, and give seats that are free
-        to those who wait."""
+        """Prolong leases and give free seats to waiting lives. Return the messages to send.
+
+        The register, asked at `began`, has confirmed that there is no later leader.
+        """
         self._certain = max(self._certain, began + self._lease)
         told: Told = []
         if not self.open and self._knows_all(now):
@@ -208,7 +219,7 @@ class Leader:
         return told
 
     def _knows_all(self, now: float) -> bool:
-        """Whether nobody who is not here can act by what another leader has said, and no other leader can act."""
+        """Return whether no absent shard can act by another leader's state, and no other leader can act."""
         here = {*self._seated, *(self._waiting if self._local else ()), *self._empty}
         return now >= self._opens or (self._alone and len(here) == self._seats)
 
@@ -224,7 +235,7 @@ class Leader:
         return found
 
     def _due(self, now: float) -> int:
-        """The number by which everybody must act by now: whoever does not is prolonged no more."""
+        """Return the number of the state that every shard must act by now. A life behind it is not prolonged."""
         return max((number for at, number in self._decisions if now - at > self._lease / 2), default=-1)
 
     def _seat(self, seat: int, join: Join, now: float) -> Told:
@@ -238,7 +249,7 @@ class Leader:
         return ended + self._welcome(join.life, seated.epoch)
 
     def _welcome(self, life: str, epoch: int | None) -> Told:
-        """The newest state goes before any beat: a lease must never be fresher than what its life acts by."""
+        """Send the newest state before any beat: a lease must never be newer than the state its life acts by."""
         return [(life, Welcome(self.term, epoch)), *self._news(life)]
 
     def _news(self, life: str) -> Told:
@@ -247,10 +258,10 @@ class Leader:
     # Deciding
 
     def decide(self, state: Any, now: float) -> Told:
-        """Decide a state. What of it has to outlive all lives is in the store by now. Only an open leader may.
+        """Decide a state and return the messages to send. Store first what must outlive all lives.
 
         Raises:
-            ValueError: it is not open.
+            ValueError: the leader is not open.
         """
         if not self.open:
             raise ValueError("a leader that is not open decides nothing")
@@ -262,32 +273,32 @@ class Leader:
         return [told for seated in self._seated.values() for told in self._news(seated.life)]
 
     def is_settled(self, number: int, now: float) -> bool:
-        """Return whether everybody acts by this number, or acts no more."""
+        """Return whether every life that may still act acts by this number."""
         return self.open and not self.late(number, now)
 
     def is_certain(self, now: float) -> bool:
-        """Return whether no later leader can have decided anything. Asked at each write of what engines are told."""
+        """Return whether no later leader can have decided anything. Asked before each control request to engines."""
         return now < self._certain
 
     def late(self, number: int, now: float) -> dict[int, Seated]:
-        """Return the lives that may act and do not act by this number yet, by their seats."""
+        """Return, by seat, the lives that may act but do not act by this number yet."""
         return {seat: each for seat, each in self.acting(now).items() if each.acked < number}
 
     def acting(self, now: float) -> dict[int, Seated]:
-        """Return the lives that may act, by their seats."""
+        """Return the lives that may act, by seat."""
         return {seat: each for seat, each in self._seated.items() if now < each.until}
 
 
 class Life:
-    """One process in a seat."""
+    """A process in a seat: the shard's side of the protocol."""
 
     def __init__(self, seat: int, life: str, lease: float) -> None:
-        #: Term and number of the state that it acts by.
+        #: Term and number of the state that this life acts by.
         self.at = (0, 0)
         self.state: Any = None
-        #: Under which it commits; None before it has the seat.
+        #: The epoch of its commits; None until it has the seat.
         self.epoch: int | None = None
-        #: Another life has its seat: what it has in memory may be untrue.
+        #: Whether another life has the seat. What this one holds in memory may then be untrue.
         self.over = False
         self._seat = seat
         self._life = life
@@ -296,15 +307,15 @@ class Life:
         self._until = NEVER
 
     def may_act(self, now: float) -> bool:
-        """Return whether it may write a generation or commit now; asked at each."""
+        """Return whether this life may write a generation or commit now. Asked before each."""
         return not self.over and self.epoch is not None and now < self._until
 
     def join(self, now: float) -> Join:
-        """Return its first message on a connection."""
+        """Return the first message of a connection."""
         return Join(self._seat, self._life, self.may_act(now), self.at, self.state)
 
     def hear(self, said: Said, now: float) -> Ack | None:
-        """Follow the leader. What this returns is sent once the state is followed."""
+        """Handle a message of the leader. Return the ack to send once the state is applied, or None."""
         if said.term < self._term or self.over:
             return None
         self._term = said.term
@@ -321,6 +332,6 @@ class Life:
         return None
 
     def ack(self, now: float) -> Ack:
-        """Return what it acts by, with a stamp."""
+        """Return an ack of the current state, with a stamp."""
         term, number = self.at
         return Ack(self._term, number if term == self._term else -1, now)

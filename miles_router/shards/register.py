@@ -1,4 +1,7 @@
-"""Whether a leader is the last one: what it asks before it prolongs a lease, and before it tells engines anything."""
+"""The register of leaders: whether a leader is the last one.
+
+A leader asks it before it prolongs a lease and before it sends control requests to engines.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,39 @@ logger = logging.getLogger(__name__)
 
 
 class Register(Protocol):
-    """What leaders have in common."""
+    """A record of which leader is the last one."""
 
     async def claim(self) -> tuple[int, bool]:
-        """Return this leader's term, which is greater than that of any leader before it, and whether there was none."""
+        """Return this leader's term, greater than that of every earlier one, and whether this leader is the first."""
         ...
 
     async def confirm(self) -> bool:
-        """Return whether no later leader has claimed a term. Asked again and again."""
+        """Return whether no later leader has claimed a term. May be called repeatedly."""
         ...
 
 
 class Platform:
-    """Of whoever starts leaders one after the other: a parent on one machine, or a StatefulSet.
+    """A register for a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
 
     Args:
-        term: how often one was started; None: leaders do not know, and the clock tells them apart.
+        term: how often a leader was started. None if that is unknown; the clock then provides the term.
     """
 
     def __init__(self, term: int | None = None) -> None:
         self._term = term
 
     async def claim(self) -> tuple[int, bool]:
-        """See `Register`."""
         return (time.time_ns() // 1_000_000, False) if self._term is None else (self._term, self._term == 1)
 
     async def confirm(self) -> bool:
-        """See `Register`."""
         return True
 
 
 class Stored:
-    """The state directory that all leaders share: each takes the control slot over, and finds by a commit whether
-    another one has done so since."""
+    """A register in the state directory that all leaders share.
+
+    Each leader takes over the control slot. A commit then shows whether a later leader has done so.
+    """
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
@@ -57,24 +60,24 @@ class Stored:
         self._term: int
 
     async def claim(self) -> tuple[int, bool]:
-        """See `Register`. The byte at the term stays locked, by which shards find out what locks are worth.
+        """Take over the control slot, and lock the byte at the term, with which shards test whether locks work.
 
         Raises:
-            StateError: the slot cannot be taken over, or nothing be locked.
+            StateError: the slot cannot be taken over, or the byte cannot be locked.
         """
         self._term = await self._store.claim(CONTROL)
         if not self._locks.take(self._term):
-            raise StateError(f"{self._store.directory}: another process leads in term {self._term}, too")
+            raise StateError(f"{self._store.directory}: another leader runs with the same term {self._term}")
         return self._term, self._term == 1
 
     async def confirm(self) -> bool:
-        """See `Register`.
+        """Commit to the control slot; return False if the commit fails.
 
         Raises:
             StateOutdated: another leader has begun.
         """
         try:
-            await asyncio.to_thread(self._locks.take, self._term)  # a network file system may have lost it
+            await asyncio.to_thread(self._locks.take, self._term)  # a network file system may have lost the lock
             await self._store.append("lease", {1: secrets.token_bytes(8)}, slot=CONTROL)
         except StateOutdated:
             raise

@@ -1,7 +1,7 @@
-"""The shards as the leader has them: who may act, by what, what each has in flight, and what they answer.
+"""The leader's view of its shards: which of them may act, by which state, their requests in flight, and their replies.
 
-Who may act is the protocol's to say. On one machine whoever does not follow in time is killed, since nothing else ends
-its right to act; on several the leader waits until its lease has run out.
+The protocol determines which shards may act. On one machine a shard that does not follow in time is killed, since its
+lease never ends. On several machines the leader waits until the lease has run out.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from miles_router.shards.protocol import Ack, Beat, Decided, Join, Leader, Seate
 
 logger = logging.getLogger(__name__)
 
-#: Seconds in which a shard of one machine must follow, and in which one must tell its numbers.
+#: Seconds in which a shard on the same machine must follow; and seconds in which a shard must report its numbers.
 FOLLOW, TELL = 10.0, 2.0
-#: Seconds between two looks whether a process has ended, or a lease has run out.
+#: Seconds between two checks whether a process has ended or a lease has run out.
 LOOK = 0.02
-#: How often the leader makes sure that it is the last one, within the time of a lease; on one machine it always is.
+#: How often within one lease the leader confirms that it is the last one; and the seconds between two rounds on one
+#: machine, where it always is.
 ROUNDS, SECONDS = 10, 1.0
 
 
 class Connected:
-    """A shard that is connected: one life, until another connection of it or of its successor."""
+    """A connected shard: one life on one connection."""
 
     def __init__(self, channel: Channel, join: Join, url: str) -> None:
         self.channel = channel
         self.join = join
         self.url = url
         self.heard_at = clock()
-        #: Asks it what it has in flight.
+        #: The task that asks for its requests in flight.
         self.counting: asyncio.Task[bool] | None = None
 
 
 class Seats:
-    """All of them.
+    """All seats of a router.
 
     Args:
-        shards: how many there are.
-        write: gives what is decided now, by name.
+        shards: the shards of the router.
+        write: returns the state that is decided now, by section name.
         confirmed: returns whether this is the last leader.
-        process_in: gives the id of the process in a seat, 0 where there is none; None on several machines, where nobody
-            knows it.
+        process_in: returns the id of the process in a seat, or 0 if there is none. None on several machines, where that
+            is unknown.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class Seats:
         self._confirmed = confirmed
         self._process_in = process_in
         self.leader: Leader
-        #: Whether what is decided is known yet.
+        #: Whether `write` returns a complete state yet.
         self.decides = False
         self._lives: dict[str, Connected] = {}
-        #: Where each seat was reached last.
+        #: The last known URL of each seat.
         self._urls: dict[int, str] = {}
-        #: What each life has in flight, by pool.
+        #: Requests in flight of each life, by pool.
         self._rows: dict[str, dict[str, Row]] = {}
         self._written: tuple[int, bytes] = (-1, b"")
         self._stirred = asyncio.Event()
@@ -82,7 +83,7 @@ class Seats:
     # Leading
 
     def begin(self, term: int, *, first: bool) -> None:
-        """Be the leader of this term."""
+        """Become the leader of this term."""
         shards = self.shards
         self.leader = Leader(
             shards.count,
@@ -96,7 +97,7 @@ class Seats:
         )
 
     async def lead(self) -> None:
-        """Give lives their seats, and prolong them, until this is cancelled."""
+        """Seat lives and prolong their leases, until cancelled."""
         shards = self.shards
         every = SECONDS if shards.local else shards.lease / ROUNDS
         opening = LOOK if shards.local else every
@@ -106,8 +107,8 @@ class Seats:
             if await self._confirmed():
                 self._post(self.leader.confirmed(began, clock()))
                 for connected in tuple(self._lives.values()):
-                    connected.channel.tell("ping")  # who waits for a seat would take silence for a lost leader
-                    if clock() - connected.heard_at > shards.lease:  # its machine, or the way there, is lost
+                    connected.channel.tell("ping")  # a life without a seat would take silence for a lost leader
+                    if clock() - connected.heard_at > shards.lease:  # its machine or network is lost
                         connected.channel.close()
                 self._moved()
             with suppress(TimeoutError):
@@ -117,7 +118,7 @@ class Seats:
             self._stirred.clear()
 
     def joins(self, connected: Connected) -> None:
-        """A shard is connected. Where it was connected before, nothing comes by that any more."""
+        """Register a connected shard, and close an older connection of the same life."""
         life = connected.join.life
         before, self._lives[life] = self._lives.get(life), connected
         if before is not None:
@@ -126,7 +127,7 @@ class Seats:
         self._stir()
 
     def leaves(self, connected: Connected) -> None:
-        """Its connection is lost; it may act all the same."""
+        """Handle a lost connection. The shard may still act."""
         join = connected.join
         if self._lives.get(join.life) is connected:
             del self._lives[join.life]
@@ -134,7 +135,7 @@ class Seats:
             self._stir()
 
     def hears(self, connected: Connected, ack: Ack) -> None:
-        """A shard says by what it acts."""
+        """Record a shard's ack."""
         join, connected.heard_at = connected.join, clock()
         self.leader.heard(join.seat, join.life, ack, clock())
         if join.seat not in self.leader.acting(clock()):
@@ -147,16 +148,16 @@ class Seats:
         return self.leader.open
 
     def acting(self) -> dict[int, Seated]:
-        """The lives that may act, by their seats."""
+        """Return the lives that may act, by seat."""
         self._note_who_ended()
         return self.leader.acting(clock())
 
     def processes(self) -> list[int]:
-        """The ids of their processes."""
+        """Return the process ids of the acting lives."""
         return [process_of(each.life) for each in self.acting().values()]
 
     def urls(self) -> dict[str, str]:
-        """Where each seat is reached that somebody may act in."""
+        """Return the URL of each seat in which a life may act."""
         acting = self.acting()
         for seat, each in acting.items():
             if each.life in self._lives:
@@ -177,7 +178,7 @@ class Seats:
                 self.leader.ended(seat, clock())
 
     def _post(self, told: Told) -> None:
-        """Send what the protocol says. Who is not connected hears it on its next connection."""
+        """Send the protocol's messages. A life that is not connected gets them on its next connection."""
         for life, said in told:
             connected = self._lives.get(life)
             if connected is None:
@@ -199,13 +200,15 @@ class Seats:
     # Deciding
 
     def changed(self) -> None:
-        """Something may have been decided."""
+        """Decide and publish the current state if it has changed."""
         if self.decides and (written := self._write()) != self.leader.state:
             self._post(self.leader.decide(written, clock()))
 
     async def caught_up(self) -> None:
-        """Return when everybody who may act does so by what is decided now, and can be asked. On one machine who does
-        not is killed."""
+        """Return when every shard that may act is connected and acts by the current state.
+
+        On one machine, kill a shard that does not follow within `FOLLOW` seconds.
+        """
         self.changed()
         number, since = self.leader.number, dict[str, float]()
         while late := self._late(number):
@@ -230,7 +233,7 @@ class Seats:
             self._progress.set_result(None)
 
     async def _end(self, seat: int, late: Seated) -> None:
-        """Kill the process in a seat, and return when it is gone: all it had is closed then."""
+        """Kill the process in a seat. Return when it has ended, with all its connections closed."""
         process = process_of(late.life)
         with suppress(ProcessLookupError):
             descriptor = os.pidfd_open(process)
@@ -253,7 +256,7 @@ class Seats:
     # Counting
 
     async def count(self) -> bool:
-        """Have everybody tell what it has in flight; whether all that may act have."""
+        """Ask all shards for their requests in flight. Return whether every acting shard has answered."""
         self._forget_the_dead()
         asked = tuple(self._lives.values())
         told = await asyncio.gather(*map(self._count, asked))
@@ -261,7 +264,10 @@ class Seats:
         return all(each.life in known for each in self.acting().values())
 
     async def count_who_answers(self, patience: float) -> None:
-        """Have everybody tell; wait so long. Who is late is not asked again before it has told."""
+        """Ask all shards for their requests in flight, for at most `patience` seconds.
+
+        A shard that is late is not asked again before it has answered.
+        """
         self._forget_the_dead()
         asked = set[asyncio.Task[bool]]()
         for each in self._lives.values():
@@ -282,11 +288,11 @@ class Seats:
         return told is not None
 
     def in_flight(self, pool: str) -> Row:
-        """What all shards have in flight in a pool."""
+        """Return the load of all shards in a pool."""
         return joined(rows[pool] for rows in self._rows.values() if pool in rows)
 
     def tell_counts(self, pools: Sequence[str]) -> None:
-        """Tell each what all others have in flight."""
+        """Send each shard the load of all others."""
         whole = {name: self.in_flight(name) for name in pools}
         for life, connected in self._lives.items():
             own = self._rows.get(life, {})
@@ -296,7 +302,7 @@ class Seats:
     # Asking
 
     async def ask_all(self, what: str, **fields: Any) -> list[Message]:
-        """What all of them answer; who ends before it does has nothing more to say."""
+        """Return the replies of all acting shards. A shard that ends before its reply is left out."""
         await self.caught_up()
         acting = self.acting()
         asked = [(seat, each) for seat, each in acting.items() if each.life in self._lives]
@@ -304,7 +310,10 @@ class Seats:
         return [each for each in answers if each is not None]
 
     async def _ask(self, seat: int, seated: Seated, what: str, fields: dict[str, Any]) -> Message | None:
-        """One's answer. It may take long, as long as the process is there for others meanwhile."""
+        """Return one shard's reply, or None if it ends first.
+
+        A reply may take long, as long as the process answers pings meanwhile.
+        """
         channel = self._lives[seated.life].channel
         asking = tasks.spawn(channel.ask(what, **fields), name=f"ask shard {what}")
         try:
@@ -328,23 +337,23 @@ class Seats:
                 asking.exception()
 
     async def tell(self, what: str) -> list[Message]:
-        """What all of them answer within a moment. Who is late, or ends, says nothing."""
+        """Return the replies of the shards that answer within `TELL` seconds."""
         answers = await asyncio.gather(*(_tell(each, what) for each in tuple(self._lives.values())))
         return [each for each in answers if each is not None]
 
 
 def life_of(process: int) -> str:
-    """Return the name of a new life: that of its process, and what no other life has."""
+    """Return the name of a new life: its process id and a random part."""
     return f"{process}-{secrets.token_hex(8)}"
 
 
 def process_of(life: str) -> int:
-    """Return the id of a life's process."""
+    """Return the process id of a life."""
     return int(life.partition("-")[0])
 
 
 async def _tell(connected: Connected, what: str) -> Message | None:
-    """One's answer; None where it does not come in time."""
-    with suppress(ChannelLost, TimeoutError, RouterError):  # who failed over it has logged it
+    """Return one shard's reply, or None if there is none in time."""
+    with suppress(ChannelLost, TimeoutError, RouterError):  # RouterError: the shard has logged its failure
         return await tasks.within(TELL, connected.channel.ask(what), name=what)
     return None

@@ -1,7 +1,7 @@
-"""Which processes of one machine may send requests: a cell for each in a file that all have mapped.
+"""Which processes of one machine may send requests: a memory-mapped file with a cell for each process.
 
-Who is connected does not say it: one whose connection is lost still sends. Reading it takes no descriptor, so that it
-can be read where there are none left.
+Connections do not show that: a process whose connection is lost still sends. Reading the map needs no file descriptor,
+so it also works when none is left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Senders:
     """One process's view of the file in the directory of the router's processes.
 
     Args:
-        count: of processes, for the one that makes the file.
+        count: the number of processes, given by the process that creates the file.
     """
 
     def __init__(self, directory: Path, count: int | None = None) -> None:
@@ -27,13 +27,13 @@ class Senders:
             self._cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # a cell is one word: never half written
 
     def begin(self, index: int) -> None:
-        """Note that this process, which has this index, may send from now on."""
+        """Record that this process, with this index, may send from now on."""
         self._cells[index] = os.getpid()
 
     def end(self, index: int) -> None:
-        """Note that the process with this index has ended."""
+        """Record that the process with this index has ended."""
         self._cells[index] = 0
 
     def process(self, index: int) -> int:
-        """Return the id of the process with this index; 0 where there is none."""
+        """Return the id of the process with this index, or 0 if there is none."""
         return int(self._cells[index])

@@ -1,7 +1,7 @@
 """A shard's part of a router: it takes clients' requests and sends them to workers, and decides nothing.
 
-It follows what the leader decides, goes on with the last of it while that is away and its lease lasts, and reports what
-it sees. What is asked of the whole fleet it hands to the leader.
+It applies what the leader decides, and reports what it observes. While the leader is away, it acts by the last state
+until its lease ends. Requests that concern the whole fleet go to the leader.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from miles_router.shards.peer_loads import PeerLoads, Row
 from miles_router.shards.pools import following_pool
 from miles_router.shards.state import followed, own_numbers
 
-#: How often a request that changes nothing is repeated.
+#: How often a request that changes nothing is tried again.
 REPEATS = 3
-#: Of a request, what counted at the door alone.
+#: Headers that are not relayed to the leader: they concern only the connection to this shard.
 AT_THE_DOOR = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"sec-fetch-site", b"x-request-id"}
 
 
 class ShardDuty(Duty):
-    """A shard.
+    """The duty of a shard.
 
     Args:
-        generation: of this process, where it runs beside others; no other has the same number.
+        generation: a number that no other process of this router has.
     """
 
     checks = False
@@ -62,7 +62,7 @@ class ShardDuty(Duty):
         self.lease = None if self._shards.local else membership
         self._numbers = own_numbers(generation)
         self._stack: list[dict[str, object]] = []
-        #: By the name of a pool, what others have in it.
+        #: The loads of other processes, by pool name.
         self._peer_loads: dict[str, PeerLoads] = {}
         self._admin: Admin
         self._pools: Pools
@@ -82,8 +82,11 @@ class ShardDuty(Duty):
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one
-        generation aborts all whose names begin with its name, and another process may have such a one."""
+        """Return the settings with this shard's share of the whole router's bounds.
+
+        Moving requests between workers is off. An engine that aborts one generation aborts all whose ids begin with
+        the same text, and another process may have such a generation.
+        """
         return replace(
             config,
             move_after=0.0,
@@ -92,14 +95,14 @@ class ShardDuty(Duty):
         )
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """None: who the workers are is decided elsewhere."""
+        """Return none: the leader decides the workers."""
         return ()
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
-        """See `Duty`."""
-
         def report(kind: str, worker: Worker, reason: str) -> None:
-            """Say what was seen of a worker. While the leader is away nobody hears it: it looks itself."""
+            """Report an observation to the leader. It is lost while the leader is away, which checks the workers
+            itself.
+            """
             if worker.serial:
                 fields = {"url": worker.url, "serial": worker.serial, "reason": reason}
                 self.membership.tell("report", kind=kind, pool=name, **fields)
@@ -109,14 +112,11 @@ class ShardDuty(Duty):
         return pool
 
     def fleet(self, **parts: Any) -> Fleet:
-        """See `Duty`."""
         fleet = Fleet(**parts)
         fleet.report = parts["pool"].report
         return fleet
 
     def control(self, name: str, **parts: Any) -> Control:
-        """See `Duty`."""
-
         async def relay(path: str, request: Outgoing, request_id: str) -> FleetAnswer:
             query = b"model_id=" + name.encode() if name else b""
             headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
@@ -129,7 +129,7 @@ class ShardDuty(Duty):
         return control
 
     def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
-        """See `Duty`."""
+        """Return a function that asks the leader, and returns False while the leader is away."""
 
         async def asked(url: str) -> bool:
             try:
@@ -140,21 +140,19 @@ class ShardDuty(Duty):
         return asked
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        """See `Duty`."""
         self._admin, self._stack = Admin(pools, registrations, stack), stack
         return self._admin
 
     def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
-        """See `Duty`. The leader answers them."""
+        """Return the same routes, relayed to the leader."""
         relay = Relay(self.membership)
         return [Route(each.path, relay, methods=list(each.methods or ())) for each in routes if isinstance(each, Route)]
 
     async def restore(self, registrations: Registrations) -> None:
-        """See `Duty`. Who the workers are is decided elsewhere."""
+        """Do nothing: the leader decides the workers."""
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """See `Duty`."""
         self._pools = pools
         self.membership.store = pools.default.router.store
         self.membership.introduction = {"layered": pools.layered, "stack": self._stack}
@@ -216,7 +214,7 @@ class ShardDuty(Duty):
     async def _tell_numbers(self, message: Message) -> Message:
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
         numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held}
-        return Message({}, orjson.dumps(numbers))  # as `GET /router/info` of one process
+        return Message({}, orjson.dumps(numbers))  # the same content as `GET /router/info` of one process
 
     async def _tell_metrics(self, message: Message) -> Message:
         return Message({SHARD: str(self.membership.seat.index)}, self._pools.default.router.metrics.render())
@@ -233,10 +231,11 @@ class ShardDuty(Duty):
 async def request_leader(
     membership: Membership, method: str, path: str, query: bytes, headers: Iterable[Any], body: bytes
 ) -> Message:
-    """Have the leader answer one HTTP request; one that changes nothing is repeated where the leader is lost.
+    """Send one HTTP request to the leader and return its reply. Repeat a request that only reads if the leader is
+    lost.
 
     Raises:
-        ControlUnavailable: as `Membership.ask`.
+        ControlUnavailable: see `Membership.ask`.
     """
     fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
     for _ in range(REPEATS if method in READING else 0):
@@ -246,13 +245,13 @@ async def request_leader(
 
 
 class Relay:
-    """Answers a request with what the leader says to it."""
+    """An ASGI app that relays a request to the leader."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request. Raises as `Membership.ask`."""
+        """Relay one request. Raises the errors of `Membership.ask`."""
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         headers = [pair for pair in scope["headers"] if pair[0] not in AT_THE_DOOR]

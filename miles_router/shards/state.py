@@ -1,7 +1,7 @@
-"""What the leader decides of one pool, written so that another process can follow it, and followed. Pure.
+"""The decided state of one pool: written by the leader, applied by other processes. Without I/O.
 
-Whoever has followed a state chooses as the process that wrote it would: who is routable, under which weights, and which
-prefix caches may be shared. The numbers of caches have more than 64 bits: `json` writes them, `orjson` does not.
+A process that has applied a state places requests as its writer would: the same routable workers, weights and shared
+prefix caches. Cache numbers have more than 64 bits, so the state is written with `json`; `orjson` cannot.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 Record = dict[str, Any]
 
-#: Of a gate, all that it knows beside who waits at it.
+#: Attributes of a gate, except the requests that wait at it.
 _GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
-#: Of a worker, what is copied as it is.
+#: Attributes of a worker that are copied unchanged.
 _COPIED = (
     "reason",
     "since",
@@ -37,7 +37,7 @@ _COPIED = (
 
 
 def written(fleet: Fleet) -> Record:
-    """All that another process has to know of a pool, and what this one needs to be started anew."""
+    """Return what another process must know of a pool, and what this one needs after a restart."""
     pool = fleet.pool
     return {
         "weight_version": pool.weight_version,
@@ -54,7 +54,7 @@ def written(fleet: Fleet) -> Record:
 
 
 def written_workers(pool: WorkerPool) -> list[Record]:
-    """Who they are, and their states."""
+    """Return the workers of a pool and their states."""
     return [_record(worker) for worker in pool]
 
 
@@ -70,7 +70,7 @@ def _record(worker: Worker) -> Record:
 
 
 def follow_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
-    """Have these workers in these states, and no others. No decision is made here."""
+    """Replace the workers of a pool by these, in these states. Makes no decisions."""
     members: list[Worker] = []
     told: list[Transition] = []
     for record in records:
@@ -87,23 +87,23 @@ def follow_workers(pool: WorkerPool, records: Iterable[Record], own_number: Call
 
 
 def _member(pool: WorkerPool, record: Record, told: list[Transition]) -> tuple[Worker, WorkerState | None]:
-    """Return the worker of a record, and its state before; None for a registration that is new here."""
+    """Return the worker of a record and its previous state, or None for a registration that is new here."""
     address = parse_worker_url(record["url"])
     known = pool.find(address.url)
     if known is not None and known.serial == record["serial"]:
         return known, known.state
     worker = Worker(address)
-    if known is not None and known.in_flight:  # its requests are counted on
+    if known is not None and known.in_flight:  # keep the object, because it counts requests in flight
         worker = known
         if known.serial:
             told.append(Transition(known, known.state, None, "removed"))
-    worker.caches = type(worker.caches)()  # who has chosen one of the old ones must choose again
+    worker.caches = type(worker.caches)()  # requests that chose an old cache must choose again
     worker.serial = record["serial"]
     return worker, None
 
 
 def followed(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> None:
-    """Have a pool be as it was written."""
+    """Apply a written pool state to a fleet."""
     pool = fleet.pool
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
     pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
@@ -116,7 +116,7 @@ def followed(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> Non
 
 
 def follow_gate(gate: Gate, record: Record) -> None:
-    """Be open or closed as another gate is."""
+    """Open or close a gate as the recorded one."""
     for name in _GATE:
         setattr(gate, name, record[name])
     gate.past = deque((ClosedTime(*each) for each in record["past"]), REMEMBERED)
@@ -124,5 +124,5 @@ def follow_gate(gate: Gate, record: Record) -> None:
 
 
 def own_numbers(generation: int) -> Iterator[int]:
-    """Numbers that no other process gives, for processes that are numbered as they are started."""
+    """Yield cache numbers that no other process uses; `generation` is unique to each process."""
     return itertools.count((generation << 32) + 1)

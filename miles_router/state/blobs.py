@@ -1,5 +1,7 @@
-"""The codec of blobs: a JSON header, then raw bytes. Arrays stay the bytes that they are in memory, so that neither
-side copies or parses them; orjson, which the router has anyway, is the fastest reader for the rest."""
+"""The codec of stored blobs: a JSON header, then raw bytes.
+
+Arrays keep their bytes as they are in memory, so neither side copies or parses them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import Any, Literal
 
 import orjson
 
-#: When a commit is durable: once it outlives the loss of this process, or that of the machine.
+#: When a commit counts as durable: when it survives the loss of this process, or the loss of the machine.
 Sync = Literal["process", "machine"]
-#: Blobs of one owner by their numbers.
+#: Blobs of one owner, by number.
 Blobs = Mapping[int, bytes]
-#: The same to be written; None deletes the blob of that number.
+#: Blobs to write, by number; None deletes the blob.
 Changes = Mapping[int, bytes | None]
 
 _LENGTH = struct.Struct("<I")
@@ -26,7 +28,7 @@ def with_header(header: Mapping[str, Any], parts: Iterable[bytes] = ()) -> bytes
 
 
 def header_of(blob: bytes) -> tuple[dict[str, Any], int]:
-    """Return the header of such a blob, and where the bytes behind it begin.
+    """Return the header of a blob that `with_header` wrote, and the offset of the first byte after the header.
 
     Raises:
         ValueError: the blob has no header.
@@ -37,5 +39,5 @@ def header_of(blob: bytes) -> tuple[dict[str, Any], int]:
         raise ValueError(str(error)) from None
     header = orjson.loads(blob[_LENGTH.size : end])
     if end > len(blob) or not isinstance(header, dict):
-        raise ValueError("it is cut, or its header is no object")
+        raise ValueError("the blob is truncated, or its header is not a JSON object")
     return header, end

@@ -1,4 +1,4 @@
-"""What a state directory holds, for a person, while no router runs: `miles-router state DIR`."""
+"""The command `miles-router state DIR`: list what a state directory contains while no router runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAR = 40  # characters
 
 
 class Holding(NamedTuple):
-    """How much an owner has; `large` is the bytes of its large blobs. Without a head it has no kind."""
+    """The amount of data of one owner. `large` is the bytes of its large blobs; `kind` is empty without a head."""
 
     file: str
     owner: str
@@ -29,10 +29,10 @@ class Holding(NamedTuple):
 
 
 def holdings(directory: Path) -> Iterator[Holding]:
-    """Iterate over the owners, file by file.
+    """Yield every owner in the directory, file by file.
 
     Raises:
-        ConfigError: there is no such directory, or a file cannot be read, and why.
+        ConfigError: the directory does not exist, or a file cannot be read.
     """
     for journal, name in _journals(directory):
         for owner, head, *sizes in journal.holdings():
@@ -40,10 +40,10 @@ def holdings(directory: Path) -> Iterator[Holding]:
 
 
 def kind_of(owner: str, head: bytes) -> str:
-    """Return the kind that the head of an owner names.
+    """Return the kind named in an owner's head.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the head cannot be parsed or names no kind.
     """
     try:
         return str(orjson.loads(head)["kind"])
@@ -52,10 +52,10 @@ def kind_of(owner: str, head: bytes) -> str:
 
 
 def blobs_of(directory: Path, owner: str) -> list[Blobs]:
-    """Return all blobs of an owner but the large ones, for each file that has some.
+    """Return the small blobs of an owner, one mapping for each file that has any.
 
     Raises:
-        ConfigError: no owner has this name, or a file cannot be read.
+        ConfigError: no file has an owner of this name, or a file cannot be read.
     """
     found = [blobs for journal, _ in _journals(directory) if (blobs := journal.load(owner))]
     if not found:
@@ -69,7 +69,8 @@ def _journals(directory: Path) -> Iterator[tuple[Journal, str]]:
         raise ConfigError(f"state: {directory} holds no state of a router")
     for done, path in enumerate(paths, 1):
         try:
-            # Else the file would have a WAL from now on, and machines that share it, and still run, go on with that.
+            # Opened as shared, because otherwise SQLite would switch the file to a WAL. Machines that share the
+            # directory and still run would then use that WAL.
             with closing(Journal(path, "process", shared=True)) as journal:
                 yield journal, path.stem
         except StateError as error:
@@ -78,7 +79,6 @@ def _journals(directory: Path) -> Iterator[tuple[Journal, str]]:
 
 
 def _show_progress(done: int, count: int) -> None:
-    """Draw a bar on a terminal."""
     if sys.stderr.isatty():
         full = BAR * done // count
         end = "\n" if done == count else ""

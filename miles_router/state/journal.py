@@ -1,14 +1,12 @@
-"""The journal of one slot, a SQLite file: opened and checked, appended to in transactions, read, vacuumed. One thread
-makes all calls.
+"""The journal of one slot, in a SQLite file. One thread makes all calls.
 
-WAL with an exclusive lock taken before it (https://www.sqlite.org/wal.html#noshm): one opener, and no file of shared
-memory. Where its bytes are damaged, SQLite ends a WAL silently at the damage
-(https://www.sqlite.org/fileformat2.html#wal_file_format): so each transaction is numbered, and a file beside it counts
-the acknowledged ones.
+Normally the file uses a WAL with an exclusive lock taken first (https://www.sqlite.org/wal.html#noshm). So one process
+has it open, and there is no shared-memory file. Where a WAL's bytes are damaged, SQLite silently ends it at the damage
+(https://www.sqlite.org/fileformat2.html#wal_file_format). Therefore each transaction is numbered, and a second file
+counts the acknowledged ones.
 
-A directory that several machines share has no shared memory, and a stopped process must not keep what others take over:
-there each transaction locks the file for itself, with a rollback journal, and reads whether its epoch is still the
-newest.
+A directory shared by several machines has no shared memory, and a stopped process must not block its successor. There
+each transaction locks the file for itself, with a rollback journal, and checks that its epoch is still the newest.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from zlib import crc32
 from miles_router.errors import StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
 from miles_router.state.blobs import Blobs, Changes, Sync
 
-#: "MRst": whose file it is (`PRAGMA application_id`).
+#: "MRst", which marks the file as the router's (`PRAGMA application_id`).
 APPLICATION = 0x4D527374
-#: Of the tables below, and of the blobs that the router and its layers put into them (`PRAGMA user_version`).
+#: The version of the tables below and of the blobs stored in them (`PRAGMA user_version`).
 FORMAT = 4
-#: The blobs of an owner, and those of them that a load does not read.
+#: The table of small blobs, and the table of large blobs that `load` reads only when asked.
 SMALL, LARGE = "journal", "large"
 COLUMNS = (
     "(owner TEXT NOT NULL, seq INTEGER NOT NULL, blob BLOB NOT NULL, sum INTEGER NOT NULL, PRIMARY KEY (owner, seq))"
@@ -41,20 +39,20 @@ TABLES = (
     "CREATE TABLE slot (transactions INTEGER NOT NULL, epoch INTEGER NOT NULL)",
     "INSERT INTO slot VALUES (0, 0)",
 )
-#: The count of acknowledged commits, and its complement: a torn or foreign file is no count.
+#: The count of acknowledged commits and its complement, so that a torn or foreign file is recognized.
 COUNT = struct.Struct("<QQ")
 ALL_BITS = (1 << 64) - 1
-#: Blobs in one statement: each statement lets go of the interpreter, and waits for it afterwards.
+#: Blobs in one SQL statement. Each statement releases the interpreter lock and must get it back afterwards.
 AT_ONCE = 64
-#: KiB of pages that SQLite keeps for one slot.
+#: KiB of page cache for one slot.
 PAGE_CACHE = 512
-#: Bytes that a WAL keeps on the disk once it is written back.
+#: Bytes of disk that a WAL keeps after it is written back.
 WAL_KEPT = 4 * 1024 * 1024
-#: Seconds for which a transaction of another machine is waited for, where files are shared.
+#: Seconds to wait for a transaction of another machine, where files are shared.
 PATIENCE = 0.25
-#: Epochs from here on are those of routers that share the directory.
+#: Epochs from this number on come from routers that share the directory.
 SHARED_EPOCHS = 1 << 32
-#: Pages of 4 KiB given back to the disk in one step, and how many are kept for what comes.
+#: Pages of 4 KiB given back to the disk in one step, and free pages kept for later writes.
 VACUUM_STEP = 256
 KEPT_FREE = 256
 
@@ -67,7 +65,7 @@ WITH RECURSIVE walk(owner) AS (
 )
 SELECT journal.owner, blob, sum FROM walk JOIN journal ON journal.owner = walk.owner AND seq = 0 LIMIT ?2
 """
-#: SQLite's messages (`sqlite3_errstr`), and which error of ours each one is. Python 3.10 tells no codes.
+#: Parts of SQLite's messages (`sqlite3_errstr`), each with the error to raise. Python 3.10 does not give error codes.
 MEANINGS: tuple[tuple[str, type[StateError], str], ...] = (
     ("database is locked", StateHeld, "another running router has it open"),
     ("database or disk is full", StateFull, "no room is left on the disk"),
@@ -80,14 +78,15 @@ class Journal:
     """An open journal.
 
     Raises (all methods):
-        StateError: what went wrong, by name. A change that failed changed nothing that was held; whether a failed
-            commit itself is held is known again when the file is next opened.
+        StateError: a subclass names the cause. A failed change leaves stored data as it was. If a COMMIT itself fails,
+            its outcome is unknown until the file is next opened.
     """
 
     def __init__(self, path: Path, sync: Sync, *, shared: bool = False) -> None:
-        """
+        """Open and check the file; create it if needed.
+
         Args:
-            shared: whether other machines may take it over while it is open.
+            shared: other machines may take the slot over while it is open.
         """
         self._path = path
         self._shared = shared
@@ -110,12 +109,12 @@ class Journal:
             self.close()
             raise
         self._count_synced = sync == "machine"
-        #: Whether blobs were deleted whose room the disk may have back.
+        #: Whether deleted blobs may have left space to give back to the disk.
         self.slack = True
 
     def _open(self, sync: Sync) -> None:
         execute = self._connection.execute
-        execute("PRAGMA locking_mode = EXCLUSIVE")  # before anything is read: else the WAL wants shared memory
+        execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first read: otherwise the WAL needs shared memory
         made = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         new = made == (0, 0) and not self._number("SELECT count(*) FROM sqlite_master")
         if not new and made[0] != APPLICATION:
@@ -130,7 +129,7 @@ class Journal:
         execute(f"PRAGMA synchronous = {'FULL' if sync == 'machine' else 'NORMAL'}")
         execute(f"PRAGMA journal_size_limit = {WAL_KEPT}")
         execute(f"PRAGMA cache_size = -{PAGE_CACHE}")
-        execute("BEGIN IMMEDIATE")  # takes the lock for good, before anybody is told that the slot is ours
+        execute("BEGIN IMMEDIATE")  # in exclusive mode the lock stays, before any caller learns that the slot is ours
         if new:
             for statement in (*TABLES, f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {FORMAT}"):
                 execute(statement)
@@ -139,9 +138,9 @@ class Journal:
             _sync_directory(self._path.parent)
 
     def _check_count(self) -> None:
-        content = os.pread(self._count, COUNT.size + 1, 0)  # before the other: a machine that shares them may commit
+        content = os.pread(self._count, COUNT.size + 1, 0)  # before the table: another machine may commit in between
         self._transactions, self.epoch = self._connection.execute("SELECT transactions, epoch FROM slot").fetchone()
-        if not content:  # nothing is known, and nothing refused
+        if not content:  # without a count there is nothing to compare
             return
         acknowledged, complement = COUNT.unpack(content) if len(content) == COUNT.size else (0, 0)
         if complement != acknowledged ^ ALL_BITS:
@@ -157,7 +156,11 @@ class Journal:
         return answer
 
     def transaction(self, works: Sequence[Callable[[Journal], Any]]) -> None:
-        """Do all of it and make it durable, or nothing."""
+        """Run all `works` in one durable transaction, or change nothing.
+
+        Raises:
+            StateOutdated: a newer epoch has the slot.
+        """
         with self._by_name():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -177,15 +180,15 @@ class Journal:
                     self._connection.execute("ROLLBACK")
                 raise
             self._transactions = count
-            os.pwrite(self._count, COUNT.pack(count, count ^ ALL_BITS), 0)  # before any caller is told of the commit
+            os.pwrite(self._count, COUNT.pack(count, count ^ ALL_BITS), 0)  # before any caller learns of the commit
             if self._count_synced:
                 os.fdatasync(self._count)
 
     def append(self, owner: str, blobs: Changes, large: Changes, *, anew: bool) -> None:
-        """Inside a transaction: put blobs of an owner under their numbers, in place of what stands there; None deletes.
+        """Inside a transaction: write blobs under their numbers. A blob replaces an older one; None deletes it.
 
         Args:
-            anew: in place of all that the owner had.
+            anew: delete all that the owner has first.
         """
         if anew:
             self.delete(owner)
@@ -206,17 +209,23 @@ class Journal:
                 )
 
     def delete(self, owner: str, *, large_alone: bool = False) -> None:
-        """Inside a transaction: delete all blobs of an owner."""
+        """Inside a transaction: delete all blobs of an owner, or only its large ones."""
         self.slack = True
         for table in (LARGE,) if large_alone else (SMALL, LARGE):
             self._connection.execute(f"DELETE FROM {table} WHERE owner = ?", (owner,))
 
     def claim(self, epoch: int | None = None) -> int:
-        """Take the slot over for this epoch, by default the one behind its last, and return it: who has an older one
-        commits nothing any more. Without a commit the epoch stays: a process that was refused may not use it later."""
+        """Take the slot over for an epoch and return it. The default is the slot's last epoch plus one.
+
+        Afterwards a process with an older epoch cannot commit. If the transaction fails, this process keeps its old
+        epoch, so that it cannot use the refused one later.
+
+        Raises:
+            StateOutdated: the slot already has a newer epoch.
+        """
         before = self.epoch
         if epoch is not None and epoch < before:
-            raise StateOutdated(f"{self._path}: epoch {before} has it, and {epoch} is older")
+            raise StateOutdated(f"{self._path}: the slot has epoch {before}, and epoch {epoch} is older")
 
         def enter(journal: Journal) -> None:
             journal.epoch = journal._number("SELECT epoch FROM slot") + 1 if epoch is None else epoch
@@ -230,27 +239,29 @@ class Journal:
         return entered
 
     def load(self, owner: str, table: str = SMALL) -> Blobs:
-        """Return the blobs of an owner in the order of their numbers."""
+        """Return the blobs of an owner in one table, ordered by number."""
         with self._by_name():
             rows = self._connection.execute(
                 f"SELECT seq, blob, sum FROM {table} WHERE owner = ? ORDER BY seq", (owner,)
-            ).fetchall()  # a cursor that an error holds on to would keep the file open, and locked
+            ).fetchall()  # fetched at once: a cursor kept alive by an exception would keep the file open and locked
             return {seq: self._checked(blob, owner, check) for seq, blob, check in rows}
 
     def owners(self, after: str, limit: int) -> list[tuple[str, bytes]]:
-        """Return the next owners behind `after` that have a head, in their order, with it."""
+        """Return up to `limit` pairs (owner, head) of the owners that have a head, ordered by name and starting after
+        `after`.
+        """
         with self._by_name():
             rows = self._connection.execute(OWNERS, (after, limit)).fetchall()
             return [(owner, self._checked(blob, owner, check)) for owner, blob, check in rows]
 
     def _checked(self, blob: bytes, owner: str, check: int) -> bytes:
-        """Check the CRC. SQLite detects malformed pages, and not flipped bytes."""
+        """Check the CRC. SQLite detects malformed pages but not flipped bytes."""
         if crc32(blob) != check:
             raise StateDamaged(f"{self._path}: a row of {owner!r} is not what was written")
         return blob
 
     def holdings(self) -> list[tuple[str, bytes | None, int, int, int]]:
-        """Return each owner with its head, how many blobs it has, their bytes, and those of large ones."""
+        """Return (owner, head or None, blobs, bytes of small blobs, bytes of large blobs) for each owner."""
         with self._by_name():
             return self._connection.execute(
                 "SELECT owner, max(head), count(*), sum(small), sum(large) FROM (SELECT owner, CASE seq WHEN 0 THEN "
@@ -259,18 +270,18 @@ class Journal:
             ).fetchall()
 
     def vacuum(self) -> None:
-        """Give a part of the room of deleted blobs back to the disk; `slack` says whether there is more."""
+        """Give some space of deleted blobs back to the disk. `slack` stays True while there is more."""
         with self._by_name():
             if self._number("PRAGMA freelist_count") > KEPT_FREE:
                 self._connection.execute(f"PRAGMA incremental_vacuum({VACUUM_STEP})").fetchall()
                 self.slack = self._number("PRAGMA freelist_count") > KEPT_FREE
-                if not self.slack:  # the file itself becomes shorter as the WAL is written back
+                if not self.slack:  # the file only shrinks when the WAL is written back
                     self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             else:
                 self.slack = False
 
     def close(self) -> None:
-        """Write the WAL back and let go of the file. What cannot be written back stays in the WAL."""
+        """Write the WAL back and close the file. Pages that cannot be written back stay in the WAL."""
         with self._by_name():
             try:
                 self._connection.close()
@@ -289,12 +300,12 @@ class Journal:
         except OSError as error:
             kind = StateFull if error.errno == errno.ENOSPC else StateError
             raise kind(f"{self._path}: {error.strerror or error}") from error
-        except (MemoryError, OverflowError, TypeError, ValueError) as error:  # of values that SQLite cannot hold
+        except (MemoryError, OverflowError, TypeError, ValueError) as error:  # for values that SQLite cannot store
             raise StateError(f"{self._path}: {error}") from error
 
 
 def _sync_directory(path: Path) -> None:
-    """Make the names in it durable."""
+    """Make the directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

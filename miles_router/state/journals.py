@@ -1,5 +1,7 @@
-"""The journals of a directory, which one thread opens and calls. Jobs that wait are done together: one transaction for
-all neighbours of a slot that commit, and no job of a slot overtakes another one of it."""
+"""The open journals of a directory, called by one thread.
+
+Waiting jobs run in batches: neighbouring commits of one slot share a transaction. Jobs of one slot keep their order.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +25,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """Work with a slot's journal, and the future of its caller."""
+    """A call of one slot's journal, and the future on which its caller waits."""
 
     slot: int
     work: Callable[[Journal], Any]
     answer: asyncio.Future[Any]
-    #: Whether it changes blobs, in a transaction with those beside it.
+    #: Whether the job changes blobs. It then runs in one transaction with neighbouring commits.
     commits: bool = False
     size: int = 0
 
 
-#: A job that is over, its result, and its error.
+#: A finished job, its result, and its error.
 Outcome = tuple[Job, Any, StateError | None]
 
 
 class Journals:
-    """Those that are open. `shared` is that of `Journal`."""
+    """The journals that this process has open. For `shared` see `Journal`."""
 
     def __init__(self, directory: Path, sync: Sync, *, shared: bool) -> None:
         self._directory, self._sync, self._shared = directory, sync, shared
         self._open: dict[int, Journal] = {}
-        #: Of shared files that were closed after an error: a process that was succeeded stays so when it comes again.
+        #: Epochs of shared files that were closed after an error. A process that lost its slot must not get it back by
+        #: reopening.
         self._epochs: dict[int, int] = {}
-        #: Slots that others have, as found while jobs are done: waiting for each of these jobs would stop all slots.
+        #: Slots found locked by other processes in this batch. Waiting again for each job would stall all slots.
         self._held: dict[int, StateHeld] = {}
 
     def path(self, slot: int) -> Path:
-        """Return the file of a slot."""
         return self._directory / ("control.sqlite" if slot == CONTROL else f"slot-{slot:02d}.sqlite")
 
     @property
     def slack(self) -> bool:
-        """Whether the disk may have room back."""
+        """Whether there may be free space to give back to the disk."""
         return any(journal.slack for journal in self._open.values())
 
     def do(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Do all jobs; without any, give a part of the room of deleted blobs back to the disk."""
+        """Run all jobs and return their outcomes. Without jobs, give some space of deleted blobs back to the disk."""
         self._held.clear()
         if not jobs:
             self._vacuum()
@@ -73,7 +75,7 @@ class Journals:
         ]
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all journals."""
         for slot in [*self._open]:
             self._release(slot)
 
@@ -81,7 +83,7 @@ class Journals:
         for journal in [journal for journal in self._open.values() if journal.slack][:1]:
             try:
                 journal.vacuum()
-            except StateError:  # no caller waits for it, and the next one meets whatever is wrong
+            except StateError:  # no caller waits for a vacuum; the next job reports the error
                 journal.slack = False
 
     def _read(self, job: Job) -> Outcome:
@@ -90,7 +92,7 @@ class Journals:
     def _commit(self, jobs: list[Job]) -> Iterator[Outcome]:
         works = [job.work for job in jobs]
         result, error = self._attempt(jobs[0].slot, lambda journal: journal.transaction(works))
-        if error is not None and len(jobs) > 1:  # for one there may be room, or nothing wrong with it
+        if error is not None and len(jobs) > 1:  # alone, a job may fit on the disk or succeed
             for job in jobs:
                 yield from self._commit([job])
         else:
@@ -109,9 +111,9 @@ class Journals:
             return None, error
         except StateError as error:
             if not isinstance(error, StateFull):
-                self._release(slot)  # the next job opens it again, and finds out what is held
+                self._release(slot)  # the next job reopens the file and reads its real state
             return None, error
-        except Exception as error:  # the edge of the thread: without an answer, callers would wait for ever
+        except Exception as error:  # at the thread's boundary: without an answer, callers would wait forever
             logger.error("state_defect", exc_info=error, extra={"fields": {"file": str(self.path(slot))}})
             self._release(slot)
             return None, StateError("the router failed; its log has the details")
@@ -120,7 +122,7 @@ class Journals:
         journal = Journal(self.path(slot), self._sync, shared=self._shared)
         try:
             if not self._shared and journal.epoch >= SHARED_EPOCHS:
-                journal.claim()  # routers that shared the directory, and still run, must not go on here
+                journal.claim()  # routers that shared the directory and still run must not commit here
         except StateError:
             journal.close()
             raise
@@ -132,5 +134,5 @@ class Journals:
         if journal is not None:
             if self._shared:
                 self._epochs[slot] = journal.epoch
-            with suppress(StateError):  # a network file system may say here alone that it has failed
+            with suppress(StateError):  # a network file system may report a failed write only at close
                 journal.close()

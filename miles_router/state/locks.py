@@ -1,5 +1,7 @@
-"""Whether the file system of a directory that several machines share keeps locks between them: a leader locks a byte,
-and a shard that can lock the same one knows that it does not."""
+"""POSIX byte locks that test whether a shared file system locks across machines.
+
+The leader locks a byte. A shard that can lock the same byte knows that locks do not work here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from miles_router.errors import StateError
 
 
 class ByteLocks:
-    """The locks of this process on the bytes of a file, which it has until it ends or closes the file.
+    """The locks that this process holds on bytes of one file, until the process ends or closes the file.
 
     Raises (all methods):
         StateError: the file cannot be opened, or its file system has no locks.
@@ -25,20 +27,20 @@ class ByteLocks:
             raise StateError(f"{self._path}: {error.strerror or error}") from None
 
     def take(self, byte: int, *, beside_others: bool = False) -> bool:
-        """Lock a byte; return False where another process has it.
+        """Lock a byte. Return False if another process holds the lock.
 
         Args:
-            beside_others: other processes may have it so, too.
+            beside_others: take a shared lock, which other processes may also hold.
         """
         kind = fcntl.LOCK_SH if beside_others else fcntl.LOCK_EX
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # POSIX leaves open which one of both it is
+        except (BlockingIOError, PermissionError):  # POSIX allows either error for a lock held elsewhere
             return False
         except OSError as error:
-            raise StateError(f"{self._path}: no byte can be locked: {error.strerror or error}") from None
+            raise StateError(f"{self._path}: this file system cannot lock a byte: {error.strerror or error}") from None
         return True
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Release all locks."""
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""The store that the event loop asks: five calls, carried out by one thread of files."""
+"""The asyncio interface to stored state: five calls, executed by one file thread."""
 
 from __future__ import annotations
 
@@ -19,65 +19,71 @@ from miles_router.state.blobs import Blobs, Changes, Sync
 from miles_router.state.journal import LARGE, SMALL, Journal
 from miles_router.state.journals import Job, Journals, Outcome
 
-#: Bytes that a blob weighs beside its content while it waits.
+#: Bytes counted for each waiting blob in addition to its content.
 BLOB = 256
 NOTHING: Blobs = MappingProxyType({})
-#: Bytes of changes that the thread may have at once; more of them wait.
+#: Bytes of changes handed to the thread at once; further changes wait in the queue.
 MAX_WAITING = 64 * 1024 * 1024
-#: Seconds for which a busy event loop keeps the interpreter from the writer's thread, which needs it between any two
-#: statements. CPython's own 5 ms make a commit beside a busy loop take 8.
+#: Seconds (`sys.setswitchinterval`) for which a busy event loop keeps the interpreter from the writer's thread. The
+#: thread needs the interpreter between any two statements. With CPython's default of 5 ms, a commit beside a busy loop
+#: takes 8 ms.
 SWITCH_INTERVAL = 0.0005
 
 
 class StateStore:
-    """Blobs by owner, in the journals of a directory. A slot's journal is opened at its first touch, and locked while
-    this process runs: what one process has open, no other can open.
+    """A store of blobs by owner, in the journals of one directory.
 
-    An owner's slot is `slot_of(owner)`, unless `slot` says another. Changes of one slot are made in the order of the
-    calls. A commit whose caller is cancelled is made all the same, unless it still waits and more waits than may.
+    A slot's journal is opened at its first use. It stays locked while this process runs, so no other process can open
+    it.
+
+    An owner's slot is `slot_of(owner)` unless `slot` is given. Changes to one slot are applied in call order. If the
+    caller is cancelled, the commit still happens. The exception is a commit that still waits while more than
+    `MAX_WAITING` bytes wait: that commit is dropped.
 
     Raises (all coroutines):
         StateHeld: another running router has the slot.
-        StateForeign, StateDamaged: its file is not the router's or of another format; it lacks acknowledged commits.
-        StateFull: no room; nothing that was held is lost, reads go on, and so do commits once there is room.
-        StateOutdated: a younger epoch has the slot.
-        StateError: anything else that the system says.
+        StateForeign: the slot's file is not the router's, or has another format.
+        StateDamaged: the slot's file lacks acknowledged commits.
+        StateFull: the disk is full. Stored data is intact, reads work, and commits work again once there is room.
+        StateOutdated: a newer epoch has the slot.
+        StateError: any other error of the system.
     """
 
     def __init__(self, directory: Path, sync: Sync = "process", *, shared: bool = False) -> None:
-        """
+        """Create the directory if needed.
+
         Args:
-            shared: whether routers on other machines have the directory, too. Then no file is locked, and only slots
-                that were claimed may be changed.
+            shared: routers on other machines use the directory too. Files are then not locked, and only claimed slots
+                may be changed.
 
         Raises:
-            ConfigError: the directory cannot be made, or not be written.
+            ConfigError: the directory cannot be created or written.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"state_dir: {directory}: cannot be made: {error.strerror}") from None
+            raise ConfigError(f"state_dir: {directory}: the directory cannot be created: {error.strerror}") from None
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
+            raise ConfigError(f"state_dir: {directory}: this user may not read and write it")
         self.directory, self.sync = directory, sync
-        #: Those that this process may open; `CONTROL` is for the one that knows who the workers are.
+        #: The slots that this process may open; `CONTROL` is for the process that decides the workers.
         self.slots: Collection[int] = ALL_SLOTS
-        #: Bytes of changes that the thread has.
+        #: Bytes of changes that the thread is writing.
         self.waiting = 0
-        #: Commits that are durable, those that were refused by type, and bytes of changes.
+        #: Durable commits, refused commits by error type, and bytes of changes written.
         self.commits, self.refused, self.written = 0, Counter[str](), 0
-        #: Hears how many seconds each commit took.
+        #: Called with the seconds that each commit took.
         self.observe: Callable[[float], None] = lambda seconds: None
         self._touched: set[int] = set()
         self._queue: deque[Job] = deque()
         self._journals = Journals(directory, sync, shared=shared)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")  # which begins with the first job
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")  # its thread starts with the first job
         self._working: asyncio.Future[list[Outcome]] | None = None
         self._closed = False
         sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
 
     def check(self) -> None:
-        """Before anything runs: whether the router's own slot can be opened.
+        """Check, before anything runs, that the router's own slot can be opened.
 
         Raises:
             ConfigError: another running router has it, or its file cannot be used.
@@ -90,18 +96,23 @@ class StateStore:
     async def append(
         self, owner: str, blobs: Changes, *, large: Changes = NOTHING, slot: int | None = None, anew: bool = False
     ) -> None:
-        """Put blobs of an owner under their numbers, all or none; return when that is durable. They replace what stood
-        there, so that a commit whose outcome is unknown may be repeated; None deletes. `anew`: in place of all that the
-        owner had."""
+        """Write blobs of an owner under their numbers, all or none. Return when they are durable.
+
+        A blob replaces an older one of the same number, so a commit with unknown outcome may be repeated. None
+        deletes. With `anew`, the blobs replace everything that the owner had.
+        """
         size = sum(BLOB + len(each or b"") for changes in (blobs, large) for each in changes.values())
         await self._in_transaction(owner, slot, lambda journal: journal.append(owner, blobs, large, anew=anew), size)
 
     async def delete(self, owner: str, *, slot: int | None = None, large_alone: bool = False) -> None:
-        """Delete all blobs of an owner; return when that is durable. The disk has their room back some time after."""
+        """Delete all blobs of an owner, or only the large ones. Return when that is durable.
+
+        The disk space is given back some time later.
+        """
         await self._in_transaction(owner, slot, lambda journal: journal.delete(owner, large_alone=large_alone), BLOB)
 
     async def load(self, owner: str, *, large: bool = False, slot: int | None = None) -> Blobs:
-        """Return the blobs of an owner, or the large ones, in the order of their numbers; none for an unknown owner."""
+        """Return the blobs of an owner, or its large blobs, ordered by number. Empty for an unknown owner."""
         slot = slot_of(owner) if slot is None else slot
         if not self.exists(slot):
             return NOTHING
@@ -109,33 +120,37 @@ class StateStore:
         return blobs
 
     async def owners(self, slot: int, *, after: str = "", page: int = 1000) -> AsyncIterator[tuple[str, bytes]]:
-        """Iterate over the owners in a slot that have a head, in their order behind `after`, with it; so many are read
-        at a time."""
+        """Yield (owner, head) of each owner in a slot that has a head, ordered by name and starting after `after`.
+
+        `page` owners are read at a time.
+        """
         while self.exists(slot) and (found := await self._page(slot, after, page)):
             after = found[-1][0]
             for each in found:
                 yield each
 
     async def claim(self, slot: int, epoch: int | None = None) -> int:
-        """Open a slot and take it over for an epoch, by default the one behind its last, and return it. Commits of an
-        older epoch are refused from now on, in every process. An unclaimed slot stays in the epoch that it has."""
+        """Open a slot, take it over for an epoch, and return the epoch. The default is the slot's last epoch plus one.
+
+        Afterwards commits of an older epoch are refused, in every process. A slot that is not claimed keeps its epoch.
+        """
         entered: int = await self._ask(slot, lambda journal: journal.claim(epoch))
         return entered
 
     def exists(self, slot: int) -> bool:
-        """Return whether anything was ever held in this slot. Opens nothing."""
+        """Return whether the slot was ever used. Opens nothing."""
         return slot in self._touched or self._journals.path(slot).exists()
 
     def has(self, owner: str) -> bool:
-        """Return whether this process may open the slot of an owner."""
+        """Return whether this process may open the owner's slot."""
         return slot_of(owner) in self.slots
 
     async def close(self) -> None:
-        """Do what waits, and let go of all slots."""
+        """Finish all waiting jobs, then release all slots."""
         self._closed = True
         while self._working is not None:
             await asyncio.wait({self._working})
-            await asyncio.sleep(0)  # its callback gives the thread what still waits
+            await asyncio.sleep(0)  # let its done callback hand over the jobs that still wait
         await asyncio.get_running_loop().run_in_executor(self._thread, self._journals.close)
         self._thread.shutdown()
 
@@ -156,9 +171,9 @@ class StateStore:
 
     async def _ask(self, slot: int, work: Callable[[Journal], Any], *, commits: bool = False, size: int = 0) -> Any:
         if slot not in self.slots:
-            raise StateHeld(f"slot {slot} is another process's of this router")
+            raise StateHeld(f"slot {slot} belongs to another process of this router")
         if self._closed:
-            raise StateError(f"{self.directory}: the router has let go of it")
+            raise StateError(f"{self.directory}: the router has closed its state")
         self._touched.add(slot)
         job = Job(slot, work, asyncio.get_running_loop().create_future(), commits, size)
         self._queue.append(job)
@@ -171,7 +186,7 @@ class StateStore:
             raise
 
     def _give(self) -> None:
-        """Give the thread what waits, as much as fits, unless it is at work."""
+        """Hand waiting jobs to the thread, up to `MAX_WAITING` bytes, unless the thread is busy."""
         if self._working is not None or not (self._queue or (self._journals.slack and not self._closed)):
             return
         jobs: list[Job] = []
@@ -185,7 +200,7 @@ class StateStore:
         self._working, self.waiting = None, 0
         self._give()
         for job, result, error in working.result():
-            if job.answer.done():  # its caller has left
+            if job.answer.done():  # the caller was cancelled
                 continue
             if error is not None:
                 job.answer.set_exception(error)

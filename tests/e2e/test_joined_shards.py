@@ -134,7 +134,7 @@ async def test_a_shard_that_was_told_another_count_is_refused_and_a_probe_is_no_
     async with joined() as router:
         router.start(0)
         router.start(1, count=COUNT + 1)
-        refused = f"it is shard 0 of {COUNT + 1}, and the leader has {COUNT}"
+        refused = f"it is configured as shard 0 of {COUNT + 1}, but the leader has {COUNT} shards"
         await until(lambda: refused in router.logs[0].read_text(encoding="utf-8"), "the leader says so")
         await until(lambda: router.parts[1].poll() is not None, "the shard has ended")
         assert refused in router.logs[1].read_text(encoding="utf-8")

@@ -157,7 +157,7 @@ async def test_an_older_epoch_commits_nothing_more(tmp_path: Path) -> None:
     async with opened(tmp_path) as other:
         await other.claim(SLOT, 5)
     async with opened(tmp_path) as one:
-        with pytest.raises(StateOutdated, match="epoch 5 has it, and 4 is older"):
+        with pytest.raises(StateOutdated, match="the slot has epoch 5, and epoch 4 is older"):
             await one.claim(SLOT, 4)
         await one.append(OWNER, blobs(2))  # who claims nothing goes on in the epoch that there is
 
@@ -211,7 +211,7 @@ def _table(path: Path, application: int, version: int) -> None:
 
 async def test_a_directory_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"state_dir: .*/file/deep: cannot be made: Not a directory"):
+    with pytest.raises(ConfigError, match=r"state_dir: .*/file/deep: the directory cannot be created: Not a directory"):
         StateStore(tmp_path / "file" / "deep")
 
 
