@@ -30,7 +30,7 @@ MAX_ADAPTER_NAME = 512
 
 
 class Control:
-    """Runs control requests, one at a time. Aborts run in parallel with the others."""
+    """The control requests of one fleet: it runs them one at a time, aborts in parallel with the others."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from miles_router.engines.actions import (
 
 @dataclass(frozen=True)
 class Effect:
-    """How an action is carried out.
+    """The way an action is carried out.
 
     Attributes:
         run: sends the requests to the workers, and updates gate and pool by their answers.

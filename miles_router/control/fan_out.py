@@ -73,7 +73,7 @@ class FleetAnswer:
 
 
 class FanOut:
-    """Sends requests to workers outside the limit on connections: control must get through when all slots are in
+    """The sender of control requests. It bypasses the limit on connections, so that control works when all slots are in
     use.
 
     Args:

@@ -1,7 +1,7 @@
-"""Every setting of the router in one frozen table, and the loader that merges its four sources.
+"""All settings of the router in one frozen dataclass, and the loader that merges their sources.
 
 defaults < YAML file (`--config`) < environment (`MILES_ROUTER_PORT`) < flags (`--port`) < `--set port=...`. Flags,
-environment names and YAML keys all come from the fields below; there is no second list to forget. This module imports
+environment names and YAML keys are all derived from the fields below; there is no second list. This module imports
 nothing heavy: `--help` and a wrong setting answer at once.
 """
 
@@ -24,7 +24,7 @@ from miles_router.settings.values import WrongValue, convert, describe, is_none,
 from miles_router.state.blobs import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
-#: What PyYAML's constructors raise, beside its own errors, for scalars such as `2026-13-45`, `!!bool maybe` or an
+#: The errors that PyYAML raises, beside its own, for scalars such as `2026-13-45`, `!!bool maybe` or an
 #: integer of 5,000 digits.
 YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
 MAX_MODEL_ID = 256
@@ -62,7 +62,7 @@ def _public_url(value: str | None) -> str | None:
 
 
 def paths_problem(paths: Iterable[str]) -> str | None:
-    """Why these cannot be paths as they stand, or None."""
+    """Return why these cannot be paths, or None."""
     for path in paths:
         if not path.startswith("/") or path == "/":
             return "every path must start with /"
@@ -80,7 +80,7 @@ def _host(value: str) -> str | None:
 
 
 def model_id_problem(name: object) -> str | None:
-    """Why this is no name for a model, or None."""
+    """Return why this cannot be a `model_id`, or None."""
     if isinstance(name, str) and 0 < len(name) <= MAX_MODEL_ID and name.isprintable() and name == name.strip():
         return None
     return f"must be a text of at most {MAX_MODEL_ID} printable characters, without space around it"
@@ -91,14 +91,14 @@ def _model_id(value: str | None) -> str | None:
 
 
 def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False, guards: bool = False) -> Any:
-    """One row of the table: default value, help text (units included), what makes a value impossible. One that `guards`
-    a door cannot be given and be empty; a `secret` one is not shown."""
+    """Return the dataclass field of one setting: default, help text (with units), and a check that returns a problem or
+    None. A setting that `guards` access cannot be given as empty. A `secret` one is also never shown."""
     return field(default=default, metadata={"help": help, "check": check, "secret": secret, "guards": guards or secret})
 
 
 @dataclass(frozen=True)
 class MiddlewareSpec:
-    """A middleware to load: dotted path `pkg.module.Class` and its options."""
+    """A middleware to load: its dotted path `pkg.module.Class` and its options."""
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class MiddlewareSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Every setting, with its default."""
+    """All settings of a router, with their defaults."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
     port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
@@ -218,7 +218,7 @@ class RouterConfig:
 
 FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
 TYPES: dict[str, Any] = get_type_hints(RouterConfig)
-#: Titles of settings that belong together, each by the first of its settings.
+#: Titles of groups of settings, by the first setting of each group.
 GROUPS: Mapping[str, str] = {
     "host": "where it listens",
     "worker_urls": "workers, middlewares, model",
@@ -229,20 +229,20 @@ GROUPS: Mapping[str, str] = {
     "state_dir": "what outlives the router",
     "dashboard_text": "what it shows",
 }
-#: A setting that is given as bare paths on the command line and in the environment.
+#: The short form of `middlewares` on the command line and in the environment: dotted paths without options.
 PATHS = "middleware_paths"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and, for every setting, where its value came from."""
+    """A configuration, and the source of each setting's value."""
 
     config: RouterConfig
     origins: Mapping[str, str]
 
 
 class _Merge:
-    """Collects values from weaker to stronger sources; every problem becomes one line that names the setting."""
+    """A merge of values from weaker to stronger sources. Every problem becomes one line that names the setting."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -269,12 +269,14 @@ class _Merge:
         self.origins[name] = origin
 
     def _paths(self, paths: Iterable[str]) -> tuple[MiddlewareSpec, ...]:
-        """Bare paths say which and in what order; options that a weaker source gave to the same path stay."""
+        """Return the middlewares of these paths, in their order. Options that a weaker source gave to the same path
+        stay."""
         known = {spec.path: spec for spec in self.values.get("middlewares", ())}
         return tuple(known.get(path) or MiddlewareSpec(path) for path in paths)
 
     def assign(self, assignment: str) -> None:
-        """One `--set name=value`; a dotted name is a middleware's option and is bound when that is loaded."""
+        """Apply one `--set name=value`. A dotted name is an option of a middleware, and is converted when that is
+        loaded."""
         name, separator, value = assignment.partition("=")
         if not separator or not name.strip():
             raise ConfigError(f"--set {assignment!r}: write --set setting=value or --set middleware.option=value")
@@ -300,10 +302,10 @@ def load(
     assignments: Iterable[str] = (),
     file: str | None = None,
 ) -> Loaded:
-    """Merge all sources. `flags` holds the flags that were given, as text or lists of text.
+    """Merge all sources. `flags` contains the flags that were given, as text or lists of text.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or an impossible value; one line that names source and setting.
+        ConfigError: an unknown setting, a wrong type or an invalid value; one line that names source and setting.
     """
     merge = _Merge()
     file = file or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
@@ -355,7 +357,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a near miss, else nothing."""
+    """Return `; did you mean 'x'?` for a near miss, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -388,18 +390,18 @@ def _with_options(
 
 
 class OptionText(str):
-    """An option's value as text from the command line, still to be converted by its annotation."""
+    """A middleware option given as text on the command line, to be converted by its annotation later."""
 
 
 def middleware_names(specs: Iterable[MiddlewareSpec]) -> list[str]:
-    """The short name of each middleware: its class in snake case, `_2`, `_3` behind those listed again."""
+    """Return the short name of each middleware: its class in snake case, with `_2`, `_3` for repeated ones."""
     bases = [snake_case(spec.path.rpartition(".")[2]) for spec in specs]
     counts = [bases[: position + 1].count(base) for position, base in enumerate(bases)]
     return [base if count == 1 else f"{base}_{count}" for base, count in zip(bases, counts, strict=True)]
 
 
 def snake_case(name: str) -> str:
-    """`OpenAISessionMiddleware` -> `openai_session_middleware`."""
+    """Return a class name in snake case: `OpenAISessionMiddleware` -> `openai_session_middleware`."""
     out = ""
     for index, char in enumerate(name):
         starts_word = char.isupper() and index and (name[index - 1].islower() or name[index + 1 : index + 2].islower())
@@ -408,7 +410,7 @@ def snake_case(name: str) -> str:
 
 
 def shown(config: RouterConfig, name: str) -> str:
-    """A setting's value for people; keys are never shown."""
+    """Return a setting's value for display; keys are never shown."""
     value = getattr(config, name)
     if FIELDS[name].metadata["secret"]:
         return "set (hidden)" if value else "none"
@@ -420,5 +422,5 @@ def shown(config: RouterConfig, name: str) -> str:
 
 
 def type_name(name: str) -> str:
-    """A setting's type for people."""
+    """Return a setting's type for display."""
     return describe(TYPES[name])

@@ -1,4 +1,4 @@
-"""The keys that the settings give: one each, and those in files. They are read once, at the start."""
+"""The API keys given by the settings: single keys, and files of keys. Files are read once, at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def key_problem(key: str | None) -> str | None:
-    """Why this cannot be a key, or None."""
+    """Return why this cannot be a key, or None."""
     if key is None:
         return None
     if is_none(key):
@@ -22,16 +22,16 @@ def key_problem(key: str | None) -> str | None:
 
 
 def data_keys(config: RouterConfig) -> tuple[str, ...]:
-    """The keys of clients.
+    """Return the keys of clients.
 
     Raises:
-        ConfigError: their file cannot be read, or has no key in it.
+        ConfigError: the key file cannot be read, or contains no key.
     """
     return _keys("api_key_file", config.api_key, config.api_key_file)
 
 
 def admin_keys(config: RouterConfig) -> tuple[str, ...]:
-    """The keys of administration alone. Raises as `data_keys`."""
+    """Return the keys for administration only. Raises as `data_keys` does."""
     return _keys("admin_api_key_file", config.admin_api_key, config.admin_api_key_file)
 
 
