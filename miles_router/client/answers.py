@@ -36,7 +36,7 @@ class Generation:
             made = cls(answer["text"], answer["output_ids"], meta)
             _ = meta["id"], meta["prompt_tokens"], meta["finish_reason"]
         except (KeyError, TypeError) as error:
-            raise InvalidReply(f"no answer of /generate: {error!r}") from None
+            raise InvalidReply(f"the reply of /generate lacks a field or has another form: {error!r}") from None
         return made
 
     @property

@@ -146,7 +146,7 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except Malformed as error:
-        raise InvalidReply(f"no answer of {path}: {error}") from None
+        raise InvalidReply(f"the reply of {path} has an unexpected form: {error}") from None
     except InvalidTrajectory as error:
         raise InvalidSample(str(error)) from None
 
@@ -165,7 +165,7 @@ def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterCli
     retry_after = _seconds(headers.get("Retry-After")) if own else None
     kind = BY_TYPE.get(name, ErrorReply) if own else ErrorReply
     return kind(
-        _message(body) or f"status {status} without a word",
+        _message(body) or f"status {status} without a message",
         status=status,
         type=name,
         request_id=described["request_id"] if own else headers.get("X-Request-Id"),

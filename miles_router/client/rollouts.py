@@ -208,7 +208,7 @@ async def _exact(client: RouterClient, prompt: str, generation: Generation, rewa
     sampled = np.asarray(generation.output_ids)
     place = slice(len(exact) - len(sampled), None)
     if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():
-        raise InvalidSample(f"retrieved_as_generated: {generation.rid} was retrieved with other tokens than it sampled")
+        raise InvalidSample(f"retrieved_as_generated: the tokens of {generation.rid} differ from the sampled ones")
     return exact
 
 

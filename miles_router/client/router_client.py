@@ -309,7 +309,7 @@ def _event(event: bytes) -> Generation:
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidReply(f"no event of /generate: {error}") from None
+        raise InvalidReply(f"an event in the stream of /generate is not JSON: {error}") from None
     if isinstance(answer, dict) and "error" in answer:
         code = answer["error"].get("code") if isinstance(answer["error"], dict) else None
         raise read_error(code if isinstance(code, int) else 0, {}, data)

@@ -124,7 +124,7 @@ class Session:
         router runs it once.
         """
         if fields.get("stream"):
-            raise ValueError("streams are for OpenAI clients: AsyncOpenAI(**session.openai)")
+            raise ValueError("chat() does not stream; use AsyncOpenAI(**session.openai) for streams")
         headers = {"X-Turn-Id": turn_id or uuid4().hex}
         body = {"model": model, "messages": list(messages), **fields}
         answer: dict[str, Any] = await self._transport.json(

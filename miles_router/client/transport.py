@@ -83,14 +83,14 @@ class RetryLog:
         if now - self._said_at < self.EVERY:
             self._unsaid += 1
             return
-        more = f"; {self._unsaid} others were since the last such line" if self._unsaid else ""
+        more = f"; {self._unsaid} other retries since the last such line" if self._unsaid else ""
         self._said_at, self._unsaid = now, 0
-        logger.warning("%s; asked again in %.1f s%s", error, delay, more)
+        logger.warning("%s; retrying in %.1f s%s", error, delay, more)
 
     def close(self) -> None:
         """Log the repetitions that were not logged yet."""
         if self._unsaid:
-            logger.warning("requests asked again since the last such line: %d", self._unsaid)
+            logger.warning("retries since the last such line: %d", self._unsaid)
         self._unsaid = 0
 
 
@@ -244,7 +244,7 @@ class OwnerTransport(Transport):
                 return await self._transport._attempt(request, self._owner_url)
             except NotConnected as error:
                 unreachable.add(self._owner_url)
-                logger.warning("%s; its sessions are asked for at %s from now on", error, self._pool.base_url)
+                logger.warning("%s; requests for its sessions go to %s from now on", error, self._pool.base_url)
         return await self._transport._attempt(request)
 
 

@@ -33,10 +33,10 @@ async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: fl
     """
     asked = [worker for worker in workers if worker.state is not WorkerState.QUARANTINED]
     if not asked:
-        raise NoWorkerAvailable("no worker is registered that answers")
+        raise NoWorkerAvailable("no worker is registered, or all are quarantined")
     outcomes = await asyncio.gather(*(fan_out.ask_one(worker, _request(worker), timeout) for worker in asked))
     if not any(outcome.ok for outcome in outcomes):
-        raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
+        raise PartlyFailed(f"no worker returned its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
     merged, unreadable = await asyncio.to_thread(merge, texts, LABEL)  # hundreds of engines send megabytes
     missing = {outcome.worker.url: _refusals([outcome]) for outcome in outcomes if not outcome.ok}

@@ -126,7 +126,7 @@ class FanOut:
         while await self._confirmed():
             with suppress(NotAdmitted):
                 return await send(self._upstream, worker, request, slot=False, admit=self._is_certain, fresh=fresh)
-        raise UpstreamError("nothing was sent: another leader may decide by now")
+        raise UpstreamError("nothing was sent: this process may no longer be the leader")
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)
@@ -157,7 +157,7 @@ def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
         return FleetAnswer(answered[0].status, answered[0].body, first_header(answered[0].headers, b"content-type"))
     workers = {outcome.worker.url: outcome.describe() for outcome in outcomes}
     if failures := failed(outcomes):
-        error = PartlyFailed(f"not every worker did it: {', '.join(outcome.worker.url for outcome in failures)}")
+        error = PartlyFailed(f"these workers failed: {', '.join(outcome.worker.url for outcome in failures)}")
         return FleetAnswer(error.status, orjson.dumps({**error.body(request_id), "workers": workers}), JSON)
     return FleetAnswer(200, orjson.dumps({**_agreed(answered), "workers": workers}), JSON)
 

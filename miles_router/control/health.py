@@ -207,7 +207,7 @@ class HealthMonitor:
             self._alive(worker, version, epoch)
         elif paused:
             self._alive(worker, version, epoch)
-            self._pool.set_paused(worker, "paused by somebody else: it says that it is not ready")
+            self._pool.set_paused(worker, "paused by another program: the worker reports that it is not ready")
         else:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)

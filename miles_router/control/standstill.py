@@ -71,7 +71,7 @@ async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[O
 
 async def _tell_other(call: Call, workers: Collection[Worker], mode: str, told: str) -> list[Outcome]:
     """Pause these workers in mode `told` instead of the requested `mode`."""
-    message = f"Paused with {told!r} in place of {mode!r}: generations stay, and go on with the engine."
+    message = f"Paused with {told!r}: this engine has no {mode!r}. Generations stay in it, and go on after a continue."
     body = orjson.dumps({"message": message, "status": "ok", "mode": told, "in_place_of": mode})
     outcomes = await call.tell(workers, Pause(told))
     return [replace(outcome, body=body) if outcome.ok else outcome for outcome in outcomes]
@@ -107,7 +107,7 @@ async def sleep(call: Call, action: Sleep) -> list[Outcome]:
     """Release the workers' memory. The fleet sleeps as soon as one worker has released some.
 
     Raises:
-        UnsupportedByEngine: an engine would not survive it; no worker was asked.
+        UnsupportedByEngine: an engine cannot release its memory; no worker was asked.
     """
     workers = call.workers()
     await _check_sleep(call, workers)
@@ -145,7 +145,9 @@ async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
     engines = await call.fleet.engines(workers)
     for worker, engine in zip(workers, engines, strict=True):
         if not engine.sleeps:
-            raise UnsupportedByEngine(f"{call.order.path}: the engine of {worker.url} ({engine.kind}) ends over it")
+            raise UnsupportedByEngine(
+                f"{call.order.path}: the engine of {worker.url} ({engine.kind}) cannot release memory"
+            )
 
 
 async def flush(call: Call) -> list[Outcome]:
@@ -179,7 +181,7 @@ def _refused(outcomes: Sequence[Outcome]) -> list[Outcome]:
 async def _with_held(call: Call, outcome: Outcome) -> Outcome:
     ids = sorted(await call.requests.at(outcome.worker.url))
     named = ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
-    held = f"The pause holds {len(ids)} requests there{': ' + named if ids else ''}.\n"
+    held = f"The pause holds {len(ids)} requests on this worker{': ' + named if ids else ''}.\n"
     return replace(outcome, body=outcome.body + held.encode())
 
 

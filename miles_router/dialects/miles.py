@@ -56,7 +56,7 @@ def check_policy(args: Namespace) -> None:
     policy = getattr(args, POLICY, None)
     if policy is not None and policy not in KEY_POLICIES:
         raise Unsupported(
-            f"{POLICY}: {policy!r} is not spoken; workers with the fewest requests in flight are chosen, and a routing "
+            f"{POLICY}: {policy!r} is not supported; the router chooses by requests in flight, and a routing "
             f"key stays on its worker ({', '.join(KEY_POLICIES)}, or none)"
         )
 
@@ -69,10 +69,10 @@ def session_options(args: Namespace) -> dict[str, Any]:
     """
     for name, default in HOOKS.items():
         if getattr(args, name, None) not in (None, default):
-            raise Unsupported(f"{name}: runs over the framework's own samples; name a policy under branch_policies")
+            raise Unsupported(f"{name}: not supported, it runs over the framework's samples; use branch_policies")
     matcher = getattr(args, "session_message_matcher", None) or "strict"
     if matcher == "role_content_only":
-        raise Unsupported("session_message_matcher: 'role_content_only' would take different tool calls for equal")
+        raise Unsupported("session_message_matcher: 'role_content_only' is not supported: it ignores tool calls")
     options: dict[str, Any] = {
         "tito_model": _tito_model(args),
         "chat_template_kwargs": dict(getattr(args, "apply_chat_template_kwargs", None) or {}),

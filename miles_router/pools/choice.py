@@ -41,7 +41,7 @@ class PoolChoice:
         default = self._pools.default
         if pool is not default:
             if path.startswith(SESSION_PREFIX):
-                raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
+                raise BadRequest(f"sessions are available only for the model {default.name or models.DEFAULT!r}")
             exchange.pool = pool.name
         if computes(path) and endpoint(path) not in USUAL.adapter_only_by_field:
             adapter = _with_own(endpoint(path), body, adapter)
@@ -60,7 +60,7 @@ class PoolChoice:
         if body and (first_header(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
             if not self._pools.named and self._pools.default.fleet.applies_none:
                 return None
-            raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
+            raise BadRequest("the model in this body cannot be read: send it as uncompressed JSON")
         model = models.model_of(body, read_json)
         if model is None:
             return None

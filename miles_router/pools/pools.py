@@ -22,7 +22,7 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
-UNTOLD = "a worker has not said which adapters it has, and the request may name one"
+UNTOLD = "a worker has not reported its adapters yet, and the request may name one"
 #: Seconds for which an answer is reused, and seconds a worker may take when some worker has answered before.
 FRESH, IMPATIENCE = 1.0, 0.5
 #: Bounds of an error message: names of one model, adapters, and characters of a name from the request.
@@ -241,9 +241,9 @@ class Pools:
         pool = self._pools.get(name)
         if pool is None:
             if self.layered and not self.default.name:
-                raise BadRequest("model_id: the router's middlewares are of one model; say by --model-id which that is")
+                raise BadRequest("model_id: the router's middlewares serve one model; set its model_id with --model-id")
             if len(self._pools) >= MAX_POOLS:
-                raise BadRequest(f"there are {MAX_POOLS} models already; a router takes no more")
+                raise BadRequest(f"the router has {MAX_POOLS} models already, which is the limit")
             pool = self._new(name)
             if self._running is not None:
                 await self._running.enter_async_context(pool.running())
@@ -285,7 +285,7 @@ class Pools:
             for pool in pools
             for name in ([pool.name] if pool.name else list(pool.fleet.model_names)[:SHOWN_NAMES])
         }
-        return f"known are {', '.join(sorted(names))}" if names else "none is known"
+        return f"known models: {', '.join(sorted(names))}" if names else "no model is known"
 
     # By worker
 

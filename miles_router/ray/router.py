@@ -159,7 +159,7 @@ class RayRouter:
         ends = time.monotonic() + PATIENCE
         while not (urls := self._urls()):
             if time.monotonic() > ends:
-                raise TimeoutError(f"not all shards take requests after {PATIENCE:g} s")
+                raise TimeoutError(f"not all shards serve after {PATIENCE:g} s")
             time.sleep(LOOK)
         return urls
 
@@ -217,7 +217,7 @@ def start(
     group = placement_group([{"CPU": CORE * config.processes}] * nodes, strategy="SPREAD")
     if len([each for each in ray.nodes() if each["Alive"]]) < nodes or not group.wait(PATIENCE):
         remove_placement_group(group)
-        raise TimeoutError(f"the Ray cluster has no {nodes} machines with room for a router")
+        raise TimeoutError(f"the Ray cluster does not have {nodes} machines with free CPU for a router")
     options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
     actor = ray.remote(Actor)
     leader = actor.options(name=name, num_cpus=0, **options).remote(config, args, shards, 0, None)
@@ -237,11 +237,11 @@ def start(
 
 def _check(config: RouterConfig, nodes: int) -> None:
     if nodes < 1:
-        raise ConfigError(f"nodes: {nodes} machines are none")
+        raise ConfigError(f"nodes: must be at least 1, got {nodes}")
     if config.state_dir is None:
         raise ConfigError("state_dir: several machines need a directory that all of them share")
     if config.state_sync != "machine":
-        raise ConfigError("state_sync: several machines need machine: what one has written, another must find")
+        raise ConfigError("state_sync: several machines need the value machine: each must read what another wrote")
     if nodes > 1 and config.host in LOCAL:
         raise ConfigError(f"host: other machines cannot reach {config.host}; 0.0.0.0 serves them")
 

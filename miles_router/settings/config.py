@@ -67,7 +67,7 @@ def paths_problem(paths: Iterable[str]) -> str | None:
         if not path.startswith("/") or path == "/":
             return "every path must start with /"
         if any(char in "{}?#%" or char.isspace() for char in path):
-            return "a path must stand as it is: without parameters, query or escapes"
+            return "a path must be literal: without parameters, query or escapes"
     return None
 
 
@@ -83,7 +83,7 @@ def model_id_problem(name: object) -> str | None:
     """Return why this cannot be a `model_id`, or None."""
     if isinstance(name, str) and 0 < len(name) <= MAX_MODEL_ID and name.isprintable() and name == name.strip():
         return None
-    return f"must be a text of at most {MAX_MODEL_ID} printable characters, without space around it"
+    return f"must be 1 to {MAX_MODEL_ID} printable characters without space around them"
 
 
 def _model_id(value: str | None) -> str | None:
@@ -109,10 +109,10 @@ class RouterConfig:
     """All settings of a router, with their defaults."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
-    port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
-    processes: int = setting(1, "processes that take requests, on one port; about one for each core", _processes)
+    port: int = setting(31000, "port to listen on; 0 uses a free one", _port)
+    processes: int = setting(1, "processes that serve requests on one port; about one for each core", _processes)
     worker_urls: tuple[str, ...] = setting(
-        (), "workers to start with, each routable once it answers; more register by POST /add_worker", _worker_urls
+        (), "workers to start with, each routable once it answers; others register with POST /add_worker", _worker_urls
     )
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id
@@ -127,85 +127,85 @@ class RouterConfig:
     health_check_timeout: float = setting(5.0, "seconds a check may take", _positive)
     health_check_failure_threshold: int = setting(3, "failures in a row that quarantine a worker", _at_least(1))
     deep_health_check_interval: float = setting(
-        60.0, "seconds between deep checks, which generate a token; 0 leaves them to readmission", _at_least(0)
+        60.0, "seconds between deep checks, which generate a token; 0: only before readmission", _at_least(0)
     )
     stall_timeout: float = setting(
-        60.0, "seconds without a sign of life after which an engine with requests is given up; 0: never", _at_least(0)
+        60.0, "seconds without a sign of life after which a worker with requests is quarantined; 0: never", _at_least(0)
     )
     readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
     connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
     request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))
-    max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
-    max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
-    max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
-    head_timeout: float = setting(
-        30.0, "seconds a request's head may take to arrive, or its body may stand still", _positive
-    )
+    max_retries: int = setting(2, "other workers to try when one cannot be reached or is lost", _at_least(0))
+    max_connections: int = setting(0, "most requests sent to workers at once, others wait; 0: no limit", _at_least(0))
+    max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body in bytes", _at_least(1))
+    head_timeout: float = setting(30.0, "seconds a request's head may take to arrive, or its body may stall", _positive)
     max_text_chars: int = setting(
-        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
+        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; also the most token ids", _at_least(1)
     )
     max_answer_bytes: int = setting(
         1024 * 1024 * 1024,
-        "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
+        "bytes of one reply that a middleware may hold to read it; larger ones are not recorded",
         _at_least(1),
     )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
-    gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
+    gate_timeout: float = setting(
+        0.0, "seconds a request may wait while the fleet is paused; 0: no limit", _at_least(0)
+    )
     policy: str = setting(
         "least-inflight",
         "which worker a request goes to: least-inflight, or a class of your own at pkg.module.Class",
     )
     affinity_names: tuple[str, ...] = setting(
         NAMES,
-        "headers, and body:NAME fields, whose value keeps requests on one worker, behind X-Session-Id and a session's "
-        "path; none: an empty list",
+        "headers, and body:NAME fields, whose value keeps requests on one worker; X-Session-Id and a session's path "
+        "come first; an empty list: none of them",
         names_problem,
     )
     admission: float = setting(
         0.0,
-        "part of the workers' memory that may be held before new sessions wait; 0: none waits",
+        "fraction of its memory that every worker may hold before new sessions wait; 0: no limit",
         _at_least(0),
     )
     heartbeat_interval: float = setting(
         15.0,
-        "seconds a stream of a session or a text rollout is silent before its client gets a heartbeat; 0: never",
+        "seconds without output in a stream of a session or text rollout before a heartbeat is sent; 0: never",
         _at_least(0),
     )
     partial_rollout: Literal["return", "resume"] = setting(
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )
-    resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
+    resume_on_worker_loss: bool = setting(False, "continue a stream on another worker when its worker is lost")
     move_after: float = setting(
-        0.0, "seconds a text rollout runs before an idler worker may take it over; 0: never", _at_least(0)
+        0.0, "seconds a text rollout runs before a less loaded worker may take it over; 0: never", _at_least(0)
     )
     fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
-    shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
+    shutdown_timeout: float = setting(
+        30.0, "seconds that requests in flight may take to finish after SIGTERM", _at_least(0)
+    )
     data_paths: tuple[str, ...] = setting(
         (),
-        "further paths that --api-key opens beside an admin key; one that ends with / opens all beneath",
+        "further paths that --api-key opens if there is an admin key; one that ends with / includes all below it",
         paths_problem,
     )
     public_url: str | None = setting(
-        None, "where clients reach the router, behind TLS or a balancer; default: as they spell it", _public_url
+        None, "URL where clients reach the router, behind TLS or a balancer; default: as in the request", _public_url
     )
     api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", key_problem, secret=True)
-    api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
+    api_key_file: str | None = setting(None, "file of such keys, one per line, read at the start", guards=True)
     admin_api_key: str | None = setting(
-        None, "key for all but the clients' own paths; default: those of clients", key_problem, secret=True
+        None, "key for all but the clients' own paths; default: the clients' keys", key_problem, secret=True
     )
-    admin_api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
-    state_dir: str | None = setting(
-        None, "directory where what is acknowledged outlives the router; none: in memory alone"
-    )
-    state_sync: Sync = setting("process", "what it outlives: the loss of the process, or of the machine (fsync)")
-    state_rows: bool = setting(False, "hold the rows of experts of sessions and texts there too, which are large")
+    admin_api_key_file: str | None = setting(None, "file of such keys, one per line, read at the start", guards=True)
+    state_dir: str | None = setting(None, "directory for state that survives a restart; none: state is in memory only")
+    state_sync: Sync = setting("process", "what state survives: the loss of the process, or of the machine (fsync)")
+    state_rows: bool = setting(False, "store the expert rows of sessions and texts there too; they are large")
     dashboard_text: Literal["on", "off"] = setting(
-        "on", "whether texts, token ids and bytes of episodes are shown; off: to nobody"
+        "on", "whether texts, token ids and bytes of episodes are shown; off: to no user"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")
-    otel: bool = setting(False, "trace turns by OpenTelemetry (extra otel), as the variables OTEL_* say")
+    otel: bool = setting(False, "trace turns with OpenTelemetry (extra otel), configured by the variables OTEL_*")
 
     def __post_init__(self) -> None:
         for spec in FIELDS.values():
@@ -220,14 +220,14 @@ FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
 TYPES: dict[str, Any] = get_type_hints(RouterConfig)
 #: Titles of groups of settings, by the first setting of each group.
 GROUPS: Mapping[str, str] = {
-    "host": "where it listens",
+    "host": "listening",
     "worker_urls": "workers, middlewares, model",
     "health_check_interval": "health of workers",
-    "connect_timeout": "requests, and bounds",
+    "connect_timeout": "requests and limits",
     "gate_max_held": "placement and pauses",
-    "shutdown_timeout": "doors and keys",
-    "state_dir": "what outlives the router",
-    "dashboard_text": "what it shows",
+    "shutdown_timeout": "shutdown, paths and keys",
+    "state_dir": "state on disk",
+    "dashboard_text": "dashboard and logs",
 }
 #: The short form of `middlewares` on the command line and in the environment: dotted paths without options.
 PATHS = "middleware_paths"
@@ -256,7 +256,7 @@ class _Merge:
             elif name == "middlewares":
                 value = tuple(_spec(item) for item in convert(value, list[Any]))
             elif name in FIELDS and FIELDS[name].metadata["guards"] and is_none(value):
-                raise WrongValue("is empty, which would open the door that it guards; leave it out if that is meant")
+                raise WrongValue("is empty, which would allow access without a key; leave it out if that is intended")
             elif name in FIELDS:
                 value = convert(value, TYPES[name], from_text=from_text)
             else:

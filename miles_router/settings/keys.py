@@ -17,7 +17,7 @@ def key_problem(key: str | None) -> str | None:
     if key is None:
         return None
     if is_none(key):
-        return "must not be empty, nor say that there is none"
+        return "must not be empty, none or null"
     return None if key.isascii() and key.isprintable() and " " not in key else "must be printable ASCII without spaces"
 
 
@@ -49,5 +49,5 @@ def _read(name: str, file: str) -> list[str]:
         if problem := key_problem(key):
             raise ConfigError(f"{name}: {file}: key {number} {problem}")
     if not keys:
-        raise ConfigError(f"{name}: {file}: has no key; leave the setting out if none is meant")
+        raise ConfigError(f"{name}: {file}: contains no key; leave the setting out if no key is intended")
     return keys

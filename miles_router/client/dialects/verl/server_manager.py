@@ -101,12 +101,12 @@ class ServerManager:
             InvalidReply: the reply is about another prompt, or its logprobs are those of other tokens.
         """
         if media := [name for name in MEDIA if fields.pop(name, None)]:
-            raise ValueError(f"{media[0]}: only token ids go through the router")
+            raise ValueError(f"{media[0]}: not supported, the router takes token ids only")
         prompt = [int(token) for token in prompt_ids]
         params = dict(sampling_params)
         logprobs = bool(params.pop("logprobs", False))
         if params.pop("prompt_logprobs", None) is not None:
-            raise ValueError("prompt_logprobs: logprobs of the prompt are not asked for; score it with the trainer")
+            raise ValueError("prompt_logprobs: not supported; compute logprobs of the prompt in the trainer")
         bound = params.pop("max_tokens", None)
         params.setdefault("max_new_tokens", self._room(prompt) if bound is None else bound)
         if priority:
@@ -125,14 +125,16 @@ class ServerManager:
         config = self._config
         room = min(config.response_length, config.prompt_length + config.response_length - len(prompt))
         if room < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room: set max_new_tokens, or longer lengths")
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room: set max_new_tokens, or a larger prompt_length"
+            )
         return room
 
     async def _output(self, generation: Generation, prompt: Sequence[int], *, logprobs: bool) -> TokenOutput:
         meta, ids = generation.meta_info, generation.output_ids
         if generation.prompt_tokens != len(prompt):
             raise InvalidReply(
-                f"generation {generation.rid} is of {generation.prompt_tokens} tokens, not {len(prompt)}"
+                f"generation {generation.rid}: the engine read {generation.prompt_tokens} tokens, not {len(prompt)}"
             )
         told = meta.get("output_token_logprobs") or []
         if logprobs and [entry[1] for entry in told] != ids:
