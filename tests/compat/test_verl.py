@@ -509,7 +509,7 @@ async def test_a_loop_of_ones_own_is_run_by_its_name(scene: Scene) -> None:
 
 
 async def test_a_loop_that_nobody_registered_is_refused_by_name(scene: Scene) -> None:
-    with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; there are .*tool_agent"):
+    with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; known loops: .*tool_agent"):
         await scene.loops().run(PARAMS, raw_prompt=QUESTION, agent_name="nobodys")
 
 

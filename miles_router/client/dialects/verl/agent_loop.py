@@ -202,7 +202,7 @@ class AgentLoopWorker:
         """
         name = agent_name or self._config.default_agent_loop
         if name not in _loops:
-            raise ValueError(f"no agent loop {name!r} is registered; registered are {', '.join(sorted(_loops))}")
+            raise ValueError(f"no agent loop {name!r} is registered; known loops: {', '.join(sorted(_loops))}")
         loop = _loops[name](self._server_manager, self._chat, self._config, **self._options)
         output = await loop.run(sampling_params, **fields)
         require_finite({"reward_score": output.reward_score, "extra_fields": output.extra_fields})
