@@ -40,7 +40,7 @@ READ_BUFFER = 2**20
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a request is repeated, and after what delay.
+    """The rules by which failed requests are repeated.
 
     A request is repeated if it cannot have been carried out: no connection was made, or the router sent `Retry-After`
     or reported that no worker could be reached. A repeatable request (it only reads, or the router recognizes a

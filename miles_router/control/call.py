@@ -21,7 +21,7 @@ from miles_router.forwarding.outgoing import Outgoing
 if TYPE_CHECKING:
     from miles_router.control.requests import Requests
 
-BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
+BRIEF = 5.0  # seconds a worker may take for a request that it answers at once or never
 #: Actions that depend on the flags with which an engine was started.
 OF_ALL = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
 #: The HTTP status of a refusal.
