@@ -1,4 +1,4 @@
-"""What `/generate` answers."""
+"""The reply of `/generate`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, Status
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer of `/generate`.
+    """One reply of `/generate`.
 
     Attributes:
-        text: what the engine shows of it; trimmed stop tokens and the like are not in it.
-        output_ids: every id that was sampled.
-        meta_info: SGLang's, as it came: `id`, `finish_reason`, `prompt_tokens`, `weight_versions`, ...
+        text: the generated text as the engine returns it, without trimmed stop tokens and the like.
+        output_ids: every sampled token id, trimmed ones included.
+        meta_info: SGLang's, unchanged: `id`, `finish_reason`, `prompt_tokens`, `weight_versions`, ...
     """
 
     text: str
@@ -26,7 +26,7 @@ class Generation:
 
     @classmethod
     def from_json(cls, answer: Any) -> Generation:
-        """Read one answer, or one event of a stream.
+        """Read one reply, or one event of a stream.
 
         Raises:
             InvalidReply: a field is missing.
@@ -36,17 +36,17 @@ class Generation:
             made = cls(answer["text"], answer["output_ids"], meta)
             _ = meta["id"], meta["prompt_tokens"], meta["finish_reason"]
         except (KeyError, TypeError) as error:
-            raise InvalidReply(f"no answer of /generate: {error!r}") from None
+            raise InvalidReply(f"the reply of /generate lacks a field or has another form: {error!r}") from None
         return made
 
     @property
     def rid(self) -> str:
-        """Its id at the engine, which selects its tokens in `RouterClient.retrieve`."""
+        """The engine's id of the generation, which selects its tokens in `RouterClient.retrieve`."""
         return str(self.meta_info["id"])
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the engine was given."""
+        """The number of tokens in the prompt, as the engine counts them."""
         return int(self.meta_info["prompt_tokens"])
 
     @property
@@ -57,10 +57,10 @@ class Generation:
 
     @property
     def status(self) -> Status:
-        """What a sample of it is.
+        """The status of a sample made from this generation.
 
         Raises:
-            InvalidReply: it has not ended, or in a way that nobody knows.
+            InvalidReply: the generation has not ended, or its finish reason is unknown.
         """
         status = BY_FINISH_REASON.get(self.finish_reason)
         if status is None:
@@ -69,6 +69,6 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float] | None:
-        """One for each of `output_ids`; None unless asked for with `return_logprob=True`."""
+        """One logprob for each of `output_ids`; None unless the request had `return_logprob=True`."""
         entries = self.meta_info.get("output_token_logprobs")
         return None if entries is None else [entry[0] for entry in entries]

@@ -1,4 +1,4 @@
-"""The fleet, seen by a trainer: pause it, change its weights, continue it, look at its workers."""
+"""Control of the fleet for a trainer: pause it, change its weights, continue it, list its workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import orjson
 from miles_router.client.errors import ErrorReply, FanOutFailed, NotConnected
 from miles_router.client.transport import Request, Transport
 
-#: What happens to generations under way: they come back partial, are queued again, or stay where they are.
+#: What a pause does to running generations: end them with partial output, queue them again, or hold them in place.
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class WorkerInfo(TypedDict):
-    """One worker as the router sees it; docs/http-api.md says what the fields mean."""
+    """One worker as the router sees it; docs/http-api.md explains the fields."""
 
     id: str
     url: str
@@ -32,11 +32,11 @@ class WorkerInfo(TypedDict):
 
 
 class FleetControl:
-    """What needs the administration key. It has connections of its own: requests that wait for the fleet to continue
-    cannot keep the one that continues it from being sent.
+    """The methods that need the administration key. They use separate connections: requests that wait for the fleet to
+    continue cannot block the request that continues it.
 
-    Methods that ask every worker raise `FanOutFailed` where some worker did not do it, `ErrorReply` where all refused
-    or the router did, and otherwise as the tree in `errors` says.
+    Methods that ask every worker raise `FanOutFailed` if some worker failed, `ErrorReply` if all workers or the router
+    refused, and otherwise the errors in `miles_router.client.errors`.
     """
 
     def __init__(self, transport: Transport, model_id: str | None = None) -> None:
@@ -44,7 +44,7 @@ class FleetControl:
         self._model_id = model_id
 
     def of_model(self, model_id: str) -> FleetControl:
-        """The same for the workers of one model, where the router has several."""
+        """Return the same control for the workers of one model, for a router with several."""
         return FleetControl(self._admin, model_id)
 
     def _order(self, path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Request:
@@ -52,8 +52,9 @@ class FleetControl:
         return _post(asked, fields, repeatable=repeatable)
 
     async def control(self, path: str, **fields: Any) -> Any:
-        """`POST` to a control endpoint, as `control("/load_lora_adapter", lora_name="a", lora_path="/a")`; the answer's
-        JSON, or its text where it is not JSON. A field that is None is left out."""
+        """Send a `POST` to a control endpoint, for example `control("/load_lora_adapter", lora_name="a",
+        lora_path="/a")`. Return the JSON of the reply, or its text if it is not JSON. A field that is None is left
+        out."""
         raw = await self._admin.bytes(self._order(path, fields))
         try:
             return orjson.loads(raw) if raw else None
@@ -64,7 +65,7 @@ class FleetControl:
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
-        """The fleet is paused within the block, and continues behind it whatever happens there, cancellation included.
+        """Pause the fleet within the block, and continue it afterwards in any case, cancellation included.
 
             async with client.paused():
                 ...                                     # the new weights
@@ -72,7 +73,8 @@ class FleetControl:
                 await client.flush_cache()
 
         Raises:
-            FanOutFailed: some worker could not be paused; the fleet goes on as before. Or one could not be continued.
+            FanOutFailed: a worker could not be paused, and the fleet goes on as before; or a worker could not be
+                continued.
         """
         try:
             await self.pause(mode)
@@ -86,67 +88,68 @@ class FleetControl:
             await _to_its_end(self.continue_())
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating, until `continue_()`, which `paused()` cannot forget. Unlike SGLang's, the default cuts
-        nothing: generations under way are queued again, and go on behind the pause."""
+        """Stop generating until `continue_()`; prefer `paused()`, which cannot forget it. Unlike in SGLang, the default
+        aborts nothing: running generations are queued again, and go on after the pause."""
         await self._admin.bytes(self._order("/pause_generation", {"mode": mode}, repeatable=True))
 
     async def continue_(self) -> None:
-        """Generate again; harmless where nothing is paused."""
+        """Generate again; harmless if nothing is paused."""
         await self._admin.bytes(self._order("/continue_generation", {}, repeatable=True))
 
     async def update_weights_from_disk(
         self, model_path: str, *, weight_version: str | None = None, flush_cache: bool | None = None, **fields: Any
     ) -> None:
-        """Every worker loads `model_path` and calls it `weight_version`. Further fields are SGLang's."""
+        """Load `model_path` on every worker, as version `weight_version`. Further fields are SGLang's."""
         fields = {"weight_version": weight_version, "flush_cache": flush_cache, **fields}
         await self.control("/update_weights_from_disk", model_path=model_path, **fields)
 
     async def update_weight_version(self, version: str, *, abort_all_requests: bool = False) -> None:
-        """Name the weights that every worker has now. Unlike SGLang's, the default aborts nothing that waits."""
+        """Set the name of the weights that every worker has now. Unlike in SGLang, the default aborts no waiting
+        requests."""
         await self.control("/update_weight_version", new_version=version, abort_all_requests=abort_all_requests)
 
     async def flush_cache(self) -> None:
-        """Forget every prefix, after new weights. Refused with 400 while a worker holds generations in place."""
+        """Empty the prefix caches, after new weights. Refused with 400 while a worker holds generations in place."""
         await self.control("/flush_cache")
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Put the fleet to sleep: give back its memory, or the parts named by `tags` (`weights`, `kv_cache`,
+        """Put the fleet to sleep: release its memory, or only the parts named by `tags` (`weights`, `kv_cache`,
         `cuda_graph`). Generations wait until `resume_memory()`."""
         await self.control("/release_memory_occupation", tags=tags)
 
     async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again, or the parts named by `tags`; with the last of them the fleet is awake."""
+        """Allocate the memory again, or only the parts named by `tags`; with the last of them the fleet is awake."""
         await self.control("/resume_memory_occupation", tags=tags)
 
     # Generations under way
 
     async def abort(self, rid: str) -> None:
-        """End generations whose id is `rid` or begins with it; they come back with what they have."""
+        """Abort generations whose id is `rid` or begins with it; they return with the output so far."""
         await self._admin.bytes(self._order("/abort_request", {"rid": rid}, repeatable=True))
 
     async def abort_group(self, group: str | int) -> None:
-        """End the work of a group: its sessions, and the generations of its `X-Group-Id`."""
+        """Abort the sessions and generations of a group (`X-Group-Id`)."""
         await self._admin.bytes(_post("/abort_request", {"group": group}, repeatable=True))
 
     async def abort_all(self) -> None:
-        """End every generation under way."""
+        """Abort every running generation."""
         await self.control("/abort_request", abort_all=True)
 
     # Workers
 
     async def workers(self) -> list[WorkerInfo]:
-        """Every registered worker."""
+        """Return every registered worker."""
         return await self._admin.listed("/workers", "workers")
 
     async def add_worker(self, url: str, *, api_key: str | None = None, **attributes: Any) -> WorkerInfo:
-        """Register a worker; harmless when repeated. Attributes, `labels` for example, are shown; its `model_id` says
-        which requests it gets."""
+        """Register a worker; harmless when repeated. Attributes, for example `labels`, are shown by the router;
+        `model_id` decides which requests the worker gets."""
         body = {"url": url, "api_key": api_key, "model_id": self._model_id, **attributes}
         worker: WorkerInfo = await self._admin.json(_post("/workers", body, repeatable=True))
         return worker
 
     async def remove_worker(self, worker: str, *, drain: bool = False) -> None:
-        """Remove a worker by its URL or id; with `drain` after its last request, until which this waits.
+        """Remove a worker by its URL or id. With `drain`, wait until its last request has ended.
 
         Raises:
             NotFound: no such worker is registered.
@@ -158,7 +161,7 @@ class FleetControl:
             await self._admin.bytes(Request("DELETE", f"{path}?drain=true" if drain else path))
 
     async def info(self) -> dict[str, Any]:
-        """`/router/info`: version, fleet, gate, middlewares, statistics, settings."""
+        """Return `/router/info`: version, fleet, gate, middlewares, statistics, settings."""
         info: dict[str, Any] = await self._admin.json(Request("GET", "/router/info", repeatable=True))
         return info
 
@@ -169,13 +172,13 @@ def _post(path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> 
 
 
 def _nothing_is_paused(error: BaseException) -> bool:
-    """Whether a pause that failed is known to have left the fleet as it was."""
+    """Return whether a failed pause is known to have left the fleet as it was."""
     refused = isinstance(error, ErrorReply) and 400 <= error.status < 500
     return refused or isinstance(error, (FanOutFailed, NotConnected))
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; a cancellation is put off until it has ended."""
+    """Await `work` to its end; a cancellation is raised after that."""
     task = asyncio.ensure_future(work)
     put_off: asyncio.CancelledError | None = None
     while not task.done():

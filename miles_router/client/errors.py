@@ -1,20 +1,20 @@
-"""What can go wrong between rollout code and the router, by what its caller would do about it.
+"""The exceptions of the client, by what a caller would do about them.
 
     RouterClientError
-    ├── NotConnected        no connection was made and nothing was sent; may be asked again
-    ├── ConnectionLost      broken off before the reply's end: it was done, or it was not
-    │   └── TimedOut        the same, after as many seconds as were allowed
+    ├── NotConnected        no connection was made and nothing was sent; safe to repeat
+    ├── ConnectionLost      the connection broke before the reply's end: the request may have been carried out
+    │   └── TimedOut        the same, after the allowed number of seconds
     ├── ErrorReply          the reply is an error, the router's or a worker's
     │   ├── NotFound        404 not_found, session_not_found
     │   ├── SessionExists   409 session_exists
-    │   ├── UntracedEpisode 422 untraced_episode: no samples, because nothing was traced
+    │   ├── UntracedEpisode 422 untraced_episode: no samples, because no turn was traced
     │   └── FanOutFailed    502 fan_out_failed: some worker did not do what all were asked to
-    ├── InvalidReply        a good reply that is not what was asked for
-    └── InvalidSample       arrays that no rollout can have: refused by the router, or here on arrival
+    ├── InvalidReply        a reply without error that does not have the expected form
+    └── InvalidSample       arrays that no rollout can have: refused by the router, or by the client on arrival
 
-A `Sample` that a program makes itself raises `InvalidTrajectory`, of which `InvalidSample` is made on arrival.
+A `Sample` that a program creates itself raises `InvalidTrajectory` instead of `InvalidSample`.
 
-They can be pickled, for they cross processes in a trainer.
+All can be pickled, since they cross processes in a trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import orjson
 
 from miles_router.trajectory import InvalidTrajectory, Malformed
 
-#: Errors of the router's own that come without `Retry-After`, and after which a worker has no part of a reply.
+#: The router's error type that comes without `Retry-After` and is safe to repeat: no worker received the request.
 UPSTREAM_UNREACHABLE = "upstream_unreachable"
 SHOWN = 500  # characters of a body that is not JSON, in a message
 
@@ -36,11 +36,12 @@ class RouterClientError(Exception):
     """A request that failed.
 
     Attributes:
-        status: of the HTTP reply; 0 where none came.
-        type: the router's name for it, as in docs/errors.md; of a worker's error its own name, or "".
-        request_id: under which the router's log has it; None where no reply came.
-        retryable: whether asking again is safe whatever was asked.
-        retry_after: seconds to wait before that, where the router named them.
+        status: of the HTTP reply; 0 if there was none.
+        type: the router's name of the error, as in docs/errors.md; for a worker's error the worker's name of it, or
+            "".
+        request_id: the id of the request in the router's log; None if there was no reply.
+        retryable: whether repeating is safe for any kind of request.
+        retry_after: seconds to wait before repeating, if the router sent them.
         body: the reply's JSON, or its text.
     """
 
@@ -71,51 +72,52 @@ class RouterClientError(Exception):
 
 
 class NotConnected(RouterClientError):
-    """No connection to the router could be made; nothing was sent."""
+    """A failure to connect to the router; nothing was sent."""
 
 
 class ConnectionLost(RouterClientError):
-    """The connection broke before the reply was complete: nobody knows whether the request was carried out."""
+    """A connection that broke before the reply was complete. The request may or may not have been carried out."""
 
 
 class TimedOut(ConnectionLost):
-    """The reply was not complete in as many seconds as the client allows."""
+    """A reply that was not complete within the client's timeout."""
 
 
 class ErrorReply(RouterClientError):
-    """The router, or a worker through it, answered with an error status or an error event."""
+    """An error status or an error event, from the router or from a worker through it."""
 
 
 class NotFound(ErrorReply):
-    """What the request names is not there: a session, a generation, a worker, a text that nobody generated."""
+    """A session, generation, worker or recorded text that the request names and the router does not have."""
 
 
 class SessionExists(ErrorReply):
-    """A session with this id is there already."""
+    """A session id that is already in use."""
 
 
 class UntracedEpisode(ErrorReply):
-    """A session has no samples, and was asked for what the router does not trace: the message says what, and why."""
+    """A session without samples whose agent used only requests that the router does not trace; the message explains
+    why."""
 
 
 class FanOutFailed(ErrorReply):
-    """Some worker did not do what all were asked to; others may have."""
+    """A control request that some worker did not carry out; others may have."""
 
     @property
     def workers(self) -> Mapping[str, Mapping[str, Any]]:
-        """By worker URL what it said: `{"status", "body"}`; status 0 where it gave no answer."""
+        """By worker URL its reply: `{"status", "body"}`; status 0 if there was none."""
         found = self.body.get("workers") if isinstance(self.body, dict) else None
         return found if isinstance(found, dict) else {}
 
 
 class InvalidReply(RouterClientError):
-    """The reply is good, and is not what its request is answered with: another service, or another version."""
+    """A reply without error that does not have the expected form: the server is another service, or another version."""
 
 
 class InvalidSample(RouterClientError):
     """A sample that breaks an invariant, named by `invariant`; its tokens must not be trained on.
 
-    `status` is 422 where the router refused to give it, 0 where it was refused on arrival.
+    `status` is 422 if the router refused to return it, 0 if the client refused it on arrival.
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -135,24 +137,25 @@ BY_TYPE: Mapping[str, type[RouterClientError]] = {
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """The errors of who reads a reply, as errors of the request to `path`.
+    """Convert errors of reading a reply into errors of the request to `path`.
 
     Raises:
-        InvalidReply, InvalidSample: its form is another, or what it holds breaks an invariant.
+        InvalidReply: the reply does not have the expected form.
+        InvalidSample: its contents break an invariant.
     """
     try:
         yield
     except Malformed as error:
-        raise InvalidReply(f"no answer of {path}: {error}") from None
+        raise InvalidReply(f"the reply of {path} has an unexpected form: {error}") from None
     except InvalidTrajectory as error:
         raise InvalidSample(str(error)) from None
 
 
 def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterClientError:
-    """The error that a reply stands for.
+    """Return the exception for an error reply.
 
-    The router's own errors name their `request_id` in the body; it sends `Retry-After` with those that may be asked
-    again. What workers say passes through it in forms of their own and is never asked again.
+    The router's own errors have a `request_id` in the body; those that are safe to repeat have `Retry-After`. Errors of
+    workers pass through the router in their own form, and are never repeated.
     """
     body = _parsed(raw)
     found = body.get("error") if isinstance(body, dict) else None
@@ -162,7 +165,7 @@ def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterCli
     retry_after = _seconds(headers.get("Retry-After")) if own else None
     kind = BY_TYPE.get(name, ErrorReply) if own else ErrorReply
     return kind(
-        _message(body) or f"status {status} without a word",
+        _message(body) or f"status {status} without a message",
         status=status,
         type=name,
         request_id=described["request_id"] if own else headers.get("X-Request-Id"),
@@ -180,12 +183,12 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _message(body: Any) -> str:
-    """What it says, in the forms of the router, OpenAI, SGLang and FastAPI."""
+    """Return the message of an error body in the form of the router, OpenAI, SGLang or FastAPI."""
     while isinstance(body, dict):
         body = next((body[name] for name in ("error", "message", "detail") if body.get(name)), "")
     return str(body)[:SHOWN]
 
 
 def _seconds(value: str | None) -> float | None:
-    """`Retry-After`, where it is a number; its other form, a date, the router never sends."""
+    """Return the seconds of `Retry-After`, or None. The router never sends its other form, a date."""
     return float(value) if value is not None and value.isascii() and value.isdigit() else None

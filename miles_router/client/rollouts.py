@@ -1,6 +1,6 @@
 """Three rollouts to use as they are or to copy from: one turn, several turns with an environment, an agent.
 
-Each takes the client first and gives what a trainer consumes. Wrapped for slime or miles:
+Each takes the client first and returns samples for a trainer. Wrapped for slime or miles:
 
     async def generate(args, sample, sampling_params):
         made = await single_turn(client, sample.prompt, sampling_params, metadata=sample.metadata)
@@ -27,11 +27,11 @@ from miles_router.trajectory.finite import require_finite
 from miles_router.trajectory.sample import Reward, Status
 
 Result = TypeVar("Result")
-#: Given what the model wrote, the text to put behind it before the next turn; None: the episode is over.
+#: Takes the model's text; returns the text to append before the next turn, or None to end the episode.
 Environment = Callable[[str], Awaitable[str | None]]
-#: An agent as its builder wrote it: all it is told is the `base_url` for its OpenAI client.
+#: An agent, unchanged: it gets only the `base_url` for its OpenAI client.
 Agent = Callable[..., Awaitable[Any]]
-#: The reward of what an agent returned, or of the last generation of a text.
+#: Takes an agent's return value, or the last `Generation` of a text rollout; returns the reward.
 Judge = Callable[[Any], Reward | Awaitable[Reward]]
 
 
@@ -45,14 +45,15 @@ async def single_turn(
     metadata: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Sample:
-    """One generation of a prompt, and its exact tokens. Further fields go to `/generate`.
+    """Generate once from a prompt, and return the sample with its exact tokens. Further fields go to `/generate`.
 
     Args:
-        reward: of the sample, or what makes it of the `Generation`; may be a coroutine function. The router is told one
-            that is a number, for its dashboard.
+        reward: the reward, or a function of the `Generation` that returns it (it may be async). A reward that is a
+            number is sent to the router for its dashboard.
 
     Raises:
-        NotFound: its tokens are not held (any more): `max_tokens` of the middleware is too small, or it is not there.
+        NotFound: the router no longer has the tokens (`max_tokens` of the middleware is too small), or lacks the
+            middleware.
         ValueError: reward, label or metadata contain NaN or an infinity.
     """
     require_finite({"reward": None if callable(reward) else reward, "label": label, "metadata": metadata})
@@ -75,18 +76,20 @@ async def multi_turn(
     metadata: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Sample:
-    """Turns between the model and an environment, tools for example, as one text that grows; and its exact tokens.
+    """Alternate generations with an environment, tools for example, in one growing text. Return the sample with its
+    exact tokens.
 
-    What the environment says is in the tokens with mask 0. Its text must begin with the markup that ends the model's
-    turn where the engine trims that (`<|im_end|>`), and end with the markup that begins the next one.
+    The environment's text is in the tokens with mask 0. If the engine trims the markup that ends the model's turn
+    (`<|im_end|>`), that text must begin with it; it must end with the markup that begins the next turn.
 
     The sample is `completed` when the environment ends the episode, `truncated` when tokens or `max_turns` run out,
-    `aborted` when somebody aborts a generation. All turns go to one worker while it is routable. `reward` is as of
-    `single_turn`, of the last generation.
+    `aborted` when a generation is aborted. All turns go to one worker while it is routable. `reward` works as in
+    `single_turn`, on the last generation.
 
     Raises:
-        NotFound, ValueError: as of `single_turn`.
-        Whatever the environment raises.
+        NotFound: as in `single_turn`.
+        ValueError: as in `single_turn`, or `max_turns` is less than 1.
+        Exception: any error of the environment.
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
@@ -129,7 +132,7 @@ async def agentic(
     metadata: Mapping[str, Any] | None = None,
     contract: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
-    """Let an agent run its episode in a session of its own, and collect the samples: one for each branch.
+    """Run an agent's episode in a new session, and return its samples, one for each branch.
 
         async def agent(base_url):
             openai = AsyncOpenAI(base_url=base_url, api_key="none")
@@ -137,15 +140,16 @@ async def agentic(
         samples = await agentic(client, agent, reward=lambda outcome: float(outcome == "42"))
 
     Args:
-        max_seq_len, branches, build, mask, side_calls: as of `Session.collect`.
-        contract: what the agent is held to. With `key` in it the agent is called with `api_key=` too.
-        reward: makes the reward of all of them of what the agent returned; may be a coroutine function.
+        max_seq_len, branches, build, mask, side_calls: as in `Session.collect`.
+        contract: the limits of the session (docs/agents.md). With `key` in it the agent is called with `api_key=`
+            too.
+        reward: a function of the agent's return value that returns the reward of all samples; it may be async.
 
     Raises:
-        InvalidSample: a sample would break an invariant; none is given.
-        UntracedEpisode: nothing that the agent asked was traced.
+        InvalidSample: a sample would break an invariant; no sample is returned.
+        UntracedEpisode: no request of the agent was traced.
         ValueError: reward, label or metadata contain NaN or an infinity.
-        Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
+        Exception: any error of the agent; the session is then deleted. To train on failed episodes, use `Session`.
     """
     require_finite({"label": label, "metadata": metadata})
     async with await client.create_session(session_id, metadata, contract) as session:
@@ -165,8 +169,8 @@ async def agentic(
 
 
 async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -> list[Result]:
-    """`size` rollouts of one prompt at once: `await group(lambda: single_turn(client, prompt, params), 8)`. The first
-    that fails ends the others and is raised."""
+    """Run `size` rollouts of one prompt at once: `await group(lambda: single_turn(client, prompt, params), 8)`. Return
+    their results; the first failure cancels the others and is raised."""
     made: dict[int, Result] = {}
 
     async def one(place: int) -> None:
@@ -177,7 +181,7 @@ async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -
 
 
 async def _judged(reward: Reward | Judge, outcome: Any) -> Reward:
-    """The reward, or what makes it of an outcome.
+    """Return the reward, computed from the outcome if `reward` is a function.
 
     Raises:
         ValueError: it contains NaN or an infinity.
@@ -191,25 +195,25 @@ async def _judged(reward: Reward | Judge, outcome: Any) -> Reward:
 
 
 async def _exact(client: RouterClient, prompt: str, generation: Generation, reward: Reward) -> Retrieved:
-    """The tokens of a generation and everything in front of it.
+    """Return the tokens of the whole text up to the end of a generation.
 
     Raises:
-        InvalidSample: what was retrieved does not end with what was generated.
+        InvalidSample: the retrieved tokens do not end with the sampled ones.
     """
     whole = prompt + generation.text
-    if not generation.output_ids:  # aborted before its first token: there is nothing but what was given
+    if not generation.output_ids:  # aborted before its first token: only the prompt remains
         return await client.retrieve(whole, strict=False)
     told = float(reward) if isinstance(reward, (int, float)) else None
     exact = await client.retrieve(whole, rid=generation.rid, reward=told)
     sampled = np.asarray(generation.output_ids)
     place = slice(len(exact) - len(sampled), None)
     if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():
-        raise InvalidSample(f"retrieved_as_generated: {generation.rid} was retrieved with other tokens than it sampled")
+        raise InvalidSample(f"retrieved_as_generated: the tokens of {generation.rid} differ from the sampled ones")
     return exact
 
 
 def _sample(exact: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]) -> Sample:
-    """The rollout as a sample. Its prompt is not trained on, not even where an earlier rollout sampled it."""
+    """Return the sample of a rollout. Its prompt is masked, even tokens in it that an earlier rollout sampled."""
     mask = exact.loss_mask.copy()
     mask[:prompt_tokens] = 0
     with reading("/retrieve_from_text"):

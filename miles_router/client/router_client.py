@@ -1,4 +1,4 @@
-"""`RouterClient`: everything that rollout code and trainers ask of a router."""
+"""`RouterClient`: all requests that rollout code and trainers send to a router."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ BINARY = "application/octet-stream"
 
 
 class RouterClient(FleetControl):
-    """A client of one router, for one event loop; `async with`, or `close()` at the end.
+    """A client of one router, for one event loop; use `async with`, or call `close()` at the end.
 
         async with RouterClient("http://127.0.0.1:30000") as client:
             generation = await client.generate("Once", sampling_params={"max_new_tokens": 64})
             tokens = await client.retrieve(rid=generation.rid)
 
-    Every method raises errors of the tree in `miles_router.client.errors`. What is safe to ask again is asked again:
-    see `Retries`.
+    Every method raises the errors in `miles_router.client.errors`. Requests that are safe to repeat are repeated: see
+    `Retries`.
 
     Args:
-        base_url: `http://` or `https://`, host, and a path prefix if the router stands behind one.
-        api_key: for generations and sessions, where the router has `--api-key`.
-        admin_api_key: for control of the fleet, where it differs.
-        timeout: seconds a request may take in all, its waiting for a paused fleet included; None: as long as it takes.
-        connect_timeout: seconds in which a connection must be there.
-        max_connections: requests under way at a time, control of the fleet not counted; more of them wait here. Each
-            is a file descriptor. 0: without a bound.
+        base_url: `http://` or `https://`, host, and a path prefix if the router is behind a proxy with one.
+        api_key: for generations and sessions, if the router has `--api-key`.
+        admin_api_key: for control of the fleet, if it differs.
+        timeout: seconds a request may take in all, waiting for a paused fleet included; None: no limit.
+        connect_timeout: seconds in which a connection must be established.
+        max_connections: requests sent at a time, control of the fleet not counted; more of them wait here. Each uses a
+            file descriptor. 0: no limit.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RouterClient(FleetControl):
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection; requests under way break off."""
+        """Close every connection; requests in progress fail."""
         await self._transport.close()
         await self._admin.close()
 
@@ -88,12 +88,13 @@ class RouterClient(FleetControl):
         routing_key: str | None = None,
         **fields: Any,
     ) -> Generation:
-        """One generation, of a text or of ids. Several are several calls, at once.
+        """Generate once, from a text or from token ids. For several generations, make several calls at once.
 
         Args:
-            rid: the engine's id for it, for `abort` and `retrieve`; else the engine makes one.
-            routing_key: requests with the same key go to the same worker, which has their common prefix in its cache.
-            fields: SGLang's, as `return_logprob=True`.
+            rid: the engine's id for the generation, for `abort` and `retrieve`; by default the engine makes one.
+            routing_key: requests with the same key go to the same worker, which has their common prefix in its
+                cache.
+            fields: further fields of SGLang's request, such as `return_logprob=True`.
         """
         body = _generate_body(text, input_ids, sampling_params, rid, fields)
         return Generation.from_json(await self._transport.json(_generate(body, routing_key)))
@@ -108,14 +109,15 @@ class RouterClient(FleetControl):
         routing_key: str | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Generation, None]:
-        """As `generate`, event by event: each is everything so far, or what is new in it where the workers run with
-        `--incremental-streaming-output`. The last has a `finish_reason`.
+        """Generate like `generate`, and yield each event of the stream. An event has all output so far, or only the new
+        output if the workers run with `--incremental-streaming-output`. The last event has a `finish_reason`.
 
-        Leave early through `contextlib.aclosing`, which ends the generation; a mere `break` ends it at some later time.
+        To leave early, use `contextlib.aclosing`, which ends the generation at once; a mere `break` ends it some time
+        later.
 
         Raises:
-            ConnectionLost: the stream ended without its end mark: what came of it is not the whole.
-            ErrorReply: the engine said so inside the stream.
+            ConnectionLost: the stream ended without its end mark, so the output is incomplete.
+            ErrorReply: the engine sent an error inside the stream.
         """
         body = {**_generate_body(text, input_ids, sampling_params, rid, fields), "stream": True}
         async with self._transport.open(_generate(body, routing_key)) as response:
@@ -130,16 +132,18 @@ class RouterClient(FleetControl):
     async def retrieve(
         self, text: str | None = None, *, rid: str | None = None, strict: bool = True, reward: float | None = None
     ) -> Retrieved:
-        """The exact tokens of a text that was generated through `RadixTreeMiddleware`: the prompt that was sent and
-        the text that came back. `rid` (`Generation.rid`) tells siblings of equal text apart; send it always.
+        """Return the exact tokens of a text that was generated through `RadixTreeMiddleware`: the prompt that was sent
+        plus the text that was returned. Always send `rid` (`Generation.rid`): it distinguishes generations with equal
+        text.
 
         Args:
-            strict: False gives the encoding of what nobody generated, with mask 0, instead of `NotFound`.
+            strict: False returns an encoding with mask 0 for text that was not generated, instead of raising
+                `NotFound`.
             reward: for the dashboard and `/router/run`, which count it each time that it is sent.
 
         Raises:
-            NotFound: no such `rid` is held, or with `strict` the text was not recorded from end to end.
-            InvalidSample: the arrays are none that a rollout can have.
+            NotFound: the router does not have `rid`, or with `strict` the text was not recorded from end to end.
+            InvalidSample: the arrays cannot be those of a rollout.
         """
         fields = {"text": text, "rid": rid, "strict": strict, "reward": reward}
         body = {name: value for name, value in fields.items() if value is not None}
@@ -158,18 +162,19 @@ class RouterClient(FleetControl):
         start: int = 0,
         stop: int | None = None,
     ) -> ShapedRows:
-        """The experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k]: row i is
-        about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
+        """Return the experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k].
+        Row i is about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
 
         Args:
-            rid: of a generation (`Generation.rid`).
-            text: of the newest generation with exactly this text, prompt included.
-            session_id, leaf: of a sample of a session; `leaf` is its `metadata["leaf"]`, needed where there are more.
-            start, stop: rows; by default all.
+            rid: selects a generation (`Generation.rid`).
+            text: selects the newest generation with exactly this text, prompt included.
+            session_id, leaf: selects a sample of a session; `leaf` is its `metadata["leaf"]`, needed if there are
+                several.
+            start, stop: range of rows; by default all.
 
         Raises:
-            NotFound: there is no such rollout, or its rows never came, did not fit or have been evicted.
-            ErrorReply: not exactly one rollout is named, or it does not have these rows.
+            NotFound: there is no such rollout, or its rows never arrived, did not fit or have been evicted.
+            ErrorReply: the arguments do not select exactly one rollout, or it does not have these rows.
         """
         return await self._rows(
             "routed_experts", rid=rid, text=text, session_id=session_id, leaf=leaf, start=start, stop=stop
@@ -185,8 +190,9 @@ class RouterClient(FleetControl):
         start: int = 0,
         stop: int | None = None,
     ) -> ShapedRows:
-        """The positions that sparse attention chose for each token of one rollout, integers [stop - start, layers,
-        top_k], -1 where there are fewer. As `routed_experts`, for a router with `IndexerTopkMiddleware`."""
+        """Return the positions that sparse attention chose for each token of one rollout, integers [stop - start,
+        layers, top_k], padded with -1. Arguments and errors are those of `routed_experts`. For a router with
+        `IndexerTopkMiddleware`."""
         return await self._rows(
             "indexer_topk", rid=rid, text=text, session_id=session_id, leaf=leaf, start=start, stop=stop
         )
@@ -203,7 +209,7 @@ class RouterClient(FleetControl):
     async def request(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """Any other request that the router answers or forwards, with JSON both ways; `path` is percent-encoded."""
+        """Send any other request to the router, and return the JSON of the reply. `path` is percent-encoded."""
         return await self._transport.json(Request(method, path, body, headers or {}))
 
     # Sessions
@@ -214,8 +220,8 @@ class RouterClient(FleetControl):
         metadata: Mapping[str, Any] | None = None,
         contract: Mapping[str, Any] | None = None,
     ) -> Session:
-        """A new session, of an id that the router makes unless one is given. `metadata` is kept with it; `contract` is
-        what its agent is held to, as docs/agents.md says.
+        """Create a session; the router makes an id unless one is given. `metadata` is stored with it; `contract` limits
+        what its agent may do (docs/agents.md).
 
         Raises:
             SessionExists: the id is taken.
@@ -231,37 +237,37 @@ class RouterClient(FleetControl):
         return Session(transport, self.base_url, answer["session_id"], self._api_key, own_key=answer.get("api_key"))
 
     def session(self, session_id: str) -> Session:
-        """A session that is there already; nothing is asked."""
+        """Return the handle of an existing session; no request is sent."""
         return Session(self._transport, self.base_url, session_id, self._api_key)
 
     async def sessions(self) -> list[SessionInfo]:
-        """The sessions that the router holds."""
+        """Return the sessions that the router holds."""
         return await self._transport.listed("/sessions", "sessions")
 
     # Episodes: sessions and text rollouts
 
     async def episodes(self) -> list[EpisodeInfo]:
-        """The sessions and text rollouts that `audit` takes."""
+        """Return the sessions and text rollouts that can be audited."""
         return await self._transport.listed("/episodes", "episodes")
 
     async def audit(self, episode_id: str, *, limit: int = 8) -> dict[str, Any]:
-        """What the engines say of an episode's recorded tokens now, beside what was recorded: docs/audit.md has the
-        fields.
+        """Return a comparison of an episode's recorded tokens with what the engines compute for them now; docs/audit.md
+        explains the fields.
 
         Args:
-            limit: samples that are audited, the newest ones.
+            limit: the number of samples to audit, the newest ones.
 
         Raises:
-            NotFound: it is not held (any more).
+            NotFound: the router does not have the episode (any more).
         """
         return await read_audit(self._transport, f"/episodes/{quote(episode_id, safe='')}/audit", limit)
 
 
 def _checked(base_url: str) -> str:
-    """The URL without a slash at its end.
+    """Return the URL without a slash at its end.
 
     Raises:
-        ValueError: it is not the URL of a router.
+        ValueError: it cannot be the URL of a router.
     """
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -276,10 +282,10 @@ def _generate_body(
     rid: str | None,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The request of one generation.
+    """Return the request body of one generation.
 
     Raises:
-        ValueError: it would generate nothing, or several.
+        ValueError: the arguments ask for no generation, or for several.
     """
     if (text is None) == (input_ids is None):
         raise ValueError("text or input_ids is required, and not both")
@@ -294,16 +300,16 @@ def _generate(body: Mapping[str, Any], routing_key: str | None) -> Request:
 
 
 def _event(event: bytes) -> Generation:
-    """What one event of a stream says.
+    """Parse one event of a stream.
 
     Raises:
-        ErrorReply: the engine refuses, or gives up; SGLang says so with status 200, inside the stream.
+        ErrorReply: the engine refused or failed; SGLang reports that with status 200, inside the stream.
     """
     data = event[len(DATA) :] if event.startswith(DATA) else event
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidReply(f"no event of /generate: {error}") from None
+        raise InvalidReply(f"an event in the stream of /generate is not JSON: {error}") from None
     if isinstance(answer, dict) and "error" in answer:
         code = answer["error"].get("code") if isinstance(answer["error"], dict) else None
         raise read_error(code if isinstance(code, int) else 0, {}, data)

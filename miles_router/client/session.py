@@ -1,4 +1,4 @@
-"""One agent episode at the router: where the agent sends its requests, and the samples that come of it."""
+"""One agent episode at the router: the URL to which the agent sends its requests, and the resulting samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from miles_router.trajectory.sample import READERS, Format, Reward
 
 logger = logging.getLogger(__name__)
 
-NO_KEY = "none"  # OpenAI's clients want one
+NO_KEY = "none"  # OpenAI's clients require a key
 
 
 class SessionInfo(TypedDict):
-    """One session in the router's list; times are Unix times."""
+    """One session in the router's list; times are Unix times in seconds."""
 
     session_id: str
     turns: int
@@ -39,7 +39,11 @@ class EpisodeInfo(TypedDict):
 
 
 async def read_audit(transport: Transport, path: str, limit: int) -> dict[str, Any]:
-    """What a router answers to a request for an audit."""
+    """Request an audit and return the reply.
+
+    Raises:
+        InvalidReply: the reply has no samples.
+    """
     answer = await transport.json(Request("POST", path, {"limit": limit}, repeatable=True))
     if not isinstance(answer, dict) or not isinstance(answer.get("samples"), list):
         raise InvalidReply(f"POST {path} was answered without samples")
@@ -53,7 +57,7 @@ class Session:
             await agent(session.base_url)
             samples = await session.collect(reward=1.0)
 
-    Its methods raise `NotFound` where the router does not hold it (any more), and as the tree in `errors` says.
+    Its methods raise `NotFound` if the router does not have the session (any more), and else the errors in `errors`.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Session:
         self._path = f"/sessions/{quote(session_id, safe='')}"
         self._router_url = router_url
         self._api_key = api_key
-        #: Opens this session for its agent and nothing else, where its contract has `key`.
+        #: A key for this session only, for its agent; None unless the contract has `key`.
         self.own_key = own_key
 
     def __repr__(self) -> str:
@@ -77,12 +81,12 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes for `base_url`: `http://router/sessions/<id>/v1`."""
+        """The `base_url` for an OpenAI client: `http://router/sessions/<id>/v1`."""
         return f"{self._router_url}{self._path}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """What an Anthropic client takes for `base_url`, and `ANTHROPIC_BASE_URL`: the same without `/v1`."""
+        """The `base_url` for an Anthropic client (`ANTHROPIC_BASE_URL`): the same without `/v1`."""
         return f"{self._router_url}{self._path}"
 
     @property
@@ -96,8 +100,8 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Delete the session. Where that fails the log says so: what was collected is not lost for it, and the router
-        forgets idle sessions by itself."""
+        """Delete the session. A failure is only logged: the collected samples stay valid, and the router forgets idle
+        sessions by itself."""
         try:
             await self.delete()
         except NotFound:
@@ -113,14 +117,14 @@ class Session:
         model: str = "default",
         **fields: Any,
     ) -> dict[str, Any]:
-        """One turn without an OpenAI client: the chat completion as JSON. Further fields are OpenAI's and SGLang's,
-        but for `stream`.
+        """Run one turn without an OpenAI client, and return the chat completion as JSON. Further fields are those of
+        OpenAI and SGLang, except `stream`.
 
-        Where its connection is lost before the answer begins, the turn is asked for again under the same `turn_id`,
-        and the router answers it once.
+        If the connection is lost before the reply begins, the turn is sent again with the same `turn_id`, and the
+        router runs it once.
         """
         if fields.get("stream"):
-            raise ValueError("streams are for OpenAI clients: AsyncOpenAI(**session.openai)")
+            raise ValueError("chat() does not stream; use AsyncOpenAI(**session.openai) for streams")
         headers = {"X-Turn-Id": turn_id or uuid4().hex}
         body = {"model": model, "messages": list(messages), **fields}
         answer: dict[str, Any] = await self._transport.json(
@@ -129,10 +133,10 @@ class Session:
         return answer
 
     async def records(self, *, compact: bool = False) -> dict[str, Any]:
-        """`{"session_id", "records", "metadata"}`: the turns, what was asked and answered, their tree.
+        """Return `{"session_id", "records", "metadata"}`: the tree of turns with their requests and replies.
 
         Args:
-            compact: leave out what other records hold already: the history of each request, the ids and logprobs.
+            compact: leave out what other records contain already: the history of each request, the ids and logprobs.
         """
         path = f"{self._path}?form=compact" if compact else self._path
         records: dict[str, Any] = await self._transport.json(Request("GET", path, repeatable=True))
@@ -151,22 +155,22 @@ class Session:
         metadata: Mapping[str, Any] | None = None,
         format: Format = "safetensors",
     ) -> list[Sample]:
-        """The training samples, one for each branch; the session stays as it is.
+        """Return the training samples, one for each branch; the session stays as it is.
 
         Args:
-            max_seq_len: tokens a sample may have; longer ones are cut and `truncated`.
+            max_seq_len: most tokens of a sample; longer ones are cut and `truncated`.
             branches: `all`, `last`, `drop-superseded`, or the dotted path of a policy that the router allows; by
-                default all, and of `last_step` the last.
-            build: `concat`: the turns of a branch in a row; or `last_step`: its last answer with the whole prompt.
+                default `all`, for `last_step` the last.
+            build: `concat`: all turns of a branch in a row; or `last_step`: its last reply with the whole prompt.
             mask: which of the sampled tokens are in the loss: `all`, `last_turn`, `newest_weights`, `no_reasoning`, or
-                a list of them, which leaves what all of them leave.
-            side_calls: whether what a harness asks beside its main line (titles, probes, sub-agents) gives samples too;
-                by default as the router's operator says, or else true.
-            reward, label, metadata: carried by every sample.
+                a list of them, which keeps the tokens that all of them keep.
+            side_calls: whether requests of a harness beside its main conversation (titles, probes, sub-agents) give
+                samples too; by default as the router is configured, or else True.
+            reward, label, metadata: set on every sample.
 
         Raises:
-            InvalidSample: a sample would break an invariant; none is given.
-            UntracedEpisode: nothing that the agent asked was traced.
+            InvalidSample: a sample would break an invariant; no sample is returned.
+            UntracedEpisode: no request of the agent was traced.
             ValueError: reward, label or metadata contain NaN or an infinity.
         """
         fields = {
@@ -186,13 +190,15 @@ class Session:
             return READERS[format](data)
 
     async def audit(self, *, limit: int = 8) -> dict[str, Any]:
-        """What the engines say of the recorded tokens now, beside what was recorded: docs/audit.md has the fields.
+        """Return a comparison of the recorded tokens with what the engines compute for them now; docs/audit.md explains
+        the fields.
 
         Args:
-            limit: samples that are audited, the newest ones.
+            limit: the number of samples to audit, the newest ones.
         """
         return await read_audit(self._transport, f"{self._path}/audit", limit)
 
     async def delete(self, *, abort: bool = True) -> None:
-        """Forget it. What runs in it ends at its engine at once; with `abort=False` it finishes, and is dropped."""
+        """Delete the session. Its running generations are aborted at once; with `abort=False` they finish and are
+        discarded."""
         await self._transport.bytes(Request("DELETE", f"{self._path}?abort={str(abort).lower()}"))

@@ -1,4 +1,4 @@
-"""Requests to the router over one pool of connections, asked again as long as that is safe."""
+"""HTTP requests to the router over one pool of connections, repeated when that is safe."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: An idle connection is given up long before the router would (75 s), so that no request meets its end.
+#: Seconds after which an idle connection is closed: long before the router does (75 s), so that no request meets that.
 KEEP_ALIVE = 15.0
 READ_BUFFER = 2**20
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a request is asked again, and after how long.
+    """The rules by which failed requests are repeated.
 
-    Asked again is what cannot have been carried out: no connection was made, or the router said `Retry-After` or that
-    no worker could be reached. A request that only reads, or that the router recognizes when it comes twice, is asked
-    again also when its connection was lost before a reply began. A reply that has begun is never asked for again.
+    A request is repeated if it cannot have been carried out: no connection was made, or the router sent `Retry-After`
+    or reported that no worker could be reached. A repeatable request (it only reads, or the router recognizes a
+    duplicate) is also repeated if its connection was lost before a reply began. Once a reply has begun, the request is
+    never repeated.
 
     Attributes:
-        attempts: after the first.
-        first_delay: seconds before the second attempt; doubled with each further one, and spread by up to a half.
-        longest_delay: seconds; also the most that is waited where the router names a time.
+        attempts: the number of repetitions after the first attempt.
+        first_delay: seconds before the second attempt; doubled for each further one, and shortened at random by up to
+            half.
+        longest_delay: the longest delay in seconds, also if the router asks for more.
     """
 
     attempts: int = 5
@@ -57,7 +59,7 @@ class Retries:
     longest_delay: float = 10.0
 
     def delay(self, attempt: int, retry_after: float | None = None) -> float:
-        """Seconds to wait after failure number `attempt`, from 0."""
+        """Return the seconds to wait after failure number `attempt`, counted from 0."""
         backoff = min(self.first_delay * 2.0**attempt, self.longest_delay) * random.uniform(0.5, 1.0)
         return min(max(backoff, retry_after or 0.0), self.longest_delay)
 
@@ -66,7 +68,7 @@ DEFAULT_RETRIES = Retries()
 
 
 class RetryLog:
-    """Says that requests are asked again: the first at once, the others in one line every `EVERY` seconds."""
+    """The log of repeated requests: the first is logged at once, further ones in one line every `EVERY` seconds."""
 
     EVERY = 10.0
 
@@ -76,19 +78,19 @@ class RetryLog:
         self._unsaid = 0
 
     def note(self, error: RouterClientError, delay: float) -> None:
-        """Note that a request failed and is asked again in `delay` seconds."""
+        """Record that a request failed and is repeated in `delay` seconds."""
         now = self._clock()
         if now - self._said_at < self.EVERY:
             self._unsaid += 1
             return
-        more = f"; {self._unsaid} others were since the last such line" if self._unsaid else ""
+        more = f"; {self._unsaid} other retries since the last such line" if self._unsaid else ""
         self._said_at, self._unsaid = now, 0
-        logger.warning("%s; asked again in %.1f s%s", error, delay, more)
+        logger.warning("%s; retrying in %.1f s%s", error, delay, more)
 
     def close(self) -> None:
-        """Say what was not said yet."""
+        """Log the repetitions that were not logged yet."""
         if self._unsaid:
-            logger.warning("requests asked again since the last such line: %d", self._unsaid)
+            logger.warning("retries since the last such line: %d", self._unsaid)
         self._unsaid = 0
 
 
@@ -100,13 +102,13 @@ class Request:
     path: str
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Carrying it out twice is the same as once.
+    #: Whether carrying the request out twice has the same effect as once.
     repeatable: bool = False
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a pool of connections is made with; see `RouterClient`."""
+    """The parameters of a pool of connections; `RouterClient` explains them."""
 
     base_url: str
     api_key: str | None
@@ -116,7 +118,7 @@ class Pool:
 
 
 class Transport:
-    """One pool, opened by the first request."""
+    """A pool of connections, opened by the first request."""
 
     def __init__(self, pool: Pool, retries: Retries) -> None:
         self._pool = pool
@@ -124,21 +126,21 @@ class Transport:
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
         self._retry_log = RetryLog(time.monotonic)
-        #: Where processes of the router said they listen alone, and nobody could be reached.
+        #: The `owner_url`s of router processes that this client could not connect to.
         self.unreachable: set[str] = set()
 
     async def close(self) -> None:
-        """Close every connection; requests under way break off."""
+        """Close every connection; requests in progress fail."""
         self._closed = True
         self._retry_log.close()
         if self._http is not None:
             await self._http.close()
 
     async def json(self, request: Request) -> Any:
-        """The JSON of the reply; None where it has no body.
+        """Send a request, and return the JSON of the reply; None if it has no body.
 
         Raises:
-            RouterClientError: as its tree says.
+            RouterClientError: one of its subclasses.
         """
         raw = await self.bytes(request)
         try:
@@ -149,7 +151,7 @@ class Transport:
             ) from None
 
     async def listed(self, path: str, name: str) -> list[Any]:
-        """The list of this name in the reply to GET. Raises as `json`."""
+        """Return the list `name` in the reply to a GET of `path`. Raises as `json` does."""
         answer = await self.json(Request("GET", path, repeatable=True))
         if not isinstance(answer, dict) or not isinstance(answer.get(name), list):
             raise InvalidReply(f"GET {path} was answered without {name}")
@@ -157,20 +159,21 @@ class Transport:
         return found
 
     async def bytes(self, request: Request) -> bytes:
-        """The whole body of the reply.
+        """Send a request, and return the whole body of the reply.
 
         Raises:
-            RouterClientError: as its tree says.
+            RouterClientError: one of its subclasses.
         """
         async with self.open(request) as response:
             return await response.read()
 
     @asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A good reply whose body is still to be read; leaving early breaks the connection, and so ends a generation.
+        """Send a request, and yield the reply with its body still to be read. Leaving early breaks the connection,
+        which ends a generation.
 
         Raises:
-            RouterClientError: as its tree says; also for what goes wrong with the body.
+            RouterClientError: one of its subclasses, also for errors while the body is read.
         """
         response = await self._reply(request)
         try:
@@ -225,8 +228,8 @@ class Transport:
 
 
 class OwnerTransport(Transport):
-    """The same pool of connections, to the process of the router that has a session, at `owner_url`. Where that cannot
-    be reached from here, it is logged once, and the router is asked."""
+    """A transport to the router process that owns a session, at `owner_url`, over the same pool of connections. If that
+    process cannot be reached from here, this is logged once, and requests go to the router's own URL."""
 
     def __init__(self, transport: Transport, owner_url: str) -> None:
         super().__init__(transport._pool, transport._retries)
@@ -241,15 +244,15 @@ class OwnerTransport(Transport):
                 return await self._transport._attempt(request, self._owner_url)
             except NotConnected as error:
                 unreachable.add(self._owner_url)
-                logger.warning("%s; its sessions are asked for at %s from now on", error, self._pool.base_url)
+                logger.warning("%s; requests for its sessions go to %s from now on", error, self._pool.base_url)
         return await self._transport._attempt(request)
 
 
 def _written(body: Any) -> bytes:
-    """A body as JSON.
+    """Return a body as JSON.
 
     Raises:
-        ValueError: it contains NaN or an infinity, which orjson writes as null, or decimals of these.
+        ValueError: it contains NaN or an infinity (orjson writes these as null), or decimals of these.
         TypeError: JSON has no form for one of its values.
     """
     try:
@@ -269,7 +272,7 @@ def _is_repeatable(request: Request, error: RouterClientError) -> bool:
 
 @contextmanager
 def _client_errors(request: Request) -> Iterator[None]:
-    """aiohttp's errors as ours."""
+    """Convert aiohttp's errors into the client's."""
     where = f"{request.method} {request.path}"
     try:
         yield

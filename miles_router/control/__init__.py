@@ -1,1 +1,1 @@
-"""What is done to the whole fleet: probes, fan-out, standstills, weight updates."""
+"""Operations on the whole fleet: health probes, fan-out of control requests, pause and sleep, weight updates."""

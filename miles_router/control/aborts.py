@@ -1,4 +1,4 @@
-"""Aborts: whom they mean among the requests in flight, and which workers hear of them."""
+"""Aborts: find the requests in flight that an abort names, and send it to the workers that run them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from miles_router.fleet.workers import Worker
 
 
 async def abort(call: Call, name: str | None) -> list[Outcome]:
-    """Abort a generation only where it runs, all for None. A worker that is asked in vain for one is not harmed, so all
-    are asked for one that the router cannot place."""
+    """Abort the generations named `name`, all for None, on the workers that run them.
+
+    A worker ignores an abort of an id that it does not have. So an id that is not in flight here is sent to every
+    worker.
+    """
     concerned = await call.requests.abort(name)
     urls = urls_of(concerned) if name else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
@@ -25,8 +28,8 @@ async def abort(call: Call, name: str | None) -> list[Outcome]:
 
 
 async def _inward(call: Call, worker: Worker, name: str, concerned: Sequence[Aborted]) -> list[Outcome]:
-    """Abort what one worker may know by other names than its client does. A worker that does not know `name` itself
-    aborts nothing that begins with it, so that it is told those names as well."""
+    """Abort the ids by which this worker knows the generations, where they differ from the client's id. The worker does
+    not know `name` itself, so it does not match by that prefix; each of its own ids is aborted one by one."""
     there = [each for each in concerned if worker.url in each.urls]
     if not any(each.renamed for each in there):
         return []
@@ -40,10 +43,10 @@ async def _one(call: Call, worker: Worker, name: str) -> Outcome:
 
 
 async def end_group(call: Call, group: str | int) -> list[Outcome]:
-    """End the work of a group.
+    """End all requests and sessions of a group.
 
     Raises:
-        StateError: all of it has ended, and not all of that is durable.
+        StateError: everything has ended, but a part of that could not be made durable.
     """
     aborted, failures = await call.requests.end_group(group)
     orders = []

@@ -1,4 +1,4 @@
-"""One control request under way, and how it reaches each worker."""
+"""One control request in progress, and how it is sent to each worker."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from miles_router.forwarding.outgoing import Outgoing
 if TYPE_CHECKING:
     from miles_router.control.requests import Requests
 
-BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
-#: What every engine of its kind can do that was started for it.
+BRIEF = 5.0  # seconds a worker may take for a request that it answers at once or never
+#: Actions that depend on the flags with which an engine was started.
 OF_ALL = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
-#: The status of what an engine refuses.
+#: The HTTP status of a refusal.
 REFUSED = 400
-#: What an engine has done that was asked in other words than its client's.
+#: The answer for a worker that succeeded with a translated request: its own answer is of another engine's form.
 DONE = b'{"status":"ok"}'
 
 
-#: Ends what a layer knows of a group.
+#: Ends the sessions or requests of a group that one middleware holds.
 GroupListener = Callable[[object], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One control request: as it came, what it means, and what its effect works with. A worker may take `timeout`
-    seconds."""
+    """A control request: the request as received, its parsed meaning, and the parts of the router that it works on.
+    `timeout` is the number of seconds a worker may take to answer."""
 
     request: Outgoing
     order: ReadOrder
@@ -48,40 +48,41 @@ class Call:
     health: HealthMonitor
 
     def workers(self) -> list[Worker]:
-        """Every registered worker.
+        """Return every registered worker.
 
         Raises:
-            NoWorkerAvailable: there is none.
+            NoWorkerAvailable: no worker is registered.
         """
         if not len(self.fleet.pool):
             raise NoWorkerAvailable("no worker is registered; workers register with POST /add_worker")
         return list(self.fleet.pool)
 
     async def check(self) -> None:
-        """Check that each engine can do it.
+        """Check, before anything is sent, that every worker's engine supports the action.
 
         Raises:
-            UnsupportedByEngine: one of them cannot; none was asked.
+            UnsupportedByEngine: an engine does not support it.
         """
         action = self.order.action
         if isinstance(action, EndGroup):
-            action = Abort("")  # which is how its generations end
+            action = Abort("")  # ending a group aborts its generations
         for worker, engine in await self._engines(self.fleet.pool):
             try:
                 told = engine.pause_told(action) if isinstance(action, Pause) else action
                 self._spelled(engine, told)
-                if isinstance(told, OF_ALL):  # one that spells it so may have been started without
+                if isinstance(told, OF_ALL):  # the engine has the route, but its flags may disable the action
                     engine.order(told)
             except CannotServe as error:
                 raise UnsupportedByEngine(f"{self.order.path}: {worker.url} ({engine.kind}): {error}") from None
 
     async def ask(self, workers: Collection[Worker]) -> list[Outcome]:
-        """Pass the request on to these: as it came, or as their engine spells it."""
+        """Send the request to these workers: as received, or translated for their engine."""
         asked = await self._engines(workers)
         return list(await asyncio.gather(*(self._ask_one(worker, engine) for worker, engine in asked)))
 
     async def tell(self, workers: Collection[Worker], action: Action, *, brief: bool = False) -> list[Outcome]:
-        """Have these workers do something, each as its engine spells it."""
+        """Send an action of the router's own to these workers, in the form of each worker's engine. With `brief`, wait
+        `BRIEF` seconds for each, else `QUICK`."""
         timeout, engines = BRIEF if brief else QUICK, [worker.engine or USUAL for worker in workers]
         orders = [outgoing_order(engine.order(action)) for engine in engines]
         asked = zip(workers, orders, strict=True)
@@ -101,7 +102,8 @@ class Call:
         return outgoing_order(engine.order(action))
 
     async def _engines(self, workers: Iterable[Worker]) -> Iterable[tuple[Worker, Engine]]:
-        """Which engine a worker is matters only where not all spell the request alike: then it is asked."""
+        """Return each worker with its engine. A worker of unknown kind is asked only if engines differ in this
+        request."""
         known = [*workers]
         engines = (
             [worker.engine or USUAL for worker in known] if self.order.is_common else await self.fleet.engines(known)
@@ -110,10 +112,10 @@ class Call:
 
 
 def _heard(outcome: Outcome, engine: Engine) -> Outcome:
-    """What a worker said, with the status of a refusal where that is one whatever its status."""
+    """Return the outcome, with status 400 if its body is a refusal: some engines refuse with status 200."""
     return replace(outcome, status=REFUSED) if outcome.ok and engine.refused(outcome.body) else outcome
 
 
 async def ask_all(call: Call) -> list[Outcome]:
-    """The effect of most control requests: every worker is asked, and nothing follows from it."""
+    """Send the request to every worker: the whole effect of most control requests."""
     return await call.ask(call.workers())

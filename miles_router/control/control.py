@@ -1,4 +1,4 @@
-"""Control of the fleet: a request to all workers, and what its action means for the fleet."""
+"""The entry of control requests: parse one, check it, send it to the workers, and update the fleet's state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from miles_router.forwarding.outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
 
-#: Characters of an adapter's name that is remembered.
+#: Longest adapter name that is remembered, in characters.
 MAX_ADAPTER_NAME = 512
 
 
 class Control:
-    """Runs control requests: one after the other, but for those that may run beside others."""
+    """The control requests of one fleet: it runs them one at a time, aborts in parallel with the others."""
 
     def __init__(
         self,
@@ -42,40 +42,41 @@ class Control:
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
     ) -> None:
-        #: Every control request by its path: those of the user's own, and those of engines.
+        #: Every control request by its path: those of the setting `fan_out`, and those of engines.
         self.by_path: dict[str, ControlRequest] = {**{path: own_request(path) for path in extra}, **CONTROL}
-        #: Layers that end what they know of a group when it is aborted.
+        #: Middleware callbacks that end their part of a group when it is aborted.
         self.group_listeners = requests.group_listeners
         self.requests = requests
-        #: Runs control requests where another process decides, and what that says of `may_silence`.
+        #: In a shard: sends control requests to the leader, and the leader's value of `may_silence`.
         self.relay: Callable[[str, Outgoing, str], Awaitable[FleetAnswer]] | None = None
         self.told_may_silence = False
-        #: How many control requests there were: what engines have may be other than before.
+        #: The number of control requests sent: after a change, cached knowledge of the engines may be outdated.
         self.sent = 0
         self._fleet = fleet
         self._fan_out = fan_out
         self._health = health
         self._read_timeout = read_timeout
         self._one_at_a_time = asyncio.Lock()
-        self._pausing = False  # the workers are being told to pause, and were neither paused nor asleep before
+        self._pausing = False  # a pause is being sent, and the fleet was neither paused nor asleep before
 
     @property
     def may_silence(self) -> bool:
-        """Whether engines may be silent for what they are told, or were told: a pause may hold an update behind the
-        router. While they are only being told to pause, they answer; one that hangs then would fail every pause."""
+        """Whether engines may be silent because of a control request: one is in progress, or the fleet is paused or
+        asleep (a weight update may run then that bypasses the router). While a first pause is being sent, this is
+        False: engines answer then, and excusing a hanging one would make every pause fail."""
         if self.relay is not None:
             return self.told_may_silence
         return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
-        """One control request to every worker that it concerns.
+        """Send one control request to every worker that it concerns.
 
         Raises:
-            BadRequest: input that no worker could make sense of; none was asked.
+            BadRequest: the arguments are invalid; no worker was asked.
             NoWorkerAvailable: no worker is registered.
-            UnsupportedByEngine: the engine of one cannot do it; none was asked.
-            StateError: that the fleet stands still cannot be made durable; none was asked.
-            ControlUnavailable: another process decides, and is away or was lost meanwhile.
+            UnsupportedByEngine: an engine does not support the action; no worker was asked.
+            StateError: the pause or sleep could not be made durable; no worker was asked.
+            ControlUnavailable: this process is a shard, and its leader is not reachable or was lost meanwhile.
         """
         if self.relay is not None:
             return await self.relay(path, request, request_id)
@@ -113,7 +114,8 @@ class Control:
         return answer
 
     async def keep(self) -> None:
-        """Make durable whether the fleet stands still. Where that fails, the next router may wait for a continue."""
+        """Make durable whether the fleet is paused or asleep. A failure is only logged: after a restart, the router may
+        then wait for a continue that was already sent."""
         try:
             await self._fleet.keep()
         except StateError as error:
@@ -128,35 +130,35 @@ class Control:
             self._pausing = False
 
     async def pause(self, mode: str, request_id: str) -> FleetAnswer:
-        """Pause the fleet: "abort", "retract" or "in_place". Raises as `send`; so with the others."""
+        """Pause the fleet in mode "abort", "retract" or "in_place". This and the following methods raise as `send`
+        does."""
         return await self._do(Pause(mode), request_id)
 
     async def go_on(self, request_id: str) -> FleetAnswer:
-        """End the fleet's pause."""
         return await self._do(Continue(), request_id)
 
     async def abort(self, rid: str, request_id: str) -> FleetAnswer:
-        """Abort a generation, by the name that its client knows."""
+        """Abort a generation by the id that its client knows."""
         return await self._do(Abort(rid), request_id)
 
     async def name_version(self, version: str, request_id: str) -> FleetAnswer:
-        """Name the weights that the fleet has."""
+        """Set the name of the weight version that the workers have."""
         return await self._do(NameVersion(version), request_id)
 
     async def _do(self, action: Action, request_id: str) -> FleetAnswer:
-        order = USUAL.order(action)  # as a client spells it
+        order = USUAL.order(action)  # in the form in which clients send it
         return await self.send(order.target.partition(b"?")[0].decode(), outgoing_order(order), request_id)
 
     async def engine_metrics(self, workers: Iterable[Worker]) -> str:
-        """What these engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
+        """Return these workers' metrics as one Prometheus text. Raises as `engine_metrics` does."""
         return await engine_metrics(workers, self._fan_out.reading(), self._read_timeout)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object in a body; an empty one where there is none.
+    """Return the JSON object in a body; an empty one if the body is blank.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the body is not a JSON object.
     """
     if not body.strip():
         return {}

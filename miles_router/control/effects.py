@@ -1,4 +1,4 @@
-"""What each action means for the fleet: how workers are asked, and what follows from their answers."""
+"""The effect of each control action: how the workers are asked, and what changes in the fleet by their answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from miles_router.engines.actions import (
 
 @dataclass(frozen=True)
 class Effect:
-    """What an action does.
+    """The way an action is carried out.
 
     Attributes:
-        run: asks the workers, and keeps gate and pool in step with what they answer.
-        holds_membership: nobody joins the fleet while it is under way.
-        beside_others: it runs beside other control requests; all others run one after the other.
+        run: sends the requests to the workers, and updates gate and pool by their answers.
+        holds_membership: no worker can join the fleet while the action runs.
+        beside_others: runs in parallel with other control requests; all others run one at a time.
     """
 
     run: Callable[[Call], Awaitable[list[Outcome]]] = ask_all
@@ -42,7 +42,6 @@ class Effect:
 
 
 def effect_of(action: Action) -> Effect:
-    """Return what an action does."""
     match action:
         case Pause():
             return Effect(partial(standstill.pause, action=action), holds_membership=True)

@@ -1,7 +1,7 @@
 """The engines' metrics in one Prometheus text, in the form of the SGLang gateway's `/engine_metrics`.
 
 Each sample has a label with the URL of its worker, and `:` in names becomes `_`. Values are neither summed nor
-invented: a worker that does not answer in time has no samples, and a comment names it.
+interpolated: a worker that does not answer in time has no samples, and a comment names it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: fl
     """Return the metrics of all workers that are not quarantined and answer within `timeout` seconds.
 
     Raises:
-        NoWorkerAvailable: there is no such worker.
+        NoWorkerAvailable: no worker is registered, or all are quarantined.
         PartlyFailed: no worker answered.
     """
     asked = [worker for worker in workers if worker.state is not WorkerState.QUARANTINED]
     if not asked:
-        raise NoWorkerAvailable("no worker is registered that answers")
+        raise NoWorkerAvailable("no worker is registered, or all are quarantined")
     outcomes = await asyncio.gather(*(fan_out.ask_one(worker, _request(worker), timeout) for worker in asked))
     if not any(outcome.ok for outcome in outcomes):
-        raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
+        raise PartlyFailed(f"no worker returned its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
     merged, unreadable = await asyncio.to_thread(merge, texts, LABEL)  # hundreds of engines send megabytes
     missing = {outcome.worker.url: _refusals([outcome]) for outcome in outcomes if not outcome.ok}
@@ -49,7 +49,7 @@ def _request(worker: Worker) -> Outgoing:
 
 
 class _Families(Collector):
-    """Metric families that are known already."""
+    """A collector that returns given metric families, for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -59,12 +59,13 @@ class _Families(Collector):
 
 
 def merge(texts: Mapping[str, str], label: str) -> tuple[str, dict[str, str]]:
-    """Join Prometheus texts into one, with each family once.
+    """Merge Prometheus texts into one, with each metric family once.
 
-    Every sample gets a `label` with the key of its text, unless it has that label: a worker may itself be a router.
+    Every sample gets the label `label` with the key of its text. A sample that has the label already keeps its own: the
+    worker may itself be a router.
 
     Returns:
-        The text, and why texts are not in it, by their keys: they are not Prometheus texts.
+        The merged text, and by key the reason why a text was left out (it is not valid Prometheus).
     """
     families: dict[str, Metric] = {}
     unreadable: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Fan-out: one request to every worker at the same time, and one answer.
+"""Fan-out: send one request to every worker at the same time, and merge the replies into one.
 
-A worker that hangs is named after a bounded time. A worker that was out of the fleet before and cannot be reached does
-not make the request fail: it takes no traffic, and `same-weights` keeps it out until it has what it missed.
+A worker that hangs is reported after a bounded time. A worker that was already out of the fleet and cannot be reached
+does not fail the request: it takes no traffic, and `same-weights` keeps it out until it has the current weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JSON = b"application/json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one worker said, or why it said nothing (`status` 0)."""
+    """The reply of one worker. Status 0 means no reply; the body is then the reason."""
 
     worker: Worker
     status: int
@@ -48,11 +48,12 @@ class Outcome:
 
     @property
     def excused(self) -> bool:
-        """Of a worker that takes no traffic anyway and cannot be reached."""
+        """Whether the worker takes no traffic anyway and cannot be reached, so that its failure does not count."""
         return not self.reachable and self.worker.state in (WorkerState.QUARANTINED, WorkerState.UNREACHED)
 
     def describe(self) -> dict[str, object]:
-        """For the `workers` part of an answer. What is no JSON, or nested too deep to be written again, is a text."""
+        """Return the worker's entry in the `workers` object of a reply. A body that is not JSON, or too deeply nested
+        to be written again, becomes a string."""
         try:
             body: object = orjson.loads(self.body) if self.body else None
         except orjson.JSONDecodeError:
@@ -64,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class FleetAnswer:
-    """The one answer to a fan-out."""
+    """The merged reply to a fan-out."""
 
     status: int
     body: bytes
@@ -72,11 +73,14 @@ class FleetAnswer:
 
 
 class FanOut:
-    """Asks workers, beside the bound on connections: it must get through while all are taken.
+    """The sender of control requests. It bypasses the limit on connections, so that control works when all slots are in
+    use.
 
     Args:
-        confirmed: makes sure that this process alone decides; None: it always does.
-        is_certain: whether it has been so since, asked at each write: this process may have stood still in between.
+        confirmed: waits until this process is known to be the leader, and returns False if it is not; None: there is
+            only this process.
+        is_certain: checked at each write: returns False if the confirmation has expired, as after this process was
+            suspended.
     """
 
     def __init__(
@@ -90,11 +94,13 @@ class FanOut:
         self._is_certain = is_certain
 
     async def ask(self, workers: Collection[Worker], request: Outgoing, timeout: float) -> list[Outcome]:
-        """What each worker answers within `timeout` seconds."""
+        """Send a request to each worker, and return the outcomes in the order of the workers. Each may take `timeout`
+        seconds."""
         return list(await asyncio.gather(*(self.ask_one(worker, request, timeout) for worker in workers)))
 
     async def ask_one(self, worker: Worker, request: Outgoing, timeout: float) -> Outcome:
-        """What one worker answers within `timeout` seconds."""
+        """Send a request to one worker, and return its outcome. No answer within `timeout` seconds is an outcome
+        too."""
         try:
             return await tasks.within(timeout, self._exchange(worker, request), name=f"ask {worker.url}")
         except TimeoutError:
@@ -105,12 +111,12 @@ class FanOut:
         return Outcome(worker, 0, [], str(error).encode(), reachable=False)
 
     async def obey(self, worker: Worker, order: Order) -> str | None:
-        """Give one worker an order; None where it did it, else what it said."""
+        """Send one order to a worker. Return None if it succeeded, else the worker's answer."""
         outcome = await self.ask_one(worker, outgoing_order(order), QUICK)
         return None if outcome.ok else outcome.body.decode(errors="replace")
 
     def reading(self) -> FanOut:
-        """For what changes nothing at an engine: whoever decides, it may be asked."""
+        """Return a fan-out for requests that change nothing at an engine: it does not need to be the leader."""
         return FanOut(self._upstream)
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
@@ -120,7 +126,7 @@ class FanOut:
         while await self._confirmed():
             with suppress(NotAdmitted):
                 return await send(self._upstream, worker, request, slot=False, admit=self._is_certain, fresh=fresh)
-        raise UpstreamError("nothing was sent: another leader may decide by now")
+        raise UpstreamError("nothing was sent: this process may no longer be the leader")
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
         reply = await self._send(worker, request)
@@ -131,32 +137,33 @@ class FanOut:
 
 
 def outgoing_order(order: Order) -> Outgoing:
-    """A control request of the router's own."""
+    """Return a control request of the router's own, ready to send."""
     return Outgoing(order.method, order.target, [(b"content-type", JSON)], order.body)
 
 
 def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Whose failure makes the request fail; everybody's, where nobody did it."""
+    """Return the outcomes that make the request fail: the failures that are not excused, or all if no worker
+    succeeded."""
     if not any(outcome.ok for outcome in outcomes):
         return list(outcomes)
     return [outcome for outcome in outcomes if not outcome.ok and not outcome.excused]
 
 
 def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
-    """The workers' own answer where they agree, else one that names each."""
+    """Merge the outcomes: the workers' own answer if all are equal, else an answer that lists each worker."""
     answered = [outcome for outcome in outcomes if not outcome.excused]
     same = len({(outcome.status, outcome.body) for outcome in answered}) == 1
     if same and answered[0].status and answered[0].status < 500 and len(answered) == len(outcomes):
         return FleetAnswer(answered[0].status, answered[0].body, first_header(answered[0].headers, b"content-type"))
     workers = {outcome.worker.url: outcome.describe() for outcome in outcomes}
     if failures := failed(outcomes):
-        error = PartlyFailed(f"not every worker did it: {', '.join(outcome.worker.url for outcome in failures)}")
+        error = PartlyFailed(f"these workers failed: {', '.join(outcome.worker.url for outcome in failures)}")
         return FleetAnswer(error.status, orjson.dumps({**error.body(request_id), "workers": workers}), JSON)
     return FleetAnswer(200, orjson.dumps({**_agreed(answered), "workers": workers}), JSON)
 
 
 def _agreed(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """The fields in which JSON answers agree, so that a client of a single worker finds what it looks for."""
+    """Return the fields that are equal in all JSON answers, so that a client written for one worker finds them."""
     bodies = [outcome.describe()["body"] for outcome in outcomes]
     if not bodies or not all(isinstance(body, dict) for body in bodies):
         return {}

@@ -1,11 +1,11 @@
-"""Probes: what each worker answers, told to the pool, which decides.
+"""Health checks: probe each worker, and report the results to the pool, which decides the worker's state.
 
-Every interval each worker is asked `/model_info`, which SGLang answers at once even while it is busy or paused, and
-which names its weight version. `/health` generates a token: it proves that the engine works, and is slow under load and
-silent while paused. So silence at `/health` proves nothing and is ignored; a quick refusal there counts as a failure;
-and a quarantined worker must pass it before it returns.
+Every interval each worker is asked for `/model_info`. SGLang answers that at once even while busy or paused, and the
+answer contains the weight version. `/health` generates a token: it proves that the engine works, but it is slow under
+load and silent while paused. So a timeout of `/health` is ignored, a quick error there counts as a failure, and a
+quarantined worker must pass it before it returns.
 
-A check that nobody answers in time proves nothing while the bytes of generations come from the same worker.
+A check that times out proves nothing while bytes of generations still arrive from the same worker.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from miles_router.fleet.workers import ALIVE, Signs, Transition, Worker, WorkerS
 
 logger = logging.getLogger(__name__)
 
-#: Rounds of probes in one interval while somebody takes no traffic for its weights alone.
+#: Rounds of probes in one interval while a worker gets no traffic only because of its weight version.
 ROUNDS = 8
-#: Seconds from one check of workers that never answered to the next, and for which a router that starts waits for them.
+#: Seconds between checks of workers that never answered, and the seconds that a starting router waits for them.
 UNREACHED_AGAIN, FIRST_LOOK = 1.0, 2.0
-#: Seconds from one change of a version, after which all are asked, to the next: an address may have two engines.
+#: Least seconds between checks of all workers after a changed weight version: two engines behind one address would
+#: otherwise change it at each probe.
 CALM = 1.0
 
 
 class HealthMonitor:
-    """Runs the probes between `running()`'s enter and exit."""
+    """The health checks of one fleet; they run while `running()` is entered."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class HealthMonitor:
         interval: float,
         deep_interval: float,
     ) -> None:
-        #: What speaks for a silent worker.
+        #: Returns the signs of life of a worker that did not answer.
         self.signs = signs
-        self._excused: set[Worker] = set()  # silent ones that keep their place for what runs on them
+        self._excused: set[Worker] = set()  # silent workers that stay routable because requests run on them
         self._fleet = fleet
         self._pool = fleet.pool
         self._gate = fleet.gate
@@ -56,13 +57,13 @@ class HealthMonitor:
         self._deep_interval = deep_interval
         self._deep_passed: dict[str, float] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        self._newcomers: set[Worker] = set()  # who has joined and has not answered yet
+        self._newcomers: set[Worker] = set()  # workers that have joined and not answered yet
         self._expecting: asyncio.Task[None] | None = None  # asks workers that never answered
-        self._asked_for_change = -math.inf  # when a change was last followed by questions
+        self._asked_for_change = -math.inf  # when a changed version last made all workers be checked
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Probe in the background; every probe has ended when this is left."""
+        """Probe in the background; on exit, wait until every probe has ended."""
         unsubscribe = self._fleet.subscribe(self._transition)
         self._newcomers.update(self._pool)
         ticker = tasks.spawn(self._tick(), name="health checks")
@@ -86,7 +87,7 @@ class HealthMonitor:
         return [worker for worker in self._pool if worker.state is WorkerState.UNREACHED]
 
     def _expect(self) -> None:
-        """Check workers that never answered more often than others, while there are some."""
+        """Start frequent checks of the workers that never answered, if there are any."""
         if self._unreached() and (self._expecting is None or self._expecting.done()):
             self._expecting = tasks.spawn(self._ask_unreached(), name="first answers")
 
@@ -97,7 +98,7 @@ class HealthMonitor:
             await asyncio.sleep(min(UNREACHED_AGAIN, self._interval / ROUNDS))
 
     async def _tick(self) -> None:
-        """All are asked once in an interval, and more often while the fleet is between two versions."""
+        """Check all workers once in an interval, and more often while workers wait for the fleet's weight version."""
         while True:
             self.check_all()
             for _ in range(ROUNDS):
@@ -106,28 +107,27 @@ class HealthMonitor:
                     break
 
     def check_all(self) -> None:
-        """Probe every worker now."""
         for worker in self._pool:
             self.check_soon(worker)
 
     async def sampling_version(self, worker: Worker) -> str | None:
-        """As `Probes.sampling_version`."""
+        """Return the weight version that the worker samples with now, or None if it is not known."""
         return await self._probes.sampling_version(worker)
 
     def check_soon(self, worker: Worker) -> None:
-        """Probe one worker now, unless a probe of it is under way."""
+        """Start a probe of the worker now, unless one is in progress."""
         if worker.url not in self._under_way:
             task = tasks.spawn(self._probe(worker), name=f"probe {worker.url}")
             self._under_way[worker.url] = task
             task.add_done_callback(lambda _: self._under_way.pop(worker.url, None))
 
     async def is_paused(self, url: str) -> bool:
-        """Whether somebody else has paused the worker at `url`, by what it says now; it takes no traffic then."""
+        """Probe the worker at `url`, and return whether another program has paused it; it gets no traffic then."""
         worker = self._pool.find(url)
         if worker is None:
             return False
         under_way = self._under_way.get(url)
-        if under_way is not None:  # it may have asked before the pause
+        if under_way is not None:  # that probe may have been answered before the pause
             await asyncio.wait({under_way})
         if worker.state in ALIVE and worker.state is not WorkerState.PAUSED:
             self.check_soon(worker)
@@ -147,7 +147,8 @@ class HealthMonitor:
             self._fleet.ask_for_facts(transition.worker)
 
     async def _probe(self, worker: Worker) -> None:
-        """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
+        """Probe once, and again if the weights were changed meanwhile: the version that the worker reported may be
+        outdated."""
         failed = worker.failures > 0
         while True:
             epoch = self._pool.weights_epoch
@@ -166,19 +167,19 @@ class HealthMonitor:
         changed = trusted and None not in (version, worker.weight_version) and version != worker.weight_version
         self._pool.record_alive(worker, version if trusted else None)
         if changed and time.monotonic() - self._asked_for_change >= min(CALM, self._interval / ROUNDS):
-            # Somebody updates engines behind the router, and the others may have followed.
+            # Another program updates the engines directly; other workers may have the new version too.
             self._asked_for_change = time.monotonic()
             self.check_all()
 
     def _trusted(self, epoch: int) -> bool:
-        """Return whether a weight version that a worker named since this epoch began is its version now."""
+        """Return whether a weight version that a worker reported in this epoch is still its version now."""
         return epoch % 2 == 0 and epoch == self._pool.weights_epoch
 
     async def _probe_once(self, worker: Worker, epoch: int) -> None:
-        """Ask, and tell the pool.
+        """Probe a worker, and record the result in the pool.
 
         Raises:
-            UpstreamError: this machine has no room for a connection, so nothing is known.
+            UpstreamError: this machine has no free connection, so the probe says nothing about the worker.
         """
         silenced, pauses = self._gate.deliberate, self._gate.pauses
         try:
@@ -186,7 +187,7 @@ class HealthMonitor:
         except UpstreamError as error:
             if error.exhausted:
                 raise
-            # Silence of a fleet that was silenced proves nothing; a port that nobody listens on does.
+            # A timeout proves nothing while the fleet is paused or asleep; a refused connection does.
             refused = isinstance(error, UpstreamUnreachable) and error.refused
             if not refused and (silenced or self._gate.deliberate):
                 return
@@ -206,13 +207,14 @@ class HealthMonitor:
             self._alive(worker, version, epoch)
         elif paused:
             self._alive(worker, version, epoch)
-            self._pool.set_paused(worker, "paused by somebody else: it says that it is not ready")
+            self._pool.set_paused(worker, "paused by another program: the worker reports that it is not ready")
         else:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)
 
     async def _reach(self, worker: Worker, version: str | None, epoch: int) -> str | None:
-        """Have a worker that answers for the first time join the fleet; returns why it could not."""
+        """Let a worker that answers for the first time join the fleet. Return the reason if it cannot join, else
+        None."""
         try:
             await self._fleet.reach(worker, version if self._trusted(epoch) else None)
         except (PartlyFailed, StateError, UpstreamUnreachable) as error:
@@ -220,9 +222,9 @@ class HealthMonitor:
         return None
 
     async def record_silence(self, worker: Worker, reason: str, seconds: float) -> None:
-        """Count a failure of a worker that did not answer in time. Bytes of its generations in the last `seconds` are a
-        sign of life, and the last routable worker keeps its place while requests run on it."""
-        if worker.state is WorkerState.UNREACHED:  # nothing runs there; other processes may not be there to be asked
+        """Record a failure of a worker that did not answer in time. It is not counted if bytes of its generations
+        arrived in the last `seconds`, or if it is the last routable worker and requests run on it."""
+        if worker.state is WorkerState.UNREACHED:  # no request runs there, so no process can know a sign of life
             self._pool.record_failure(worker, reason)
             return
         signs = await self.signs(worker)
@@ -237,7 +239,7 @@ class HealthMonitor:
             logger.warning("worker_silent", extra={"fields": {"worker": worker.url, "reason": reason}})
 
     async def _judge(self, worker: Worker, version: str | None, epoch: int) -> None:
-        """What becomes of a worker that answers and is not paused."""
+        """Update the state of a worker that answers and is not paused."""
         if worker.state is WorkerState.QUARANTINED:
             self._alive(worker, version, epoch)
             await self._try_readmission(worker)
@@ -247,8 +249,8 @@ class HealthMonitor:
             self._pool.record_failure(worker, sick)
 
     async def _is_paused(self, worker: Worker) -> bool:
-        """Whether a worker that lives says that it is not ready. SGLang says so while it is paused, and after a failed
-        `/health` until one succeeds: that one is asked for here, and its silence is the proof."""
+        """Return whether a live worker is paused. SGLang reports "not ready" while it is paused, and also after a
+        failed `/health` until one succeeds. So `/health` is asked here: only a paused worker does not answer it."""
         if not await self._probes.is_unready(worker):
             return False
         try:
@@ -261,15 +263,15 @@ class HealthMonitor:
         return bool(self._deep_interval) and time.monotonic() - passed_at >= self._deep_interval
 
     async def _deep(self, worker: Worker) -> str | None:
-        """What a worker says against itself at the deep check, or None. One that fails is asked again at every
-        interval, so that failures can be consecutive."""
+        """Run the deep check, and return the reason if the worker failed it. After a failure it runs at every interval,
+        so that failures can be consecutive."""
         try:
             sick = await self._probes.sickness(worker)
         except UpstreamTimeout:
-            sick = None  # busy or paused: the cheap check has just passed
+            sick = None  # busy or paused; the cheap check has just passed
         if sick is None:
             self._deep_passed[worker.url] = time.monotonic()
-            self._fleet.ask_for_facts(worker)  # whoever took its place between two probes is another
+            self._fleet.ask_for_facts(worker)  # the process may have been replaced between two probes
         return sick
 
     async def _try_readmission(self, worker: Worker) -> None:

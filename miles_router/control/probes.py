@@ -1,4 +1,4 @@
-"""Probes: the questions that one worker is asked beside its traffic. They report, and decide nothing."""
+"""Probes: the requests by which the router asks one worker about its state. They report, and decide nothing."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
 
 OK, NOT_FOUND = 200, 404
-#: What an engine answers that has a key which it was not asked with.
+#: The statuses of an engine that requires another API key.
 KEYED = frozenset({401, 403})
 MAX_ANSWER = 1024 * 1024
-MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
+MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's OpenAPI schema may have a megabyte and more
 MAX_MODELS = 8 * 1024 * 1024  # some 50,000 adapters
-MAX_TOKENS = 16 * 1024 * 1024  # the ids of a text that names every added token
+MAX_TOKENS = 16 * 1024 * 1024  # the ids of a text that contains every added token
 #: Seconds that tokenizing a text may take.
 PATIENCE = 5.0
-#: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
+#: Most seconds for `/health`: SGLang answers 503 after 20 s if it is paused or busy, which must count as a timeout.
 DEEP_PATIENCE = 10.0
-#: How often a worker is asked for its facts that loses all connections meanwhile.
+#: Attempts to read the facts of a worker whose connections all close meanwhile.
 ATTEMPTS = 2
-#: Seconds until an engine that did not prove that it moves is asked again, at most.
+#: Most seconds between two attempts to make an engine prove that it works.
 PAUSE = 1.0
 
 
 class Probes:
-    """Asks workers over `upstream`; each question may take `timeout` seconds."""
+    """The probes of workers over `upstream`. Each request may take `timeout` seconds."""
 
     def __init__(self, upstream: Upstream, *, timeout: float) -> None:
         self._upstream = upstream
-        #: Seconds that one question may take.
+        #: Seconds that one request may take.
         self.timeout = timeout
 
     async def liveness(self, worker: Worker) -> Facts:
-        """What a worker that answers says at the cheap check: its model, and the version of its weights.
+        """Ask for the cheap check, and return the facts in its answer: the model and the weight version.
 
         Raises:
-            UpstreamError: it does not answer, or answers with a server error.
+            UpstreamError: the worker does not answer, or answers with a server error.
         """
         ways = ALIVE if worker.engine is None else (worker.engine.alive,)
         for names in ways:
@@ -52,7 +52,8 @@ class Probes:
         return Facts()
 
     async def sampling_version(self, worker: Worker) -> str | None:
-        """The weight version that samples at a worker now; None where it does not say, or not everywhere the same."""
+        """Return the weight version that the worker's schedulers use now; None if it is not reported, or if they
+        differ."""
         engine = _engine(worker)
         with suppress(UpstreamError):
             status, body = await self._first(worker, engine.scheduler, self.timeout, MAX_DOCUMENT)
@@ -60,8 +61,8 @@ class Probes:
         return None
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
-        """All that a worker says about itself, and the number of the process that said it; None where parts of it went
-        unanswered, or may be another process's. What it does not answer is unknown."""
+        """Return all facts of a worker and the number of the process that reported them. The number is None if an
+        answer is missing, or may come from another process. Facts that the worker does not report are None."""
         for _ in range(ATTEMPTS):
             documents, process = await self._documents(worker)
             facts = facts_of(documents)
@@ -74,11 +75,11 @@ class Probes:
     async def adapters(
         self, worker: Worker, patience: float | None = None, key: bytes | None = None
     ) -> frozenset[str] | None:
-        """The adapters that a worker has now; None where it does not say, within so many seconds, to this
-        `Authorization`.
+        """Return the adapters that a worker has loaded; None if it does not answer within `patience` seconds or gives
+        no list. `key` is the `Authorization` to send if the worker has no key of its own.
 
         Raises:
-            Unauthorized: it says that to others.
+            Unauthorized: the worker requires another key.
         """
         with suppress(UpstreamError):
             timeout = self.timeout if patience is None else min(self.timeout, patience)
@@ -89,7 +90,7 @@ class Probes:
         return None
 
     async def tokenize(self, worker: Worker, path: str, text: str, key: bytes | None) -> tuple[int, bytes]:
-        """As `TokenizerQuestion.tokenize`."""
+        """Have the worker's engine encode `text`. Return the status and body of its answer."""
         body = _engine(worker).tokenize_body(text)
         headers = [(b"content-type", b"application/json"), *_headers(worker, key)]
         return await self._upstream.fetch(
@@ -97,11 +98,12 @@ class Probes:
         )
 
     def process(self, worker: Worker) -> int | None:
-        """The number of the process at a worker's address; None where no connection to it is open."""
+        """Return the number of the process at a worker's address; None if no connection to it is open."""
         return self._upstream.process(worker.address)
 
     async def is_unready(self, worker: Worker) -> bool:
-        """Whether it says that it is not ready. Silence says nothing: a busy worker is late."""
+        """Return whether the worker reports that it is not ready. A timeout is no such report: a busy worker answers
+        late."""
         path = _engine(worker).ready
         if path is None:
             return False
@@ -111,7 +113,7 @@ class Probes:
             return False
 
     async def is_paused(self, worker: Worker) -> bool:
-        """Whether it says that it was paused and is well. One that is not well says neither."""
+        """Return whether the worker is not ready but healthy, which means paused. An unhealthy worker is not paused."""
         path = _engine(worker).well
         if path is None:
             return False
@@ -121,10 +123,11 @@ class Probes:
             return False
 
     async def moves(self, worker: Worker, patience: float) -> None:
-        """Return once a worker's engine has proved that it moves, however long that takes. It is asked quietly for
-        half of `patience` (seconds), then also for a token, which SGLang counts as a failure of its health where it
-        is silent for 20 s. An engine that does not know these questions proves nothing, and is not suspected; nor is
-        one that cannot be asked because this machine has no room for a connection.
+        """Return once the worker's engine has proved that it works, however long that takes.
+
+        For half of `patience` (seconds) it is asked for its scheduler's state only, then also for a token: SGLang
+        counts that as a failed health check if it is silent for 20 s. An engine without these routes is not suspected,
+        nor is one that cannot be asked because this machine has no free connection.
         """
         try:
             status, _ = await self._first(worker, _engine(worker).scheduler, patience / 2, MAX_DOCUMENT)
@@ -143,7 +146,7 @@ class Probes:
             await asyncio.sleep(min(PAUSE, patience / 10))
 
     async def sickness(self, worker: Worker) -> str | None:
-        """Why the deep check did not pass, or None.
+        """Run the deep check, and return why it failed, or None.
 
         Raises:
             UpstreamTimeout: no answer came.
@@ -167,8 +170,8 @@ class Probes:
         return f"{worker.url}{path} answered {status}" if status >= 500 else None
 
     async def _documents(self, worker: Worker) -> tuple[dict[str, bytes | None], int | None]:
-        """What a worker says about itself, and the number of the process that answered first, whose connection is kept.
-        One that is unknown is asked for the documents of the first kind of which it has the first document."""
+        """Return the worker's documents by path, and the number of the process that answered the first one. While the
+        engine's kind is unknown, use the documents of the first kind whose first document the worker has."""
         documents: dict[str, bytes | None] = {}
         process: int | None = None
         for kind in KINDS if worker.engine is None else (worker.engine,):
@@ -184,7 +187,8 @@ class Probes:
         return {names[0]: b"" for names in DOCUMENTS}, process
 
     async def _document(self, worker: Worker, names: Names, timeout: float) -> bytes | None:
-        """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
+        """Return a document; b"" if the worker does not have it, None if it did not answer, `WITHHELD` if it needs
+        another key."""
         try:
             status, body = await self._first(worker, names, timeout, MAX_DOCUMENT)
         except UpstreamError:
@@ -199,10 +203,10 @@ class Probes:
         limit: int = MAX_ANSWER,
         key: bytes | None = None,
     ) -> tuple[int, bytes]:
-        """The answer under the first of these names that the worker knows.
+        """Return status and body of the first of these paths that the worker knows.
 
         Raises:
-            UpstreamError: it does not answer, or answers with a server error.
+            UpstreamError: the worker does not answer, or answers with a server error.
         """
         for path in names:
             status, body = await self._get(worker, path, timeout, limit, key)
@@ -215,7 +219,7 @@ class Probes:
     async def _get(
         self, worker: Worker, path: str, timeout: float, limit: int = MAX_ANSWER, key: bytes | None = None
     ) -> tuple[int, bytes]:
-        """An answer to the worker's own key, else to `key`."""
+        """Return status and body of a GET with the worker's own key, or with `key` if it has none."""
         headers = _headers(worker, key)
         return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout, limit=limit)
 

@@ -1,4 +1,4 @@
-"""The requests in flight as control sees them: marked for an abort, and who has to hear of it."""
+"""The requests in flight as control requests see them: which ones an abort means, and which workers run them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from miles_router.fleet.inflight import InFlight
 
 
 class Aborted(NamedTuple):
-    """A request that is aborted: the URLs of the workers that have it, and all that these may call its generations;
-    `renamed` where that is more than its client does."""
+    """An aborted request: the URLs of its workers, and the ids under which they may know its generations. `renamed`
+    means that these ids include others than the client's."""
 
     urls: Collection[str]
     names: Collection[str]
@@ -22,34 +22,35 @@ class Aborted(NamedTuple):
 
 
 class GroupEnd(NamedTuple):
-    """What is left to do for a group that was ended, and why some of its end will not outlive the router."""
+    """The result of ending a group: the requests to abort at workers, and the errors of what could not be made
+    durable."""
 
     aborted: list[Aborted]
     failures: list[StateError]
 
 
 class Requests(Protocol):
-    """Those of one pool."""
+    """The requests in flight of one pool."""
 
-    #: Layers that end what they know of a group when it is aborted.
+    #: Middleware callbacks that end their part of a group when it is aborted.
     group_listeners: list[GroupListener]
 
     async def abort(self, rid: str | None) -> list[Aborted]:
-        """Mark those that an abort means (all for None), as `InFlight.abort`, and let go on who waits at the gate."""
+        """Mark the requests that an abort means (all for None) as aborted, and release those that wait at the gate."""
         ...
 
     async def end_group(self, group: str | int) -> GroupEnd:
-        """The same for a group: what layers know of it, and its requests. One whose generations have no name that a
-        worker knows is broken off, which ends it there too."""
+        """End a group: its part in each middleware, and its requests. A request without an id that a worker knows is
+        broken off, which ends its generation too."""
         ...
 
     async def at(self, url: str) -> Collection[str]:
-        """The ids of those that the worker at this URL has."""
+        """Return the ids of the requests that run at the worker with this URL."""
         ...
 
 
 class OwnRequests:
-    """Those of this process."""
+    """The requests in flight of this process."""
 
     def __init__(self, in_flight: InFlight, gate: Gate) -> None:
         self.group_listeners: list[GroupListener] = []
@@ -57,7 +58,7 @@ class OwnRequests:
         self._gate = gate
 
     async def abort(self, rid: str | None, elsewhere: Collection[str | None] = ()) -> list[Aborted]:
-        """See `Requests`.
+        """Abort as `Requests.abort` does.
 
         Args:
             elsewhere: workers at which a request of another process has exactly this id.
@@ -72,11 +73,11 @@ class OwnRequests:
         return found
 
     async def places(self, rid: str) -> list[str | None]:
-        """The workers at which a request has exactly this id; None for those that no worker has."""
+        """Return the URLs of the workers at which a request has exactly this id; None stands for requests without a
+        worker yet."""
         return list(await self.in_flight.places(rid))
 
     async def end_group(self, group: str | int) -> GroupEnd:
-        """See `Requests`."""
         heard = await asyncio.gather(*map(_failing(group), self.group_listeners))
         found = []
         members = self.in_flight.of_group(str(group).encode())
@@ -93,7 +94,6 @@ class OwnRequests:
         return GroupEnd(found, [failure for failure in heard if failure is not None])
 
     async def at(self, url: str) -> set[str]:
-        """See `Requests`."""
         return self.in_flight.at(url)
 
 
@@ -101,7 +101,7 @@ def _failing(group: str | int) -> Callable[[GroupListener], Awaitable[StateError
     async def tell(listener: GroupListener) -> StateError | None:
         try:
             await listener(group)
-        except StateError as error:  # all else ends all the same
+        except StateError as error:  # the other listeners and requests must end too
             return error
         return None
 
@@ -109,5 +109,5 @@ def _failing(group: str | int) -> Callable[[GroupListener], Awaitable[StateError
 
 
 def urls_of(aborted: Sequence[Aborted]) -> set[str]:
-    """Every worker that has one of them."""
+    """Return the URLs of all workers that run one of these requests."""
     return {url for each in aborted for url in each.urls}

@@ -1,13 +1,15 @@
-"""Stalled engines: a worker whose HTTP process answers while nothing moves behind it, and requests wait in it.
+"""Stalled engines: detect a worker whose HTTP server answers while its engine no longer makes progress on its
+requests.
 
-No request has a time limit, and a whole answer may take an hour: silence alone proves nothing. So a worker with
-requests is suspected only when no piece of any of them has come for a while, and then its engine is asked. SGLang
-0.5.23 answers `/server_info` from its scheduler, in whatever state that is, idle, busy or paused, between two steps of
-the model; with a long prompt, between two chunks of it. `/health_generate` is answered when anything at all came from
-the scheduler. Only an engine that is silent in all of these ways for the whole time is given up: it is quarantined, and
-its requests end as those of a lost worker.
+No request has a time limit, and a non-streamed reply may take an hour: silence alone proves nothing. So a worker is
+suspected only when no piece of any reply has come for a while, and then its engine is asked. SGLang 0.5.23 answers
+`/server_info` from its scheduler in any state (idle, busy or paused), between two steps of the model; with a long
+prompt, between two chunks of it. `/health_generate` is answered when anything at all came from the scheduler. Only an
+engine that is silent in all of these ways for the whole time is given up: the worker is quarantined, and its requests
+end like those of a lost worker.
 
-Time is counted in looks, not by the clock: a router that was stopped itself for an hour blames nobody.
+Time is counted in checks, not by the clock: a router that was itself suspended for an hour must not blame the
+workers.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from miles_router.forwarding.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-#: As often a worker is looked at within the time after which it is given up.
+#: The number of checks of a worker within the timeout.
 LOOKS = 12
 
 
 class _Silence:
-    """How long nothing has been heard of a worker's engine."""
+    """The time for which a worker's engine has given no sign of life."""
 
     def __init__(self) -> None:
-        self.looks = 0  # that found no sign of life, in a row
-        self.beats = -1  # of its pulse at the last of them
-        self.paused = False  # by somebody else, when it was last asked
+        self.looks = 0  # checks in a row without a sign of life
+        self.beats = -1  # the worker's pulse at the last check
+        self.paused = False  # by another program, when the worker was last asked
         self.question: asyncio.Task[None] | None = None
 
     def end(self) -> None:
-        """There was a sign of life, or there is no reason to expect one."""
+        """Start counting from zero: there was a sign of life, or there is no reason to expect one."""
         self.looks = 0
         if self.question is not None:
             self.question.cancel()
@@ -47,11 +49,11 @@ class _Silence:
 
 
 class StallWatch:
-    """Looks at workers with requests between `running()`'s enter and exit.
+    """The watch over workers with requests; it runs while `running()` is entered.
 
     Args:
         timeout: seconds without a sign of life after which an engine is given up; 0: never.
-        excused: whether workers may be silent now for what they were told to do.
+        excused: returns whether workers may be silent now because of a control request.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class StallWatch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Look in the background; every question has ended when this is left."""
+        """Check in the background; on exit, wait until every request to a worker has ended."""
         if not self._timeout:
             yield
             return
@@ -112,8 +114,8 @@ class StallWatch:
             silence.question = tasks.spawn(self._ask(worker, silence), name=f"ask engine {worker.url}")
 
     async def _ask(self, worker: Worker, silence: _Silence) -> None:
-        """Return once there is a sign of life. A pause by somebody else lasts until it says that it is ready: an update
-        within it may keep the engine silent for long."""
+        """Return once there is a sign of life. If another program has paused the worker, wait until it reports ready: a
+        weight update in that pause may keep the engine silent for long."""
         if silence.paused and await self._probes.is_unready(worker):
             return
         silence.paused = await self._probes.is_paused(worker)
@@ -121,7 +123,7 @@ class StallWatch:
             await self._probes.moves(worker, self._timeout)
 
     def _give_up(self, worker: Worker) -> None:
-        """First it takes nothing new, then what it has is lost: so a retry goes elsewhere."""
+        """Quarantine the worker first, and then end its requests, so that retries go to other workers."""
         reason = f"stalled: its engine gave no sign of life for {self._timeout:g} s"
         self._pool.record_stall(worker, reason)
         lost = self._upstream.give_up(worker.address, worker.pulse, f"{worker.url} is {reason}")

@@ -1,4 +1,4 @@
-"""Pause and continue, sleep and wake: what brings the fleet to a standstill, and what ends that."""
+"""Pause and continue, sleep and wake, and cache flushes: the control requests about a fleet that stands still."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from miles_router.errors import StateError, UnsupportedByEngine
 from miles_router.fleet.standstill import stand_still, standstill
 from miles_router.fleet.workers import Worker, WorkerState
 
-#: Seconds for which a paused fleet is asked again to flush, and between two questions.
+#: Seconds for which a flush is repeated while the fleet is paused, and seconds between two attempts.
 FLUSH_PATIENCE, FLUSH_AGAIN = 5.0, 0.25
-MAX_NAMED = 8  # requests, in the answer to a flush
+MAX_NAMED = 8  # request ids listed in the answer to a flush
 
 
 async def pause(call: Call, action: Pause) -> list[Outcome]:
-    """All pause or none: where some worker refuses, those that did pause go on again."""
+    """Pause all workers or none: if a worker refuses, those that did pause are continued."""
     workers, fleet, before = call.workers(), call.fleet, call.fleet.pause
     mode = action.mode
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
     fleet.begin_pause(action)
-    if before is None:  # else it is durable that the fleet is paused, and workers are in the mode that was asked for
+    if before is None:  # a second pause needs no new record: the fleet is recorded as paused already
         await _keep(call, fleet.end_pause)
-    await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
+    await fleet.everywhere()  # from here on no process sends a generation, and all know why generations end early
     if mode == "abort" and kept:
-        # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
-        # was retracted it aborts at once.
+        # SGLang 0.5.23 deadlocks here: it waits for the generations that it holds in place, which end only after a
+        # continue, and ignores the continue. Retracted generations are aborted at once, so they are retracted first.
         await call.tell(kept, Pause("retract"), brief=True)
     outcomes = await _tell_mode(call, list(fleet.pool), mode)
     if failed(outcomes):
@@ -45,7 +45,7 @@ async def pause(call: Call, action: Pause) -> list[Outcome]:
 
 
 async def _keep(call: Call, undo: Callable[[], None]) -> None:
-    """Make durable that the fleet stands still, before any worker is told.
+    """Make the pause or sleep durable before any worker is asked.
 
     Raises:
         StateError: it cannot be made durable, and was undone.
@@ -58,7 +58,8 @@ async def _keep(call: Call, undo: Callable[[], None]) -> None:
 
 
 async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
-    """Pause each in this mode, or in the one that its engine has in place of it; the answer says so then."""
+    """Pause each worker in this mode, or in the mode that its engine has instead; its answer then contains both
+    modes."""
     told = [each.pause_told(Pause(mode)).mode for each in await call.fleet.engines(workers)]
     others = {each for each in told if each != mode}
     groups = {each: [worker for worker, its in zip(workers, told, strict=True) if its == each] for each in others}
@@ -69,16 +70,16 @@ async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[O
 
 
 async def _tell_other(call: Call, workers: Collection[Worker], mode: str, told: str) -> list[Outcome]:
-    """Pause some in another mode than was asked for."""
-    message = f"Paused with {told!r} in place of {mode!r}: generations stay, and go on with the engine."
+    """Pause these workers in mode `told` instead of the requested `mode`."""
+    message = f"Paused with {told!r}: this engine has no {mode!r}. Generations stay in it, and go on after a continue."
     body = orjson.dumps({"message": message, "status": "ok", "mode": told, "in_place_of": mode})
     outcomes = await call.tell(workers, Pause(told))
     return [replace(outcome, body=body) if outcome.ok else outcome for outcome in outcomes]
 
 
 async def _take_back(call: Call, outcomes: Sequence[Outcome]) -> None:
-    """Whoever paused goes on again, and so does whoever was silent, for it may have heard. Who then does not answer
-    takes no traffic until it says that it is ready."""
+    """Continue the workers that paused, and those that did not answer: they may have received the pause. A worker that
+    refuses or does not answer the continue gets no traffic until it reports that it is ready."""
     did = [outcome.worker for outcome in outcomes if outcome.ok]
     silent = [outcome.worker for outcome in outcomes if not outcome.reachable]
     answers = await asyncio.gather(call.tell(did, Continue()), call.tell(silent, Continue(), brief=True))
@@ -89,7 +90,8 @@ async def _take_back(call: Call, outcomes: Sequence[Outcome]) -> None:
 
 
 async def go_on(call: Call) -> list[Outcome]:
-    """Whoever does not go on takes no traffic. Where nobody is left who could refuse, the gate opens all the same."""
+    """Continue all workers. A worker that fails gets no traffic, but the gate opens in any case, even without any
+    worker."""
     outcomes = await call.ask(list(call.fleet.pool))
     for outcome in outcomes:
         if outcome.ok:
@@ -102,10 +104,10 @@ async def go_on(call: Call) -> list[Outcome]:
 
 
 async def sleep(call: Call, action: Sleep) -> list[Outcome]:
-    """The fleet sleeps as soon as one worker has released memory.
+    """Release the workers' memory. The fleet sleeps as soon as one worker has released some.
 
     Raises:
-        UnsupportedByEngine: an engine would end over it; none was asked.
+        UnsupportedByEngine: an engine cannot release its memory; no worker was asked.
     """
     workers = call.workers()
     await _check_sleep(call, workers)
@@ -128,7 +130,8 @@ async def sleep(call: Call, action: Sleep) -> list[Outcome]:
 
 
 async def wake(call: Call, action: Wake) -> list[Outcome]:
-    """It wakes once all workers have every part again, or nobody is left who could refuse. Raises as `sleep`."""
+    """Resume the workers' memory. The fleet is awake once all workers have every part again, or no worker is left.
+    Raises as `sleep` does."""
     await _check_sleep(call, list(call.fleet.pool))
     outcomes = await call.ask(list(call.fleet.pool))
     if not failed(outcomes):
@@ -142,11 +145,14 @@ async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
     engines = await call.fleet.engines(workers)
     for worker, engine in zip(workers, engines, strict=True):
         if not engine.sleeps:
-            raise UnsupportedByEngine(f"{call.order.path}: the engine of {worker.url} ({engine.kind}) ends over it")
+            raise UnsupportedByEngine(
+                f"{call.order.path}: the engine of {worker.url} ({engine.kind}) cannot release memory"
+            )
 
 
 async def flush(call: Call) -> list[Outcome]:
-    """Ask every worker to empty its caches. A worker that refuses in the end says which requests the pause holds."""
+    """Ask every worker to empty its caches. The answer of a worker that still refuses lists the requests that the pause
+    holds."""
     outcomes = await ask_to_flush(call, call.workers(), call.ask)
     if call.fleet.pause is None:
         return outcomes
@@ -156,8 +162,8 @@ async def flush(call: Call) -> list[Outcome]:
 async def ask_to_flush(
     call: Call, workers: Sequence[Worker], ask: Callable[[Sequence[Worker]], Awaitable[list[Outcome]]]
 ) -> list[Outcome]:
-    """Ask workers to empty their caches, by `ask`. While the fleet is paused, a worker that refuses is asked again for
-    `FLUSH_PATIENCE` seconds: its engine may not have let go yet of what it was told to abort."""
+    """Ask workers to empty their caches, by `ask`. While the fleet is paused, repeat it for `FLUSH_PATIENCE` seconds
+    for those that refuse: an engine may not have released the aborted generations yet."""
     outcomes = await ask(workers)
     loop = asyncio.get_running_loop()
     until = loop.time() + FLUSH_PATIENCE
@@ -175,7 +181,7 @@ def _refused(outcomes: Sequence[Outcome]) -> list[Outcome]:
 async def _with_held(call: Call, outcome: Outcome) -> Outcome:
     ids = sorted(await call.requests.at(outcome.worker.url))
     named = ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
-    held = f"The pause holds {len(ids)} requests there{': ' + named if ids else ''}.\n"
+    held = f"The pause holds {len(ids)} requests on this worker{': ' + named if ids else ''}.\n"
     return replace(outcome, body=outcome.body + held.encode())
 
 

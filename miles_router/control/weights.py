@@ -1,4 +1,5 @@
-"""Weight updates: the fleet's version follows them, and no probe that ran meanwhile is believed."""
+"""Weight updates: run them on all workers, follow the fleet's weight version, and distrust probes that ran
+meanwhile."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the c
 
 
 async def name(call: Call, version: str) -> list[Outcome]:
-    """Name a version to weights that are there already: no worker has other weights behind it."""
+    """Set the name of the version of weights that the workers already have. No worker counts as outdated by it."""
     outcomes, _ = await _update(call, version, took=False)
     return outcomes
 
 
 async def update(call: Call, action: Update) -> list[Outcome]:
-    """Change the weights, after which an engine may flush its caches."""
+    """Change the weights of all workers, after which an engine may flush its caches."""
     outcomes, changed = await _update(call, action.version, took=True)
     if action.flushes:
         outcomes = await _flushed_later(call, outcomes, changed)
@@ -35,9 +36,11 @@ async def update(call: Call, action: Update) -> list[Outcome]:
 
 
 async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[Outcome], list[Worker]]:
-    """Note who took an update, and to which version; then ask every worker for its own. After an update that names no
-    version the fleet's is unknown, and only who took it is routable under `same-weights`. Returns the outcomes, and the
-    workers that refused and sample with the new version all the same."""
+    """Send an update to every worker, and record which workers applied it and under which version.
+
+    An update without a version makes the fleet's version unknown: under `same-weights` only the workers that applied it
+    stay routable. Return the outcomes, and the workers that refused but sample with the new version all the same.
+    """
     pool, workers = call.fleet.pool, call.workers()
     changed: list[Worker] = []
     with pool.changing_weights():
@@ -59,9 +62,9 @@ async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[
 
 
 async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: str) -> list[Worker]:
-    """Those that refused an update and sample with its version. SGLang 0.5.23 answers 400 where the weights have
-    changed and the cache could not be flushed, stamps the tokens with the new version, and names the old one at
-    `/model_info` until it is told."""
+    """Return the workers that refused an update but sample with its version. SGLang 0.5.23 answers 400 if the weights
+    have changed and the cache could not be flushed. It stamps the tokens with the new version, and reports the old one
+    at `/model_info` until the version is set; that is done here."""
     versions = await asyncio.gather(*map(call.health.sampling_version, refused))
     changed = [worker for worker, sampling in zip(refused, versions, strict=True) if sampling == version]
     for worker in changed:
@@ -73,14 +76,14 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
 
 
 async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:
-    """Flush the caches of workers whose weights have changed and whose caches could not be flushed; return outcomes in
-    which those that did it succeed.
+    """Flush the caches of workers that applied an update but could not flush. Return the outcomes, with success for
+    those that now flushed.
 
-    In a pause with `abort`, SGLang 0.5.23 answers the pause while its scheduler still holds a request that its client
-    has just left. It lets go of it a step later.
+    In a pause with `abort`, SGLang 0.5.23 answers the pause while its scheduler still holds a request that was just
+    aborted. It releases the request a step later.
     """
     pause = call.fleet.pause
-    if not changed or pause is None or pause.mode == "in_place":  # what is kept in place is never let go of
+    if not changed or pause is None or pause.mode == "in_place":  # requests held in place block every flush
         return outcomes
     told = await standstill.ask_to_flush(call, changed, partial(call.tell, action=Flush(), brief=True))
     did = {outcome.worker for outcome in told if outcome.ok}
@@ -88,7 +91,7 @@ async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[
 
 
 async def flush(call: Call) -> list[Outcome]:
-    """The caches of whoever did it are empty: nothing of older weights is left to be kept apart."""
+    """Flush the workers' caches, and note which are empty: they hold no entries of older weights."""
     outcomes = await standstill.flush(call)
     _flushed(outcomes)
     return outcomes

@@ -1,6 +1,6 @@
-"""What training frameworks expect, a file for each of them, and their Namespaces read in one place.
+"""The settings and names of training frameworks, a file for each of them, and the reader of their Namespaces.
 
-Imports nothing else of the router, so that every part of it can speak a dialect.
+This package imports nothing else of the router, so that every part of the router can use it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = [
     "trainer_fields",
 ]
 
-#: Their name -> ours. What is absent or None keeps our default; of several names of one setting the first counts.
+#: Framework's name -> the router's setting. Absent or None keeps the default. The first name of a setting wins.
 NAMES = {**miles.NAMES, **slime.NAMES}
 MIDDLEWARE_PATHS = (miles.MIDDLEWARE_PATHS, slime.MIDDLEWARE_PATHS)
-#: Bounds that are 0 here where there is none, and None there.
+#: Settings for which 0 means "no limit" here, and None does in the frameworks.
 BOUNDS = frozenset({"max_connections", "request_timeout"})
-#: Names that begin so are about a router.
+#: Prefixes of names that configure a router.
 PREFIXES = (*miles.PREFIXES, slime.PREFIX)
 OLD_PATHS = {**miles.OLD_PATHS, **slime.OLD_PATHS}
 
 
 def settings_of(args: Namespace) -> dict[str, str]:
-    """Our settings that a framework's Namespace names, as text.
+    """Return the router settings in a framework's Namespace, as text by setting name.
 
     Raises:
-        Unsupported: it names a setting of a router that is none of ours, with a value.
+        Unsupported: the Namespace sets a router option that this router does not have.
     """
     miles.check_policy(args)
     known = {*NAMES, *MIDDLEWARE_PATHS, miles.POLICY}
@@ -56,7 +56,8 @@ def settings_of(args: Namespace) -> dict[str, str]:
 
 
 def middleware_paths(args: Namespace) -> list[str]:
-    """The middlewares that a Namespace lists, by the paths that ours have now."""
+    """Return the dotted paths of the middlewares in a Namespace; paths of framework modules become those of this
+    router."""
     listed = next((paths for name in MIDDLEWARE_PATHS if (paths := getattr(args, name, None))), ())
     return [_moved(path) for path in listed]
 
@@ -66,7 +67,7 @@ def _moved(path: str) -> str:
 
 
 def namespace_of(config: RouterConfig) -> Namespace:
-    """The names under which such frameworks' own middlewares look settings up."""
+    """Return a Namespace with the names under which the frameworks' own middlewares look up settings."""
     values = {theirs: getattr(config, ours) for theirs, ours in NAMES.items()}
     unbounded = {theirs: None for theirs, ours in NAMES.items() if ours in BOUNDS and not values[theirs]}
     paths = [spec.path for spec in config.middlewares]

@@ -1,4 +1,4 @@
-"""miles: the names in its Namespace and in its samples, ours to theirs (radixark/miles at 31f1ca961)."""
+"""miles: the names in its Namespace and its samples, mapped to the router's (radixark/miles at 31f1ca961)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from miles_router.trajectory.sample import Sample
 
-#: Its name -> ours. What is absent or None keeps our default; of several names of one setting the first counts.
+#: miles' name -> the router's setting. Absent or None keeps the default. The first name of a setting wins.
 NAMES = {
     "sglang_router_ip": "host",
     "sglang_router_port": "port",
@@ -23,56 +23,56 @@ NAMES = {
 }
 PREFIXES = ("miles_router_", "sglang_router_")
 MIDDLEWARE_PATHS = "miles_router_middleware_paths"
-#: Where its middlewares stood -> where ours stand.
+#: Module path of miles' middlewares -> the router's.
 OLD_PATHS = {"miles.router.middleware_hub.": "middleware_hub."}
 POLICY = "sglang_router_policy"
 #: Policies that tie a key to a worker, as `X-SMG-Routing-Key` does here.
 KEY_POLICIES = ("manual", "consistent_hashing")
 
 SESSION_HOST, SESSION_PORT = "session_server_ip", "session_server_port"
-#: The name that its engines know a run's adapter by (`LORA_ADAPTER_NAME`).
+#: The adapter name of a run in miles' engines (`LORA_ADAPTER_NAME`).
 ADAPTER = "miles_lora"
 #: `--session-message-matcher` -> `message_equality`; anything else is a dotted path.
 MATCHERS = {"strict": "strict", "loose_tool_call": "tool-arguments-as-json"}
-#: Hooks over its own `Sample` objects; the defaults are what the branches policy and the loss mask do here.
+#: Hooks over miles' own `Sample` objects. Their defaults equal the router's branch policy and loss mask.
 HOOKS = {
     "session_sample_picker_path": "miles.rollout.session.v2.picker_hub.drop_retries",
     "session_sample_postprocessor_path": "miles.rollout.session.v2.postprocessor_hub.default_postprocess",
 }
-#: What says that samples must have rows -> the kind of these rows.
+#: Option that requires rows in samples -> the kind of these rows.
 REPLAYS = {"use_rollout_routing_replay": "routed_experts", "use_rollout_indexer_replay": "indexer_topk"}
 
 
 class Unsupported(ValueError):
-    """A framework asks for what we do not do. The message begins with the name that asks."""
+    """A framework option that the router does not support. The message begins with the option's name."""
 
 
 def check_policy(args: Namespace) -> None:
-    """Refuse a balancing policy that is none of ours.
+    """Check that the router has the balancing policy.
 
     Raises:
-        Unsupported: naming it.
+        Unsupported: it does not.
     """
     policy = getattr(args, POLICY, None)
     if policy is not None and policy not in KEY_POLICIES:
         raise Unsupported(
-            f"{POLICY}: {policy!r} is not spoken; workers with the fewest requests in flight are chosen, and a routing "
+            f"{POLICY}: {policy!r} is not supported; the router chooses by requests in flight, and a routing "
             f"key stays on its worker ({', '.join(KEY_POLICIES)}, or none)"
         )
 
 
 def session_options(args: Namespace) -> dict[str, Any]:
-    """The options of the session middleware that a Namespace means.
+    """Return the options of the session middleware that correspond to a Namespace.
 
     Raises:
-        Unsupported: it asks for what sessions do not do here.
+        Unsupported: the Namespace asks for something that sessions do not support.
     """
     for name, default in HOOKS.items():
         if getattr(args, name, None) not in (None, default):
-            raise Unsupported(f"{name}: runs over the framework's own samples; name a policy under branch_policies")
+            raise Unsupported(f"{name}: not supported, it runs over the framework's samples; use branch_policies")
     matcher = getattr(args, "session_message_matcher", None) or "strict"
     if matcher == "role_content_only":
-        raise Unsupported("session_message_matcher: 'role_content_only' would take different tool calls for equal")
+        raise Unsupported("session_message_matcher: 'role_content_only' is not supported: it ignores tool calls")
     options: dict[str, Any] = {
         "tito_model": _tito_model(args),
         "chat_template_kwargs": dict(getattr(args, "apply_chat_template_kwargs", None) or {}),
@@ -84,7 +84,7 @@ def session_options(args: Namespace) -> dict[str, Any]:
 
 
 def replayed_rows(args: Namespace) -> dict[str, str]:
-    """The kinds of rows that samples must have, by the name that says so."""
+    """Return the kinds of rows that samples must contain, by the option that requires them."""
     return {name: kind for name, kind in REPLAYS.items() if getattr(args, name, False)}
 
 
@@ -94,18 +94,18 @@ def _tito_model(args: Namespace) -> str:
 
 
 def _serves_adapter(args: Namespace) -> bool:
-    """Whether the engines serve the adapter that is trained (`lora_rollout_enabled`)."""
+    """Return whether the engines serve the adapter in training (`lora_rollout_enabled`)."""
     trained = (getattr(args, "lora_rank", None) or 0) > 0 or getattr(args, "lora_adapter_path", None) is not None
     return trained and not getattr(args, "lora_train_only", False)
 
 
 def trainer_fields(sample: Sample, *, arrays: bool = False) -> dict[str, Any]:
-    """What its `Sample`, and slime's, is updated with:
-    `Sample.from_dict({**given.to_dict(), **trainer_fields(sample)})`.
+    """Return the fields with which the `Sample` of miles and slime is updated: `Sample.from_dict({**given.to_dict(),
+    **trainer_fields(sample)})`.
 
     There `loss_mask` and `rollout_log_probs` cover the response alone, versions are a list of names, and `status` is
-    the value of an enumeration. Reward and label are left out where there are none, so that those of the given sample
-    stay; its metadata stays if the rollout was given it. With `arrays`, arrays stay what they are.
+    the value of an enumeration. Reward and label are left out if they are None, so that those of the given sample stay;
+    its metadata stays if the rollout was given it. With `arrays`, numpy arrays are not converted to lists.
     """
     start = sample.prompt_length
     aligned: Mapping[str, Any] = {

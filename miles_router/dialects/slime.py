@@ -1,8 +1,8 @@
-"""slime: the names that its Namespace has for our settings, ours to theirs. The rest it shares with miles."""
+"""slime: the names of settings in its Namespace, mapped to the router's. The rest it shares with miles."""
 
 from __future__ import annotations
 
-#: Its name -> ours. What is absent or None keeps our default.
+#: slime's name -> the router's setting. Absent or None keeps the default.
 NAMES = {
     "slime_router_health_check_failure_threshold": "health_check_failure_threshold",
     "slime_router_max_connections": "max_connections",
@@ -10,5 +10,5 @@ NAMES = {
 }
 PREFIX = "slime_router_"
 MIDDLEWARE_PATHS = "slime_router_middleware_paths"
-#: Where its middlewares stood -> where ours stand.
+#: Module path of slime's middlewares -> the router's.
 OLD_PATHS = {"slime.router.middleware_hub.": "middleware_hub."}

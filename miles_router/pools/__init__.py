@@ -1,1 +1,2 @@
-"""The workers of each model behind one router, a fleet of its own each; and which of them takes a request."""
+"""Pools: the workers of each model behind one router, each with its own fleet, and the choice of a pool for a
+request."""

@@ -1,4 +1,5 @@
-"""The outermost and the innermost app of a router with pools: which one a request is for, and handing it there."""
+"""The outermost and the innermost ASGI app of a router: one chooses the pool of a request, the other passes it
+there."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from miles_router.pools.pools import SHOWN, Pools
 
 
 class Reception:
-    """Around a router's layers: finds out for which pool a request is, and with which adapter, once a worker has a
-    `model_id` or an engine applies adapters."""
+    """The outermost app: it finds the pool and the LoRA adapter that a request names. It reads no body until a worker
+    has a `model_id` or an engine applies adapters."""
 
     def __init__(self, app: ASGIApp, pools: Pools) -> None:
         self._app = app
@@ -22,7 +23,7 @@ class Reception:
         self._choice = PoolChoice(pools)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request. Raises as `PoolChoice.choose`."""
+        """Run one request. Raises as `PoolChoice.choose` does."""
         if scope["type"] != "http" or not await self._pools.look():
             await self._app(scope, receive, send)
             return
@@ -33,7 +34,7 @@ class Reception:
 
 
 class Dispatch:
-    """Inside of a router's layers: hands each request to its pool, its adapter as the route reads it."""
+    """The innermost app: it passes each request to its pool, with the adapter written where the route reads it."""
 
     def __init__(self) -> None:
         self.pools: Pools
@@ -42,7 +43,7 @@ class Dispatch:
         """Run one request.
 
         Raises:
-            UnsupportedByEngine: its route never applies the adapter that it names.
+            UnsupportedByEngine: the request names an adapter that its route cannot apply.
         """
         pools, exchange = self.pools, Exchange.of(scope)
         pool = pools.default if exchange.pool is None else pools.of_id(exchange.pool)

@@ -1,4 +1,4 @@
-"""Which pool takes a request: by the model that its body names, or by an adapter of one."""
+"""The choice of the pool that takes a request, by the model or the adapter that its body names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MULTIPART, AUTHORIZATION = b"multipart/", b"authorization"
 
 
 class PoolChoice:
-    """Chooses among `pools`."""
+    """The choice among `pools`."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
     async def choose(self, scope: Scope, exchange: Exchange, body: bytes) -> bytes:
-        """Note which pool takes a request, and which adapter of its model; gives the body with its model as engines
-        read it.
+        """Record the pool and the adapter of a request in its exchange. Return the body, with the model as engines read
+        it.
 
         Raises:
-            UnknownModel: it names a model that no worker has, or none where it must.
+            UnknownModel: the request names a model that no worker has, or no model where one is required.
             BadRequest: its model cannot be read, or it names two adapters.
-            NoWorkerAvailable: it may name an adapter, and no worker says which there are.
+            NoWorkerAvailable: it may name an adapter, and no worker reports which ones there are.
         """
         path = scope["path"]
         model, key = self._model(scope, body), first_header(scope["headers"], AUTHORIZATION)
@@ -41,7 +41,7 @@ class PoolChoice:
         default = self._pools.default
         if pool is not default:
             if path.startswith(SESSION_PREFIX):
-                raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
+                raise BadRequest(f"sessions are available only for the model {default.name or models.DEFAULT!r}")
             exchange.pool = pool.name
         if computes(path) and endpoint(path) not in USUAL.adapter_only_by_field:
             adapter = _with_own(endpoint(path), body, adapter)
@@ -51,17 +51,16 @@ class PoolChoice:
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
         if spelled == model or (model and not self._pools.named and model.partition(":")[2].strip() == adapter):
-            return body  # any base without a colon will do
+            return body  # engines accept any base model name without a colon
         return models.with_model(body, spelled)
 
     def _model(self, scope: Scope, body: bytes) -> str | None:
-        """The model that a request names."""
         headers = scope["headers"]
         kind = first_header(headers, b"content-type") or b""
         if body and (first_header(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
             if not self._pools.named and self._pools.default.fleet.applies_none:
                 return None
-            raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
+            raise BadRequest("the model in this body cannot be read: send it as uncompressed JSON")
         model = models.model_of(body, read_json)
         if model is None:
             return None
@@ -76,11 +75,12 @@ class PoolChoice:
         if model == models.DEFAULT:
             return self._pools.meant(models.MODEL), None
         for each in self._pools:
-            await each.learn()  # first: a name that another pool has too is none
+            await each.learn()  # before the search: a name of two pools' models must be found in both
         return self._by_names(model) or await self._by_adapter(model)
 
     async def _adapter(self, model: str, key: bytes | None) -> str | None:
-        """The adapter that is named where there is one model, which answers to any name: agents have their own."""
+        """Return the adapter that `model` names, or None, in a router with one model. That model answers to any name,
+        because agents send names of their own."""
         pool = self._pools.default
         names = pool.names | {models.DEFAULT}
         if model in names:
@@ -93,13 +93,14 @@ class PoolChoice:
         return None
 
     def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
-        """The only pool that calls its model so, or has it as the base of this adapter."""
+        """Return the only pool whose model has this name, or is the base of the adapter in it; None if several
+        match."""
         pools, default = [pool for pool in self._pools if pool.peopled], self._pools.default
         names = {pool: pool.names | ({models.DEFAULT} if pool is default else set()) for pool in pools}
         called = [pool for pool in pools if model in names[pool]]
         if called:
             return (called[0], None) if len(called) == 1 else None
-        for own in ({pool.name} for pool in pools), names.values():  # an id counts more than what engines say
+        for own in ({pool.name} for pool in pools), names.values():  # a model_id takes precedence over engines' names
             based = [
                 (pool, found)
                 for pool, each in zip(pools, own, strict=True)
@@ -112,18 +113,18 @@ class PoolChoice:
         return None
 
     async def _by_adapter(self, model: str) -> tuple[ModelPool, str | None]:
-        """The only pool that has an adapter of this name. No client's key is shown for that to pools that it may not
-        mean.
+        """Return the only pool that has an adapter of this name. The client's key is not sent to these workers, since
+        the request may be for another pool.
 
         Raises:
-            UnknownModel: there is none, or several.
-            NoWorkerAvailable: not every worker has said which it has.
+            UnknownModel: no pool has it, or several do.
+            NoWorkerAvailable: a worker has not reported its adapters.
         """
         adapters = {pool: await pool.adapters() for pool in self._pools if pool.peopled}
         having = [pool for pool, each in adapters.items() if model in each]
         if len(having) < 2:
             for pool in adapters:
-                pool.see_told()  # another may have it, too
+                pool.see_told()  # a worker with an unknown list may have it too
         if len(having) == 1:
             return having[0], model
         named = sorted((pool.name, adapter) for pool, each in adapters.items() for adapter in each)[:SHOWN_ADAPTERS]
@@ -134,13 +135,13 @@ class PoolChoice:
 
 
 def _with_own(path: str, body: bytes, adapter: str | None) -> str | None:
-    """The adapter of a request, whose model names this one, for a path where it has to be a single one.
+    """Return the adapter of a request for a path that takes a single one; `adapter` is the one that its model names.
 
     Raises:
-        BadRequest: a field beside the model names another, or several.
+        BadRequest: the adapter field names several, or another than the model does.
     """
     own = models.own_adapters(body, read_json)
-    if own is None or (adapter is None and path in USUAL.adapter_by_field):  # where the engine reads it
+    if own is None or (adapter is None and path in USUAL.adapter_by_field):  # the engine reads the field itself
         return adapter
     if not isinstance(own, str) or not models.is_encodable(own):
         raise BadRequest(f"{models.ADAPTER} must be a string")

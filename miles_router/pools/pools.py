@@ -1,7 +1,7 @@
 """Pools: the workers of each model behind one router.
 
-A pool has a fleet of its own: weight version, gate, pauses, checks. What is done to one leaves the others alone.
-Workers that register without a `model_id` are the default pool, and the layers are there for it.
+A pool has a fleet of its own: weight version, gate, pauses, health checks. An operation on one pool does not affect the
+others. Workers that register without a `model_id` are in the default pool, and the middlewares work on that pool.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
-UNTOLD = "a worker has not said which adapters it has, and the request may name one"
-#: Seconds for which an answer holds, and that a worker has for one where others, or it itself, have given one before.
+UNTOLD = "a worker has not reported its adapters yet, and the request may name one"
+#: Seconds for which an answer is reused, and seconds a worker may take when some worker has answered before.
 FRESH, IMPATIENCE = 1.0, 0.5
-#: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
+#: Bounds of an error message: names of one model, adapters, and characters of a name from the request.
 SHOWN_NAMES, SHOWN_ADAPTERS, SHOWN = 4, 16, 100
 
 Answer = TypeVar("Answer")
 
 
 class Inquiry(Generic[Answer]):
-    """What workers are asked for requests that name something unknown: once for all that come at the same time, and
-    not again before a second has passed."""
+    """A question to all workers of a pool. Requests that need it at the same time share one answer, and it is asked
+    again only after `FRESH` seconds."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         self._ask = ask
@@ -41,7 +41,7 @@ class Inquiry(Generic[Answer]):
         self._ended = 0.0
 
     async def answer(self) -> Answer:
-        """The newest answer, or the one that is under way."""
+        """Return the newest answer, or wait for the question in progress."""
         if self._task is None or (self._task.done() and time.monotonic() - self._ended >= FRESH):
             self._task = tasks.spawn(self._asked(), name="probe models")
         task = self._task
@@ -59,9 +59,9 @@ class ModelPool:
     """The workers of one model.
 
     Args:
-        app: the innermost app of its requests.
-        health: who checks its workers.
-        running: health checks and the like, while it is entered.
+        app: the innermost app of the pool's requests.
+        health: checks the pool's workers.
+        running: returns a context that runs health checks and the like.
     """
 
     def __init__(
@@ -72,38 +72,38 @@ class ModelPool:
         health: HealthMonitor,
         running: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
-        #: Its `model_id`; empty where its workers were given none.
+        #: The `model_id` of the workers; empty for workers without one.
         self.name = name
-        #: The handle of its layers, and of what serves it.
+        #: The handle that the middlewares of this pool use.
         self.router = router
-        #: Who its workers are.
         self.fleet = router.fleet
         self.app = app
         self.health = health
         self.running = running
-        #: Whether it has ever had a worker.
+        #: Whether the pool has ever had a worker.
         self.peopled = False
         self._facts = Inquiry(self._ask_facts)
         self._adapters = Inquiry(self._ask_adapters)
-        self._key: bytes | None = None  # what those that withhold theirs were asked with last
+        self._key: bytes | None = None  # the key last sent to workers that withhold their adapters without one
         self._withheld = self._adapters
 
     @property
     def names(self) -> set[str]:
-        """What its model is called: as its workers were registered, and as far as is known as their engines say."""
+        """The names of the model: its `model_id`, and the names that its engines have reported so far."""
         return {self.name, *self.fleet.model_names} - {""}
 
     def spelled(self, adapter: str) -> str:
-        """An adapter of its model, as engines read it. Any base will do, but one with a colon must be their own."""
+        """Return the model name by which engines find an adapter. Engines accept any base name, except that a base with
+        a colon must be their own."""
         served = [worker.facts.served_model_name for worker in self.fleet.pool if worker.facts is not None]
         return f"{next(filter(None, served), models.DEFAULT)}:{adapter}"
 
     async def adapters(self, key: bytes | None = None) -> set[str]:
-        """The adapters that its workers have, together, each as it said last: asked now, with this `Authorization`
-        where they are asked without a key of their own.
+        """Return the adapters of all workers together, asked now; a worker that does not answer counts with its last
+        list. `key` is the client's `Authorization`, sent to workers that have no key of their own.
 
         Raises:
-            NoWorkerAvailable: none has ever said it.
+            NoWorkerAvailable: no worker has ever reported its adapters.
         """
         await self._adapters.answer()
         workers = [*self.fleet.pool]
@@ -116,15 +116,15 @@ class ModelPool:
             return {*self.fleet.adapter_names}
         if not told and not all(worker.withholds for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
-        return set().union(*told)  # who withholds them from this client refuses the request, too
+        return set().union(*told)  # a worker that withholds its list from this client's key refuses the request too
 
     async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
-        """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
-        one again, or refuse it.
+        """Return whether a worker has this adapter, or had it earlier in this run: the engine then loads it again or
+        refuses it.
 
         Raises:
-            NoWorkerAvailable: one that applies adapters has never said which it has, or no worker has, and nobody has
-                this one.
+            NoWorkerAvailable: the adapter is not known, and the list of a worker that applies adapters is not
+                either.
         """
         if adapter in self.fleet.adapter_names or adapter in await self.adapters(key):
             return True
@@ -132,26 +132,26 @@ class ModelPool:
         return False
 
     def see_told(self) -> None:
-        """See that each worker that applies adapters has said which.
+        """Check that each worker that applies adapters has reported its list.
 
         Raises:
-            NoWorkerAvailable: one has not.
+            NoWorkerAvailable: a worker has not.
         """
         if any(worker.applies_adapters and worker.adapters is None for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
 
     def forget_adapters(self) -> None:
-        """They may have changed."""
+        """Have the adapters asked for again at the next request: they may have changed."""
         self._adapters, self._key = Inquiry(self._ask_adapters), None
 
     async def learn(self) -> None:
-        """Have workers asked what they are where none has said it yet."""
+        """Ask the workers for their model's name, if no worker has reported one yet."""
         if self.peopled and not self.fleet.model_names:
             await self._facts.answer()
 
     async def hear(self) -> None:
-        """Have the first workers asked whether they apply adapters, and wait for that. Nobody waits for later ones,
-        which may be starting still."""
+        """Ask the first workers whether they apply adapters, and wait for the answers. Requests do not wait for workers
+        that join later, since these may still be starting."""
         answering = self.fleet.alive
         if answering and not any(worker.asked for worker in answering):
             await self._facts.answer()
@@ -171,20 +171,20 @@ class ModelPool:
 
 
 class Pools:
-    """All pools, and which of them takes a request.
+    """All pools of a router, by `model_id`.
 
     Args:
         default: the name of the default pool.
-        make: a pool by its name.
+        make: creates the pool of a name.
     """
 
     def __init__(self, default: str, make: Callable[[str], ModelPool]) -> None:
         self._make = make
         self._pools: dict[str, ModelPool] = {}
         self._running: AsyncExitStack | None = None
-        #: Whether some worker has ever been registered with a `model_id`.
+        #: Whether a worker has ever been registered with a `model_id`.
         self.named = False
-        #: Whether some layer is of one model: which one must not depend on who registers first.
+        #: Whether a middleware serves one model only. Which model must not depend on the worker that registers first.
         self.layered = False
         self.default = self._new(default)
 
@@ -196,7 +196,7 @@ class Pools:
 
         def note(transition: Transition) -> None:
             pool.peopled = True
-            pool.forget_adapters()  # who comes may have others
+            pool.forget_adapters()  # the new worker may have others
             self.named = self.named or bool(pool.name)
 
         pool.fleet.subscribe(note)
@@ -204,7 +204,7 @@ class Pools:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it is entered, the workers of every pool are looked after, those of later ones too."""
+        """Run the health checks of every pool while entered, also of pools that are created meanwhile."""
         async with AsyncExitStack() as running:
             for pool in self:
                 await running.enter_async_context(pool.running())
@@ -215,7 +215,7 @@ class Pools:
                 self._running = None
 
     async def look(self) -> bool:
-        """Whether the model that a request names says who answers it, or with which adapter."""
+        """Return whether a request's model must be read: it may decide about the pool or the adapter."""
         if self.named:
             return True
         default = self.default
@@ -226,34 +226,34 @@ class Pools:
     # By name
 
     def find(self, name: str) -> ModelPool | None:
-        """The pool of a `model_id`, where it has ever had a worker."""
+        """Return the pool of a `model_id`, or None if it has never had a worker."""
         pool = self._pools.get(name)
         return pool if pool is not None and pool.peopled else None
 
     async def open(self, name: str | None) -> ModelPool:
-        """The pool of a `model_id`, made where there is none; the default one for None.
+        """Return the pool of a `model_id`, created if it is new; the default pool for None.
 
         Raises:
-            BadRequest: there are too many, or nobody has said which model the layers are for.
+            BadRequest: there are too many pools, or the setting `model_id` is required and missing.
         """
         if name is None:
             return self.default
         pool = self._pools.get(name)
         if pool is None:
             if self.layered and not self.default.name:
-                raise BadRequest("model_id: the router's middlewares are of one model; say by --model-id which that is")
+                raise BadRequest("model_id: the router's middlewares serve one model; set its model_id with --model-id")
             if len(self._pools) >= MAX_POOLS:
-                raise BadRequest(f"there are {MAX_POOLS} models already; a router takes no more")
+                raise BadRequest(f"the router has {MAX_POOLS} models already, which is the limit")
             pool = self._new(name)
             if self._running is not None:
                 await self._running.enter_async_context(pool.running())
         return pool
 
     def of_id(self, model_id: str | None) -> ModelPool:
-        """The pool that a request about a fleet means.
+        """Return the pool that a control request means.
 
         Raises:
-            UnknownModel: no worker was ever registered with this `model_id`, or it has to be given.
+            UnknownModel: no worker was ever registered with this `model_id`, or the request must contain one.
         """
         if model_id is None:
             return self.meant("model_id")
@@ -265,10 +265,10 @@ class Pools:
         return pool
 
     def meant(self, parameter: str | None) -> ModelPool:
-        """The pool of a request that names none: the default one, or the first.
+        """Return the pool of a request that names no model: the default pool if it has had workers, else the first.
 
         Raises:
-            UnknownModel: it is not the only one, and a request must name it by this parameter.
+            UnknownModel: there are several, and the request must name one in this parameter.
         """
         peopled = [pool for pool in self if pool.peopled]
         if self.default.peopled or not peopled:
@@ -278,24 +278,23 @@ class Pools:
         return peopled[0]
 
     def known(self) -> str:
-        """The models that there are, in words."""
+        """Return the models for an error message."""
         pools = [pool for pool in self if pool.peopled]
         names = {
             name
             for pool in pools
             for name in ([pool.name] if pool.name else list(pool.fleet.model_names)[:SHOWN_NAMES])
         }
-        return f"known are {', '.join(sorted(names))}" if names else "none is known"
+        return f"known models: {', '.join(sorted(names))}" if names else "no model is known"
 
     # By worker
 
     @property
     def workers(self) -> list[Worker]:
-        """Every registered worker."""
         return [worker for pool in self for worker in pool.fleet.pool]
 
     def holding(self, name: str) -> tuple[ModelPool, Worker]:
-        """The worker with this normal URL or id, and its pool.
+        """Return the worker with this normalized URL or id, and its pool.
 
         Raises:
             NotFound: no such worker is registered.

@@ -1,4 +1,5 @@
-"""What of fleets outlives the process (`--state-dir`): the workers that joined, and whether a fleet stands still."""
+"""The state of fleets that outlives the process (`--state-dir`): registered workers, and pauses and sleeps in
+effect."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from miles_router.state.store import StateStore
 
 logger = logging.getLogger(__name__)
 
-#: Kinds of owners in the router's own slot. Their names go on with a URL, nothing, and a pool.
+#: Kinds of records in the router's own slot. The kind begins a record's name; a URL, nothing, or a pool's name follows.
 WORKER, RUN, STANDSTILL = "worker", "run", "standstill"
 
 
@@ -27,23 +28,22 @@ def _owner(kind: str, name: str) -> str:
 
 
 class Registrations:
-    """Without a store it holds nothing. Its slot is the router's own: a second router on the same directory finds it
-    taken, and does not start."""
+    """The record of registered workers; without a store it records nothing. It is in the router's own slot: a second
+    router on the same directory finds the slot taken, and does not start."""
 
     def __init__(self, store: StateStore | None, pools: Pools) -> None:
         self.store = store if store is not None and CONTROL in store.slots else None
         self._pools = pools
 
     async def hold(self, worker: Worker, pool: str) -> None:
-        """Record a worker that has joined this pool, or has been changed. Raises StateError where that cannot be made
-        durable."""
+        """Record a worker that has joined this pool or was changed. Raises StateError if it cannot be made durable."""
         if self.store is not None:
             held = {"url": worker.url, "pool": pool, "api_key": worker.api_key, "attributes": worker.attributes}
             head = orjson.dumps({"kind": WORKER, **held})
             await self.store.append(_owner(WORKER, worker.url), {0: head}, slot=CONTROL)
 
     async def drop(self, worker: Worker) -> None:
-        """Forget a worker that leaves. Raises as `hold`."""
+        """Delete the record of a worker that leaves. Raises as `hold` does."""
         if self.store is not None:
             await self.store.delete(_owner(WORKER, worker.url), slot=CONTROL)
 
@@ -56,8 +56,8 @@ class Registrations:
             gate.mode = record["pause"]
             gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
         except (KeyError, TypeError, ValueError) as error:
-            raise StateDamaged(f"whether the fleet {name!r} stands still cannot be read: {error!r}") from error
-        except BadRequest as error:  # by other settings there is no such pool
+            raise StateDamaged(f"the record of a pause of the fleet {name!r} cannot be read: {error!r}") from error
+        except BadRequest as error:  # the settings have changed, and no longer allow this pool
             logger.warning("standstill_forgotten", extra={"fields": {"pool": name, "reason": str(error)}})
             return
         gate.update()
@@ -65,18 +65,17 @@ class Registrations:
         logger.warning("fleet_still_stands", extra={"fields": fields})
 
     async def restore(self, *, of_this_run: bool = False) -> None:
-        """Register those that were registered; whether they are still there, probes will say.
+        """Register the recorded workers again; probes find out whether they are still there.
 
-        What another run of the router has left in the caches of workers is of weights that nobody knows any more: no
-        generation goes on from that.
-
-        A fleet that stood still stands still: its engines were told, and nobody has told them to go on.
+        If another run of the router recorded them, the entries in their caches may be of any weights, so no generation
+        is continued from them. A fleet that was paused or asleep still is: its engines have not been told to
+        continue.
 
         Args:
-            of_this_run: whether this run of the router has held them, and knows what is in their caches.
+            of_this_run: whether this run recorded the workers, and so knows the contents of their caches.
 
         Raises:
-            StateError: nobody can tell who they were.
+            StateError: the records cannot be read.
         """
         if self.store is None:
             return
@@ -92,7 +91,7 @@ class Registrations:
         if held and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        if all(record["kind"] != RUN for record in held):  # a full disk keeps nobody from starting again
+        if all(record["kind"] != RUN for record in held):  # written once: a restart works even on a full disk
             await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
 
     @staticmethod
@@ -100,27 +99,27 @@ class Registrations:
         try:
             return [orjson.loads(head) async for _, head in store.owners(CONTROL)]
         except ValueError as error:
-            raise StateDamaged(f"what is registered cannot be read: {error!r}") from error
+            raise StateDamaged(f"the record of registered workers cannot be read: {error!r}") from error
 
 
 class StandstillRow:
-    """Where it outlives the process whether a pool's fleet stands still."""
+    """The durable record of whether a pool's fleet is paused or asleep."""
 
     def __init__(self, store: StateStore, pool: str, fleet: Fleet) -> None:
         self._store = store
         self._pool = pool
         self._fleet = fleet
-        #: What is there; nobody knows it before the first change.
+        #: The record as it was last written; {}: not known, so the next `keep` writes it.
         self._record: dict[str, Any] | None = {}
 
     async def keep(self) -> None:
-        """Make durable what is now. Raises StateError where that cannot be."""
+        """Write the record if it has changed. Raises StateError if it cannot be made durable."""
         gate, record = self._fleet.gate, None
         if gate.deliberate:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
             record = {**standstill(self._fleet), **since}
         if record != self._record:
-            self._record = {}  # a commit that fails may be held all the same
+            self._record = {}  # a commit that raises may have been written all the same
             owner = _owner(STANDSTILL, self._pool)
             if record is None:
                 await self._store.delete(owner, slot=CONTROL)

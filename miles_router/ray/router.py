@@ -1,4 +1,4 @@
-"""The actors of a router on a Ray cluster, and what starts and ends them."""
+"""The actors of a router on a Ray cluster, and the functions that start and stop them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "miles-router"
-#: Seconds for which machines are waited for; and beside `shutdown_timeout`, in which an actor ends.
+#: Seconds to wait for machines, and seconds that an actor may take to end beyond `shutdown_timeout`.
 PATIENCE, SPARE = 120.0, 15.0
-#: Seconds between two looks, and for which a process may give no sign of life.
+#: Seconds between two checks of a process, and seconds without a sign of life after which it is killed.
 LOOK, SILENT = 0.2, 10.0
-#: Of a core that Ray is told an actor takes: it places them by this, and limits nothing.
+#: The part of a core that Ray reserves for an actor. Ray places actors by it, and limits nothing.
 CORE = 0.01
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Actor:
-    """The leader, or the shard in a seat. When its process ends, so does the actor, and Ray starts it anew.
+    """The actor of the leader or of one shard. When its process ends, the actor ends too, and Ray restarts it.
 
     Args:
-        leader: the leader's actor; None: this is it.
+        leader: the leader's actor; None: this is the leader.
     """
 
     def __init__(self, config: RouterConfig, args: Namespace | None, shards: Shards, index: int, leader: Any) -> None:
@@ -99,38 +99,38 @@ class Actor:
             time.sleep(5 * LOOK if told else LOOK)
 
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the host and port where the process listens."""
         return self._address
 
     def ready(self) -> bool:
-        """Whether it does its part.
+        """Return whether the process serves.
 
         Raises:
-            ConfigError: it cannot be started.
+            ConfigError: the process cannot start.
         """
         if self._told not in (b"", READY):
             raise ConfigError(self._told.decode(errors="replace"))
         return self._told == READY
 
     def node(self) -> str:
-        """Ray's id of the machine that it is on."""
+        """Return Ray's id of the machine that the actor runs on."""
         found: str = ray.get_runtime_context().get_node_id()
         return found
 
     def pid(self) -> int:
-        """The id of its process."""
+        """Return the id of the process."""
         return self._process.pid
 
     def stop(self) -> None:
-        """End it in order; returns when it has ended."""
+        """Stop the process gracefully; return when it has ended."""
         self._ends = True
         self._process.terminate()
         self._process.wait()
 
 
 def _listener(config: RouterConfig, index: int) -> socket.socket:
-    """Return where a shard listens: at the same port whenever it is started, unless another has that on this machine
-    since a machine was lost."""
+    """Return the listening socket of a shard: on the same port at every start. If another process took that port after
+    a machine was lost, use a free one."""
     port = config.port + index % config.processes if config.port else 0
     try:
         return listen(config.host, port)
@@ -140,7 +140,7 @@ def _listener(config: RouterConfig, index: int) -> socket.socket:
 
 
 class RayRouter:
-    """A router that runs on a Ray cluster. `urls` are those of its shards, any of which may be asked."""
+    """A router that runs on a Ray cluster. `urls` are those of its shards; a client may use any of them."""
 
     def __init__(self, leader: Any, shards: list[Any], group: Any, ending: float) -> None:
         self.leader = leader
@@ -150,16 +150,16 @@ class RayRouter:
         self._ending = ending
 
     def find_urls(self) -> list[str]:
-        """Return where the shards are now; one that was started again may be elsewhere.
+        """Wait until all shards serve, and return their URLs. A restarted shard may have another URL than before.
 
         Raises:
-            ConfigError: a setting that cannot be used.
-            TimeoutError: some are not there.
+            ConfigError: a setting is invalid.
+            TimeoutError: some shards do not serve after `PATIENCE` seconds.
         """
         ends = time.monotonic() + PATIENCE
         while not (urls := self._urls()):
             if time.monotonic() > ends:
-                raise TimeoutError(f"not all shards take requests after {PATIENCE:g} s")
+                raise TimeoutError(f"not all shards serve after {PATIENCE:g} s")
             time.sleep(LOOK)
         return urls
 
@@ -176,14 +176,14 @@ class RayRouter:
             return []
 
     def stop(self) -> None:
-        """End it: the shards in order, then the leader."""
+        """Stop the shards gracefully, then the leader."""
         for actors in (self.shards, [self.leader]):
             ends = [each.stop.remote() for each in actors]
             ray.wait(ends, num_returns=len(ends), timeout=self._ending)
         self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill all actors at once."""
         for each in (*self.shards, self.leader):
             ray.kill(each)
         remove_placement_group(self._group)
@@ -197,17 +197,19 @@ def start(
     name: str = "miles-router",
     lease: float = LEASE,
 ) -> RayRouter:
-    """Run one router on so many machines of the Ray cluster that this program is connected to, until it ends.
+    """Run one router on `nodes` machines of the Ray cluster that this program is connected to, and return it once it
+    serves.
 
     Args:
-        config: `state_dir` is a directory that all of them share; `processes` shards run on each.
-        args: a framework's own arguments, as of `create_app`.
+        config: `state_dir` is a directory that all machines share; `processes` is the number of shards on each
+            machine.
+        args: a framework's own arguments, as in `create_app`.
         name: of the leader's actor, in this program's namespace.
-        lease: seconds after which a shard that is lost has a successor, and refuses turns.
+        lease: seconds after which a lost shard is replaced; the lost shard refuses turns from then on.
 
     Raises:
-        ConfigError: a setting that cannot be used on several machines.
-        TimeoutError: the cluster has not so many machines.
+        ConfigError: a setting cannot be used on several machines.
+        TimeoutError: the cluster has fewer machines.
     """
     _check(config, nodes)
     count = nodes * config.processes
@@ -215,7 +217,7 @@ def start(
     group = placement_group([{"CPU": CORE * config.processes}] * nodes, strategy="SPREAD")
     if len([each for each in ray.nodes() if each["Alive"]]) < nodes or not group.wait(PATIENCE):
         remove_placement_group(group)
-        raise TimeoutError(f"the Ray cluster has no {nodes} machines with room for a router")
+        raise TimeoutError(f"the Ray cluster does not have {nodes} machines with free CPU for a router")
     options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
     actor = ray.remote(Actor)
     leader = actor.options(name=name, num_cpus=0, **options).remote(config, args, shards, 0, None)
@@ -235,11 +237,11 @@ def start(
 
 def _check(config: RouterConfig, nodes: int) -> None:
     if nodes < 1:
-        raise ConfigError(f"nodes: {nodes} machines are none")
+        raise ConfigError(f"nodes: must be at least 1, got {nodes}")
     if config.state_dir is None:
         raise ConfigError("state_dir: several machines need a directory that all of them share")
     if config.state_sync != "machine":
-        raise ConfigError("state_sync: several machines need machine: what one has written, another must find")
+        raise ConfigError("state_sync: several machines need the value machine: each must read what another wrote")
     if nodes > 1 and config.host in LOCAL:
         raise ConfigError(f"host: other machines cannot reach {config.host}; 0.0.0.0 serves them")
 
@@ -248,7 +250,7 @@ def run(config: RouterConfig, address: str, nodes: int) -> None:
     """Run a router on the machines of a cluster until SIGTERM or SIGINT: the command `miles-router ray`.
 
     Raises:
-        ConfigError: a setting that cannot be used, no cluster at `address`, or not so many machines.
+        ConfigError: a setting is invalid, there is no cluster at `address`, or it has fewer than `nodes` machines.
     """
     log.configure(config.log_level, config.log_format)
     try:
@@ -263,7 +265,7 @@ def run(config: RouterConfig, address: str, nodes: int) -> None:
             raise ConfigError(f"ray: {error}") from None
         log.show("\n".join([f"miles-router {__version__}", *(f"  listening    {url}" for url in router.urls)]))
         try:
-            while True:  # Ray has threads, which may be given the signal: a wait of this one would not end by it
+            while True:  # a signal may arrive in one of Ray's threads, and would not end a blocking wait of this one
                 time.sleep(LOOK)
         except (KeyboardInterrupt, SystemExit):
             router.stop()

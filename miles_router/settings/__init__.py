@@ -1,1 +1,1 @@
-"""Every setting, and the values they take."""
+"""All settings of the router, their types, and where their values come from."""

@@ -1,7 +1,7 @@
-"""Every setting of the router in one frozen table, and the loader that merges its four sources.
+"""All settings of the router in one frozen dataclass, and the loader that merges their sources.
 
 defaults < YAML file (`--config`) < environment (`MILES_ROUTER_PORT`) < flags (`--port`) < `--set port=...`. Flags,
-environment names and YAML keys all come from the fields below; there is no second list to forget. This module imports
+environment names and YAML keys are all derived from the fields below; there is no second list. This module imports
 nothing heavy: `--help` and a wrong setting answer at once.
 """
 
@@ -24,7 +24,7 @@ from miles_router.settings.values import WrongValue, convert, describe, is_none,
 from miles_router.state.blobs import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
-#: What PyYAML's constructors raise, beside its own errors, for scalars such as `2026-13-45`, `!!bool maybe` or an
+#: The errors that PyYAML raises, beside its own, for scalars such as `2026-13-45`, `!!bool maybe` or an
 #: integer of 5,000 digits.
 YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
 #: The middleware that `otel` lists first.
@@ -64,12 +64,12 @@ def _public_url(value: str | None) -> str | None:
 
 
 def paths_problem(paths: Iterable[str]) -> str | None:
-    """Why these cannot be paths as they stand, or None."""
+    """Return why these cannot be paths, or None."""
     for path in paths:
         if not path.startswith("/") or path == "/":
             return "every path must start with /"
         if any(char in "{}?#%" or char.isspace() for char in path):
-            return "a path must stand as it is: without parameters, query or escapes"
+            return "a path must be literal: without parameters, query or escapes"
     return None
 
 
@@ -82,10 +82,10 @@ def _host(value: str) -> str | None:
 
 
 def model_id_problem(name: object) -> str | None:
-    """Why this is no name for a model, or None."""
+    """Return why this cannot be a `model_id`, or None."""
     if isinstance(name, str) and 0 < len(name) <= MAX_MODEL_ID and name.isprintable() and name == name.strip():
         return None
-    return f"must be a text of at most {MAX_MODEL_ID} printable characters, without space around it"
+    return f"must be 1 to {MAX_MODEL_ID} printable characters without space around them"
 
 
 def _model_id(value: str | None) -> str | None:
@@ -93,14 +93,14 @@ def _model_id(value: str | None) -> str | None:
 
 
 def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False, guards: bool = False) -> Any:
-    """One row of the table: default value, help text (units included), what makes a value impossible. One that `guards`
-    a door cannot be given and be empty; a `secret` one is not shown."""
+    """Return the dataclass field of one setting: default, help text (with units), and a check that returns a problem or
+    None. A setting that `guards` access cannot be given as empty. A `secret` one is also never shown."""
     return field(default=default, metadata={"help": help, "check": check, "secret": secret, "guards": guards or secret})
 
 
 @dataclass(frozen=True)
 class MiddlewareSpec:
-    """A middleware to load: dotted path `pkg.module.Class` and its options."""
+    """A middleware to load: its dotted path `pkg.module.Class` and its options."""
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -108,13 +108,13 @@ class MiddlewareSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Every setting, with its default."""
+    """All settings of a router, with their defaults."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
-    port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
-    processes: int = setting(1, "processes that take requests, on one port; about one for each core", _processes)
+    port: int = setting(31000, "port to listen on; 0 uses a free one", _port)
+    processes: int = setting(1, "processes that serve requests on one port; about one for each core", _processes)
     worker_urls: tuple[str, ...] = setting(
-        (), "workers to start with, each routable once it answers; more register by POST /add_worker", _worker_urls
+        (), "workers to start with, each routable once it answers; others register with POST /add_worker", _worker_urls
     )
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id
@@ -129,85 +129,85 @@ class RouterConfig:
     health_check_timeout: float = setting(5.0, "seconds a check may take", _positive)
     health_check_failure_threshold: int = setting(3, "failures in a row that quarantine a worker", _at_least(1))
     deep_health_check_interval: float = setting(
-        60.0, "seconds between deep checks, which generate a token; 0 leaves them to readmission", _at_least(0)
+        60.0, "seconds between deep checks, which generate a token; 0: only before readmission", _at_least(0)
     )
     stall_timeout: float = setting(
-        60.0, "seconds without a sign of life after which an engine with requests is given up; 0: never", _at_least(0)
+        60.0, "seconds without a sign of life after which a worker with requests is quarantined; 0: never", _at_least(0)
     )
     readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
     connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
     request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))
-    max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
-    max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
-    max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
-    head_timeout: float = setting(
-        30.0, "seconds a request's head may take to arrive, or its body may stand still", _positive
-    )
+    max_retries: int = setting(2, "other workers to try when one cannot be reached or is lost", _at_least(0))
+    max_connections: int = setting(0, "most requests sent to workers at once, others wait; 0: no limit", _at_least(0))
+    max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body in bytes", _at_least(1))
+    head_timeout: float = setting(30.0, "seconds a request's head may take to arrive, or its body may stall", _positive)
     max_text_chars: int = setting(
-        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
+        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; also the most token ids", _at_least(1)
     )
     max_answer_bytes: int = setting(
         1024 * 1024 * 1024,
-        "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
+        "bytes of one reply that a middleware may hold to read it; larger ones are not recorded",
         _at_least(1),
     )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
-    gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
+    gate_timeout: float = setting(
+        0.0, "seconds a request may wait while the fleet is paused; 0: no limit", _at_least(0)
+    )
     policy: str = setting(
         "least-inflight",
         "which worker a request goes to: least-inflight, or a class of your own at pkg.module.Class",
     )
     affinity_names: tuple[str, ...] = setting(
         NAMES,
-        "headers, and body:NAME fields, whose value keeps requests on one worker, behind X-Session-Id and a session's "
-        "path; none: an empty list",
+        "headers, and body:NAME fields, whose value keeps requests on one worker; X-Session-Id and a session's path "
+        "come first; an empty list: none of them",
         names_problem,
     )
     admission: float = setting(
         0.0,
-        "part of the workers' memory that may be held before new sessions wait; 0: none waits",
+        "fraction of its memory that every worker may hold before new sessions wait; 0: no limit",
         _at_least(0),
     )
     heartbeat_interval: float = setting(
         15.0,
-        "seconds a stream of a session or a text rollout is silent before its client gets a heartbeat; 0: never",
+        "seconds without output in a stream of a session or text rollout before a heartbeat is sent; 0: never",
         _at_least(0),
     )
     partial_rollout: Literal["return", "resume"] = setting(
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )
-    resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
+    resume_on_worker_loss: bool = setting(False, "continue a stream on another worker when its worker is lost")
     move_after: float = setting(
-        0.0, "seconds a text rollout runs before an idler worker may take it over; 0: never", _at_least(0)
+        0.0, "seconds a text rollout runs before a less loaded worker may take it over; 0: never", _at_least(0)
     )
     fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
-    shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
+    shutdown_timeout: float = setting(
+        30.0, "seconds that requests in flight may take to finish after SIGTERM", _at_least(0)
+    )
     data_paths: tuple[str, ...] = setting(
         (),
-        "further paths that --api-key opens beside an admin key; one that ends with / opens all beneath",
+        "further paths that --api-key opens if there is an admin key; one that ends with / includes all below it",
         paths_problem,
     )
     public_url: str | None = setting(
-        None, "where clients reach the router, behind TLS or a balancer; default: as they spell it", _public_url
+        None, "URL where clients reach the router, behind TLS or a balancer; default: as in the request", _public_url
     )
     api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", key_problem, secret=True)
-    api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
+    api_key_file: str | None = setting(None, "file of such keys, one per line, read at the start", guards=True)
     admin_api_key: str | None = setting(
-        None, "key for all but the clients' own paths; default: those of clients", key_problem, secret=True
+        None, "key for all but the clients' own paths; default: the clients' keys", key_problem, secret=True
     )
-    admin_api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
-    state_dir: str | None = setting(
-        None, "directory where what is acknowledged outlives the router; none: in memory alone"
-    )
-    state_sync: Sync = setting("process", "what it outlives: the loss of the process, or of the machine (fsync)")
-    state_rows: bool = setting(False, "hold the rows of experts of sessions and texts there too, which are large")
+    admin_api_key_file: str | None = setting(None, "file of such keys, one per line, read at the start", guards=True)
+    state_dir: str | None = setting(None, "directory for state that survives a restart; none: state is in memory only")
+    state_sync: Sync = setting("process", "what state survives: the loss of the process, or of the machine (fsync)")
+    state_rows: bool = setting(False, "store the expert rows of sessions and texts there too; they are large")
     dashboard_text: Literal["on", "off"] = setting(
-        "on", "whether texts, token ids and bytes of episodes are shown; off: to nobody"
+        "on", "whether texts, token ids and bytes of episodes are shown; off: to no user"
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")
-    otel: bool = setting(False, "trace turns by OpenTelemetry: lists TracesMiddleware first (extra otel)")
+    otel: bool = setting(False, "trace turns with OpenTelemetry: lists TracesMiddleware first (extra otel)")
 
     @property
     def chain(self) -> tuple[MiddlewareSpec, ...]:
@@ -226,31 +226,31 @@ class RouterConfig:
 
 FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
 TYPES: dict[str, Any] = get_type_hints(RouterConfig)
-#: Titles of settings that belong together, each by the first of its settings.
+#: Titles of groups of settings, by the first setting of each group.
 GROUPS: Mapping[str, str] = {
-    "host": "where it listens",
+    "host": "listening",
     "worker_urls": "workers, middlewares, model",
     "health_check_interval": "health of workers",
-    "connect_timeout": "requests, and bounds",
+    "connect_timeout": "requests and limits",
     "gate_max_held": "placement and pauses",
-    "shutdown_timeout": "doors and keys",
-    "state_dir": "what outlives the router",
-    "dashboard_text": "what it shows",
+    "shutdown_timeout": "shutdown, paths and keys",
+    "state_dir": "state on disk",
+    "dashboard_text": "dashboard and logs",
 }
-#: A setting that is given as bare paths on the command line and in the environment.
+#: The short form of `middlewares` on the command line and in the environment: dotted paths without options.
 PATHS = "middleware_paths"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and, for every setting, where its value came from."""
+    """A configuration, and the source of each setting's value."""
 
     config: RouterConfig
     origins: Mapping[str, str]
 
 
 class _Merge:
-    """Collects values from weaker to stronger sources; every problem becomes one line that names the setting."""
+    """A merge of values from weaker to stronger sources. Every problem becomes one line that names the setting."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -264,7 +264,7 @@ class _Merge:
             elif name == "middlewares":
                 value = tuple(_spec(item) for item in convert(value, list[Any]))
             elif name in FIELDS and FIELDS[name].metadata["guards"] and is_none(value):
-                raise WrongValue("is empty, which would open the door that it guards; leave it out if that is meant")
+                raise WrongValue("is empty, which would allow access without a key; leave it out if that is intended")
             elif name in FIELDS:
                 value = convert(value, TYPES[name], from_text=from_text)
             else:
@@ -277,12 +277,14 @@ class _Merge:
         self.origins[name] = origin
 
     def _paths(self, paths: Iterable[str]) -> tuple[MiddlewareSpec, ...]:
-        """Bare paths say which and in what order; options that a weaker source gave to the same path stay."""
+        """Return the middlewares of these paths, in their order. Options that a weaker source gave to the same path
+        stay."""
         known = {spec.path: spec for spec in self.values.get("middlewares", ())}
         return tuple(known.get(path) or MiddlewareSpec(path) for path in paths)
 
     def assign(self, assignment: str) -> None:
-        """One `--set name=value`; a dotted name is a middleware's option and is bound when that is loaded."""
+        """Apply one `--set name=value`. A dotted name is an option of a middleware, and is converted when that is
+        loaded."""
         name, separator, value = assignment.partition("=")
         if not separator or not name.strip():
             raise ConfigError(f"--set {assignment!r}: write --set setting=value or --set middleware.option=value")
@@ -308,10 +310,10 @@ def load(
     assignments: Iterable[str] = (),
     file: str | None = None,
 ) -> Loaded:
-    """Merge all sources. `flags` holds the flags that were given, as text or lists of text.
+    """Merge all sources. `flags` contains the flags that were given, as text or lists of text.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or an impossible value; one line that names source and setting.
+        ConfigError: an unknown setting, a wrong type or an invalid value; one line that names source and setting.
     """
     merge = _Merge()
     file = file or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
@@ -363,7 +365,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for a near miss, else nothing."""
+    """Return `; did you mean 'x'?` for a near miss, else ""."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -396,18 +398,18 @@ def _with_options(
 
 
 class OptionText(str):
-    """An option's value as text from the command line, still to be converted by its annotation."""
+    """A middleware option given as text on the command line, to be converted by its annotation later."""
 
 
 def middleware_names(specs: Iterable[MiddlewareSpec]) -> list[str]:
-    """The short name of each middleware: its class in snake case, `_2`, `_3` behind those listed again."""
+    """Return the short name of each middleware: its class in snake case, with `_2`, `_3` for repeated ones."""
     bases = [snake_case(spec.path.rpartition(".")[2]) for spec in specs]
     counts = [bases[: position + 1].count(base) for position, base in enumerate(bases)]
     return [base if count == 1 else f"{base}_{count}" for base, count in zip(bases, counts, strict=True)]
 
 
 def snake_case(name: str) -> str:
-    """`OpenAISessionMiddleware` -> `openai_session_middleware`."""
+    """Return a class name in snake case: `OpenAISessionMiddleware` -> `openai_session_middleware`."""
     out = ""
     for index, char in enumerate(name):
         starts_word = char.isupper() and index and (name[index - 1].islower() or name[index + 1 : index + 2].islower())
@@ -416,7 +418,7 @@ def snake_case(name: str) -> str:
 
 
 def shown(config: RouterConfig, name: str) -> str:
-    """A setting's value for people; keys are never shown."""
+    """Return a setting's value for display; keys are never shown."""
     value = getattr(config, name)
     if FIELDS[name].metadata["secret"]:
         return "set (hidden)" if value else "none"
@@ -428,5 +430,5 @@ def shown(config: RouterConfig, name: str) -> str:
 
 
 def type_name(name: str) -> str:
-    """A setting's type for people."""
+    """Return a setting's type for display."""
     return describe(TYPES[name])

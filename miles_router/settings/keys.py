@@ -1,4 +1,4 @@
-"""The keys that the settings give: one each, and those in files. They are read once, at the start."""
+"""The API keys given by the settings: single keys, and files of keys. Files are read once, at the start."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 def key_problem(key: str | None) -> str | None:
-    """Why this cannot be a key, or None."""
+    """Return why this cannot be a key, or None."""
     if key is None:
         return None
     if is_none(key):
-        return "must not be empty, nor say that there is none"
+        return "must not be empty, none or null"
     return None if key.isascii() and key.isprintable() and " " not in key else "must be printable ASCII without spaces"
 
 
 def data_keys(config: RouterConfig) -> tuple[str, ...]:
-    """The keys of clients.
+    """Return the keys of clients.
 
     Raises:
-        ConfigError: their file cannot be read, or has no key in it.
+        ConfigError: the key file cannot be read, or contains no key.
     """
     return _keys("api_key_file", config.api_key, config.api_key_file)
 
 
 def admin_keys(config: RouterConfig) -> tuple[str, ...]:
-    """The keys of administration alone. Raises as `data_keys`."""
+    """Return the keys for administration only. Raises as `data_keys` does."""
     return _keys("admin_api_key_file", config.admin_api_key, config.admin_api_key_file)
 
 
@@ -49,5 +49,5 @@ def _read(name: str, file: str) -> list[str]:
         if problem := key_problem(key):
             raise ConfigError(f"{name}: {file}: key {number} {problem}")
     if not keys:
-        raise ConfigError(f"{name}: {file}: has no key; leave the setting out if none is meant")
+        raise ConfigError(f"{name}: {file}: contains no key; leave the setting out if no key is intended")
     return keys

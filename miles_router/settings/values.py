@@ -1,7 +1,7 @@
-"""Values against annotations: the one converter behind router settings and middleware options. Pure.
+"""Conversion of values by type annotation, for router settings and middleware options. Pure.
 
-Text (flags, environment) is parsed by what the annotation asks for; values from YAML must already have the right type,
-so that `port: "80"` is reported instead of guessed at.
+Text (flags, environment) is parsed by the annotation. Values from YAML must already have the right type, so that `port:
+"80"` is reported instead of guessed at.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FALSE = frozenset({"0", "false", "no", "off"})
 SEQUENCES = (list, tuple, Sequence, Collection)
 #: Integers are smaller than this. Python refuses to print one of more than 4,300 digits, so messages could not show it.
 INTEGER_LIMIT = 2**63
-#: Shows a value in one line. A few lines of YAML aliases can stand for more items than memory holds.
+#: Shows a value in one line, bounded: a few lines of YAML aliases can stand for more items than memory holds.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
-#: No file, host or JSON string can have these. An argument that is no UTF-8 arrives with lone surrogates.
+#: Characters that no file, host or JSON string can contain. An argument that is not UTF-8 arrives with lone surrogates.
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class WrongValue(ValueError):
-    """A value that does not fit its annotation; the message says what was expected."""
+    """A value that does not fit its annotation; the message contains what was expected."""
 
 
 def show(value: object) -> str:
@@ -40,7 +40,7 @@ def show(value: object) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """An annotation as people write it: `int`, `str | None`, `'a' | 'b'`."""
+    """Return an annotation in the form that people write: `int`, `str | None`, `'a' | 'b'`."""
     origin = typing.get_origin(annotation)
     if annotation is type(None):
         return "none"
@@ -54,11 +54,11 @@ def describe(annotation: Any) -> str:
 
 
 def convert(value: object, annotation: Any, *, from_text: bool = False) -> Any:
-    """`value` as `annotation` wants it.
+    """Return `value` converted to `annotation`. An annotation that is not known here (a class of yours, say) accepts
+    any value: its constructor is the better judge.
 
     Raises:
-        WrongValue: it does not fit. An annotation this converter does not know (a class of yours, say) accepts
-            anything, since the constructor is the better judge.
+        WrongValue: the value does not fit.
     """
     origin = typing.get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -133,7 +133,7 @@ def _from_text(text: str, wanted: type) -> object:
 
 
 def is_none(value: object) -> bool:
-    """Whether a value says that there is none, as text too."""
+    """Return whether a value means "none": None, or the text "", "none" or "null"."""
     return value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
 
 

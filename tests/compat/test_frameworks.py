@@ -111,7 +111,7 @@ def test_a_setting_of_a_router_that_is_none_of_ours_is_refused_by_name(name: str
 def test_a_policy_that_is_not_ours_is_refused_and_one_that_ties_keys_is_taken() -> None:
     for policy in (None, "manual", "consistent_hashing"):
         config_from(namespace(sglang_router_policy=policy))
-    with pytest.raises(ConfigError, match=r"^sglang_router_policy: 'cache_aware' is not spoken"):
+    with pytest.raises(ConfigError, match=r"^sglang_router_policy: 'cache_aware' is not supported"):
         config_from(namespace(sglang_router_policy="cache_aware"))
 
 

@@ -212,7 +212,10 @@ async def test_other_media_are_refused_by_name(scene: Scene, field: str) -> None
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"prompt_tokens": 2}, "is of 2 tokens, not 1"), ({"output_token_logprobs": [[-0.5, 8, None]]}, "other tokens")],
+    [
+        ({"prompt_tokens": 2}, "the engine read 2 tokens, not 1"),
+        ({"output_token_logprobs": [[-0.5, 8, None]]}, "other tokens"),
+    ],
 )
 async def test_an_answer_that_does_not_fit_is_not_taken(stage: Stage, changes: Mapping[str, Any], says: str) -> None:
     worker = await stage.worker()
@@ -506,7 +509,7 @@ async def test_a_loop_of_ones_own_is_run_by_its_name(scene: Scene) -> None:
 
 
 async def test_a_loop_that_nobody_registered_is_refused_by_name(scene: Scene) -> None:
-    with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; there are .*tool_agent"):
+    with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; known loops: .*tool_agent"):
         await scene.loops().run(PARAMS, raw_prompt=QUESTION, agent_name="nobodys")
 
 

@@ -73,5 +73,5 @@ async def test_an_answer_that_is_none_is_said_to_be_none(stage: Stage, body: byt
     worker = await stage.worker()
     worker.always(script(reply(body)))
     async with RouterClient(worker.url) as client:
-        with pytest.raises(InvalidReply, match="no answer of /routed_experts"):
+        with pytest.raises(InvalidReply, match="the reply of /routed_experts has an unexpected form"):
             await client.routed_experts(rid="a")

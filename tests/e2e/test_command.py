@@ -65,7 +65,7 @@ def test_help_names_every_flag_of_the_contract() -> None:
 def test_help_shows_flags_in_groups_with_what_they_take() -> None:
     shown = run("--help").stdout
     assert not re.search(r"--[a-z-]+ X\b", shown)
-    for title in ("where it listens:", "health of workers:", "placement and pauses:", "doors and keys:"):
+    for title in ("listening:", "health of workers:", "placement and pauses:", "shutdown, paths and keys:"):
         assert f"\n{title}\n" in shown
     for flag in ("--port N", "--host TEXT", "--readmit same-weights|healthy|never", "--no-otel", "--otel [true|false]"):
         assert flag in shown

@@ -115,7 +115,7 @@ async def test_an_unknown_model_is_404_with_those_that_are_known_and_no_worker_h
                 "model",
                 "model_not_found",
             )
-            assert "known are actor, judge, org/plain" in error["message"]
+            assert "known models: actor, judge, org/plain" in error["message"]
 
 
 async def test_a_fleet_without_a_model_id_never_looks_at_the_model() -> None:
@@ -135,7 +135,7 @@ async def test_where_all_have_a_model_id_a_request_has_to_name_one() -> None:
     async with scene("actor") as made:
         assert await made.answers("/generate") == "actor"
     async with scene("actor", "judge") as made:
-        assert "known are actor, judge" in refused(await made.answers("/generate"))["message"]
+        assert "known models: actor, judge" in refused(await made.answers("/generate"))["message"]
         assert (await made.router.ask("GET", "/v1/models")).status == 200
 
 
@@ -159,7 +159,7 @@ async def test_a_model_keeps_the_names_that_its_engines_had_before_an_update_fro
 
 async def test_a_name_that_two_engines_have_is_none() -> None:
     async with scene("actor", "judge", model_path="org/same") as made:
-        assert "known are actor, judge" in refused(await made.answers(model="org/same"))["message"]
+        assert "known models: actor, judge" in refused(await made.answers(model="org/same"))["message"]
         assert await made.answers(model="judge") == "judge"
 
 
@@ -299,7 +299,7 @@ async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody(qu
     async with scene("actor", "judge") as made:
         answer = await post(made.router, f"/pause_generation{query}")
         assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
-        assert "known are actor, judge" in answer.json()["error"]["message"]
+        assert "known models: actor, judge" in answer.json()["error"]["message"]
         assert [worker.door.at("/pause_generation") for worker in made.workers.values()] == [[], []]
 
 
@@ -345,7 +345,7 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         assert judge.door.at(CHAT)[-1].body == chat
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
-        assert (answer.status, b"sessions are of the model 'actor'" in answer.body) == (400, True)
+        assert (answer.status, b"sessions are available only for the model 'actor'" in answer.body) == (400, True)
 
 
 class Onlooker:

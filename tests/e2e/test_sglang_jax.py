@@ -198,7 +198,7 @@ async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
         await until(lambda: client.router.app.router.gate.held, "a late one waits")
         flushed = await client.ask("POST", "/flush_cache")
         assert flushed.status == 400 or flushed.json["error"]["type"] == "fan_out_failed"
-        assert re.search(rb"The pause holds \d requests there: ", flushed.body), flushed.body
+        assert re.search(rb"The pause holds \d requests on this worker: ", flushed.body), flushed.body
         for worker in engines.simulated:
             worker.engine.token_latency_s = 0.0
         await client.post("/continue_generation")

@@ -57,7 +57,7 @@ async def test_pause_that_a_worker_hangs_on_is_undone_in_bounded_time_by_name(st
     waiting = posting(router)
     await held(router, 1)
     answer = await soon(pausing)
-    assert (answer.status, answer.json()["error"]["message"]) == (502, f"not every worker did it: {hanging.url}")
+    assert (answer.status, answer.json()["error"]["message"]) == (502, f"these workers failed: {hanging.url}")
     assert answer.json()["workers"][hanging.url] == {"status": 0, "body": "no answer within 0.15 s"}
     assert await is_open(router)
     assert await shown(router, hanging) == ("paused", "may be paused, and could not be continued")
@@ -122,7 +122,7 @@ async def test_a_continue_that_some_worker_hangs_on_frees_the_others_in_bounded_
     hanging.always(script(HANG))
     hurry(router)
     answer = await soon(post(router, "/continue_generation"))
-    assert (answer.status, answer.json()["error"]["message"]) == (502, f"not every worker did it: {hanging.url}")
+    assert (answer.status, answer.json()["error"]["message"]) == (502, f"these workers failed: {hanging.url}")
     assert [(await each).status for each in waiting] == [200, 200, 200]
     assert (await shown(router, hanging), await is_open(router)) == (("paused", "could not be continued"), True)
     hanging.always(script(reply()))

@@ -95,8 +95,8 @@ def test_an_unreachable_worker_may_be_asked_again_and_a_slow_one_may_not() -> No
         (b'{"success": false, "message": "no such file"}', "no such file", ""),
         (b"Flush cache failed.\n", "Flush cache failed.\n", ""),
         (b"\xff", "\N{REPLACEMENT CHARACTER}", ""),
-        (b"", "status 503 without a word", ""),
-        (b"{}", "status 503 without a word", ""),
+        (b"", "status 503 without a message", ""),
+        (b"{}", "status 503 without a message", ""),
     ],
 )
 def test_a_workers_error_is_shown_in_its_own_words_and_never_retried(raw: bytes, message: str, kind: str) -> None:
@@ -126,7 +126,7 @@ def test_a_refused_sample_names_its_invariant() -> None:
 
 
 def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:
-    with pytest.raises(InvalidReply, match="no answer of /x: no samples in JSON"), reading("/x"):
+    with pytest.raises(InvalidReply, match="the reply of /x has an unexpected form: no samples in JSON"), reading("/x"):
         read_json(b"{}")
     with pytest.raises(InvalidSample) as caught, reading("/x"):
         raise InvalidTrajectory("aligned", "3 tokens, 2 logprobs")

@@ -56,9 +56,9 @@ def test_many_requests_that_are_asked_again_are_few_lines(caplog: pytest.LogCapt
     log.close()
     log.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "nobody is there; asked again in 0.5 s",
-        "nobody is there; asked again in 0.5 s; 2 others were since the last such line",
-        "requests asked again since the last such line: 1",
+        "nobody is there; retrying in 0.5 s",
+        "nobody is there; retrying in 0.5 s; 2 other retries since the last such line",
+        "retries since the last such line: 1",
     ]
 
 

@@ -229,8 +229,8 @@ def test_a_wrong_key_is_not_shown(config_file: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "has no key"),
-        (b"\n  \n", "has no key"),
+        (b"", "contains no key"),
+        (b"\n  \n", "contains no key"),
         (b"good\nhush hush\n", "key 2 must be printable"),
         (b"none\n", "key 1 must not be empty"),
         (b"\xff", "cannot be read"),

@@ -66,7 +66,7 @@ async def test_one_that_decides_tells_them() -> None:
 async def test_one_that_was_succeeded_tells_them_nothing_and_says_why() -> None:
     async with Leader(False).telling() as (outcome, heard):
         assert (outcome.ok, outcome.reachable) == (False, False)
-        assert b"another leader may decide" in outcome.body
+        assert b"may no longer be the leader" in outcome.body
         assert heard == []
 
 

@@ -1,1 +1,2 @@
-"""The calls of training frameworks' rollout code, where they differ from the client's own: a folder for each."""
+"""The calls of training frameworks' rollout code where they differ from the client's own: a folder for each
+framework."""

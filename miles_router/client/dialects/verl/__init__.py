@@ -1,10 +1,10 @@
 """Rollouts with verl's calls and fields (`verl/experimental/agent_loop`, `verl/workers/rollout/llm_server.py`), through
 a router in place of Ray actors.
 
-ServerManager       what `LLMServerClient` is there: `generate(request_id, prompt_ids=..., sampling_params=...)`
-AgentLoop           what `AgentLoopBase` is there; `register("name")` for one's own, `single_turn_agent`, `tool_agent`
-AgentLoopWorker     runs loops by their names, many at a time
-RouterLoadBalancer  what `rollout.router_config_path` loads: verl's own loops and servers, with a router between them
+ServerManager       replaces `LLMServerClient`: `generate(request_id, prompt_ids=..., sampling_params=...)` AgentLoop
+replaces `AgentLoopBase`; `register("name")` adds a loop to `single_turn_agent` and `tool_agent` AgentLoopWorker
+runs loops by their names, many at a time RouterLoadBalancer  is loaded by `rollout.router_config_path`: verl's own
+loops and servers, with a router between them
 """
 
 from miles_router.client.dialects.verl.agent_loop import (

@@ -1,4 +1,4 @@
-"""Agent loops: a class that makes one rollout, registered by name, and a worker that runs many of them."""
+"""Agent loops: classes that make one rollout, registered by name, and a worker that runs many of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from miles_router.trajectory.sample import ShapedRows
 
 @dataclass
 class AgentLoopMetrics:
-    """Seconds that generations, tools and rewards took, and how often the engine put a generation back; -1: unknown."""
+    """Seconds spent in generations, tools and rewards, and how often the engine preempted a generation (-1:
+    unknown)."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -30,7 +31,7 @@ class AgentLoopMetrics:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the seconds within to one of them."""
+        """Add the seconds spent in the block to the field `name`."""
         began = time.perf_counter()
         try:
             yield
@@ -40,15 +41,15 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """One rollout, with the fields of verl's class of this name: `AgentLoopOutput(**made.to_dict())` makes that.
+    """One rollout, with the fields of verl's class of this name, which `AgentLoopOutput(**made.to_dict())` creates.
 
     Attributes:
-        response_ids: behind the prompt: what was sampled and what tools answered.
-        response_mask: 1 for each sampled token.
-        response_logprobs: 0.0 where nothing was sampled.
+        response_ids: all tokens after the prompt: sampled ones and those of tool answers.
+        response_mask: 1 for each sampled token, else 0.
+        response_logprobs: 0.0 for tokens that were not sampled.
         routed_experts: of prompt and response, [rows, layers, top_k]; the last sampled token has no row.
-        reward_score: for a loop that knows it.
-        num_turns: those of user, tools and model.
+        reward_score: None unless the loop computes it.
+        num_turns: the number of turns of user, tools and model together.
         extra_fields: weight versions as `global_steps`, `min_global_steps`, `max_global_steps`; `turn_scores`,
             `tool_rewards`; `stop_reason` of the last generation.
     """
@@ -66,17 +67,18 @@ class AgentLoopOutput:
     mm_processor_kwargs: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the metrics as plain numbers."""
+        """Return all fields, the metrics as plain numbers."""
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {**fields, "metrics": dataclasses.asdict(self.metrics)}
 
 
 class AgentLoop(ABC):
-    """Makes one rollout; each rollout has an instance of its own.
+    """The base class of loops. Each rollout has an instance of its own.
 
     Args:
-        chat: of the model's tokenizer.
-        tools: for loops that have a use for them; `tool_parser` finds the calls in what the model wrote.
+        chat: the chat template of the model's tokenizer.
+        tools: the tools that the model may call, for loops that use them.
+        tool_parser: returns the calls in a text of the model.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class AgentLoop(ABC):
         """Make the rollout. `fields` are those of the data set's sample, `raw_prompt` (messages) among them."""
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The ids of a first prompt.
+        """Return the token ids of the first prompt.
 
         Raises:
             ValueError: they are more than `prompt_length`.
@@ -116,7 +118,7 @@ _loops: dict[str, type[AgentLoop]] = {}
 
 
 def register(name: str) -> Callable[[Loop], Loop]:
-    """Name a class, for samples whose `agent_name` that is."""
+    """Register a class under the `agent_name` of samples."""
 
     def decorate(loop: Loop) -> Loop:
         _loops[name] = loop
@@ -127,10 +129,9 @@ def register(name: str) -> Callable[[Loop], Loop]:
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoop):
-    """One generation of a prompt."""
+    """A loop of one generation."""
 
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Make the rollout."""
         prompt, longest, metrics = (
             self.prompt_ids(fields["raw_prompt"]),
             self.config.response_length,
@@ -160,11 +161,11 @@ class SingleTurnAgentLoop(AgentLoop):
 
 
 class AgentLoopWorker:
-    """Runs the loops of many samples at once.
+    """A runner of loops for many samples at once.
 
     Args:
         tokenizer: the model's, of `transformers`, or a `ChatTemplate`.
-        options: further arguments of the loops' classes, `tools` for example.
+        options: further arguments of the loops' classes, for example `tools`.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class AgentLoopWorker:
     async def generate_sequences(
         self, samples: Sequence[Mapping[str, Any]], sampling_params: Mapping[str, Any]
     ) -> list[AgentLoopOutput]:
-        """The rollouts of these samples, in their order. The first that fails ends the others and is raised.
+        """Return the rollouts of these samples, in their order. The first failure cancels the others and is raised.
 
         Args:
-            samples: fields of a data set's samples: `raw_prompt`, `agent_name` where it is not the default, others.
+            samples: fields of the data set's samples: `raw_prompt`, `agent_name` if it is not the default, others.
         """
         made: dict[int, AgentLoopOutput] = {}
 
@@ -194,14 +195,14 @@ class AgentLoopWorker:
     async def run(
         self, sampling_params: Mapping[str, Any], *, agent_name: str | None = None, **fields: Any
     ) -> AgentLoopOutput:
-        """The rollout of one sample.
+        """Return the rollout of one sample.
 
         Raises:
             ValueError: no loop has this name, or a reward of the rollout is NaN or infinite.
         """
         name = agent_name or self._config.default_agent_loop
         if name not in _loops:
-            raise ValueError(f"no agent loop {name!r} is registered; there are {', '.join(sorted(_loops))}")
+            raise ValueError(f"no agent loop {name!r} is registered; known loops: {', '.join(sorted(_loops))}")
         loop = _loops[name](self._server_manager, self._chat, self._config, **self._options)
         output = await loop.run(sampling_params, **fields)
         require_finite({"reward_score": output.reward_score, "extra_fields": output.extra_fields})

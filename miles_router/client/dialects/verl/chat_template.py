@@ -1,4 +1,4 @@
-"""Messages as token ids: a first prompt, and what a chat template writes behind ids that were sampled."""
+"""Messages as token ids: the first prompt, and what a chat template writes after sampled ids."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
-#: Stands for what the model said. What was sampled is never rendered or encoded again.
+#: A placeholder for the model's turn: sampled tokens are never rendered or encoded again.
 SAID = "answer"
 TURN: Messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": SAID})
 
 
 class UnusableTemplate(ValueError):
-    """A chat template that changes what stands before an appended message, so that nothing can be appended to ids."""
+    """A chat template that changes earlier text when a message is appended, so that nothing can be appended to token
+    ids."""
 
 
 class ChatTemplate:
@@ -28,17 +29,17 @@ class ChatTemplate:
         self._settings = settings
 
     def prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The ids of a first prompt, up to where the model begins."""
+        """Return the token ids of a first prompt, up to the start of the model's turn."""
         return self._encode(self._render(messages, tools, begin=True))
 
     def continuation(
         self, messages: Messages, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The ids behind `sampled`: what ends the model's turn, if it did not write that itself, then `messages`, up to
-        where the model begins again.
+        """Return the token ids that follow `sampled`: the end of the model's turn if `sampled` lacks it, then
+        `messages`, up to the start of the model's next turn.
 
         Raises:
-            UnusableTemplate: the template has no such thing.
+            UnusableTemplate: the template changes earlier text when messages follow.
         """
         before = self._render(TURN, tools, begin=False)
         after = self._render([*TURN, *messages], tools, begin=True)
@@ -50,7 +51,7 @@ class ChatTemplate:
         return self._encode(behind[len(last) :] if last and behind.startswith(last) else behind)
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids spell, special tokens included."""
+        """Decode token ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
 
     def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, begin: bool) -> str:

@@ -1,5 +1,5 @@
-"""`RouterLoadBalancer`, which verl loads by its dotted name: the file at `rollout.router_config_path` names it as
-`router_class`."""
+"""`RouterLoadBalancer`, which verl loads by its dotted name: `router_class` in the file at
+`rollout.router_config_path`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from miles_router.client.errors import NotFound
 from miles_router.client.router_client import RouterClient
 
 URL = "router_url"
-#: Fields of the file that must be there: verl bounds no generation itself, and a default would cut its responses.
+#: Required fields of the file: verl sends no bound with a generation, and a default would cut its responses.
 NEEDED = (URL, "prompt_length", "response_length")
 
 
 @dataclass(frozen=True)
 class RoutedGenerate:
-    """`generate` of an actor handle, through the router.
+    """The `generate` of an actor handle, sent through the router.
 
     Args:
         rollout: verl's id of the rollout: its generations stay on one worker while that pays.
@@ -31,35 +31,35 @@ class RoutedGenerate:
     rollout: str
 
     async def remote(self, *, request_id: str, **fields: Any) -> TokenOutput:
-        """Generate as `ServerManager.generate` does. `request_id` is verl's name of one generation and goes no further.
-        Raises as it does."""
+        """Generate as `ServerManager.generate` does, with its errors. `request_id` is verl's name of one generation,
+        and is not sent."""
         async with RouterClient(self.url) as client:
             return await ServerManager(client, self.config).generate(self.rollout, **fields)
 
 
 @dataclass(frozen=True)
 class RoutedServer:
-    """What verl takes for the actor handle of a server: `await server.generate.remote(...)`."""
+    """The object that verl uses as the actor handle of a server: `await server.generate.remote(...)`."""
 
     generate: RoutedGenerate
 
 
 class RouterLoadBalancer:
-    """verl's `RequestLoadBalancer` with a running router in its place: verl's replicas become workers of the router,
-    and every generation goes to the router, which chooses.
+    """A replacement of verl's `RequestLoadBalancer` by a running router: verl's replicas become workers of the router,
+    and every generation goes to the router, which chooses the worker.
 
-    verl makes a Ray actor of it, and calls its methods one at a time. No method is a coroutine: Ray would run all of
-    them on one event loop then, on which they could not wait for the router.
+    verl makes a Ray actor of it, and calls its methods one at a time. No method is a coroutine: Ray would then run all
+    of them on one event loop, where they could not wait for the router.
 
     Args:
         servers: the replicas, by the `host:port` of their HTTP servers; their actor handles are not used.
-        router_kwargs: the file: `router_url` and fields of `RolloutConfig`, `prompt_length` and `response_length` among
-            them, as in `actor_rollout_ref.rollout`.
+        router_kwargs: the contents of the file: `router_url` and fields of `RolloutConfig`, as in
+            `actor_rollout_ref.rollout`; `prompt_length` and `response_length` are required.
 
     Raises:
         ValueError: a field is missing.
-        TypeError: a field is not known.
-        RouterClientError: the router is not reached, or takes a worker not.
+        TypeError: a field is unknown.
+        RouterClientError: the router cannot be reached, or refuses a worker.
     """
 
     def __init__(self, servers: Mapping[str, Any], router_kwargs: Mapping[str, Any]) -> None:
@@ -80,10 +80,10 @@ class RouterLoadBalancer:
         return []
 
     def acquire_server(self, request_id: str) -> tuple[str, RoutedServer]:
-        """Return the router's address and what generates through it.
+        """Return the router's URL, and an object that generates through it.
 
         Raises:
-            RuntimeError: there is no replica, in the words that verl waits upon.
+            RuntimeError: there is no replica; verl recognizes this message and waits.
         """
         if not self._servers:
             raise RuntimeError("No available servers in load balancer")
@@ -100,7 +100,7 @@ class RouterLoadBalancer:
         self._servers.update(servers)
 
     def remove_servers(self, server_ids: Iterable[str]) -> None:
-        """Remove replicas from the router; those that it does not have are left out."""
+        """Remove replicas from the router; those that it does not have are ignored."""
         gone = self._servers.intersection(server_ids)
         asyncio.run(_unregister(self._url, gone))
         self._servers -= gone
@@ -110,16 +110,16 @@ class RouterLoadBalancer:
         return sorted(self._servers)
 
     def get_status(self) -> dict[str, Any]:
-        """Return how many requests the router has at each replica, and how many generations verl has under way."""
+        """Return the number of requests in flight at each replica, and of verl's generations in progress."""
         loads = asyncio.run(_loads(self._url, self._servers))
         return {"servers": loads, "total_inflight": self._in_flight, "active_servers": len(self._servers)}
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Clear nothing: the router weighs with every generation whether its rollout's worker still pays."""
+        """Clear nothing: the router decides with every generation whether its rollout's worker still pays."""
         return {"cleared_entries": 0, "server_loads": asyncio.run(_loads(self._url, self._servers))}
 
     def get_total_inflight(self) -> int:
-        """Return how many generations verl has under way."""
+        """Return the number of verl's generations in progress."""
         return self._in_flight
 
 

@@ -1,4 +1,4 @@
-"""`ServerManager`: token ids in, token ids out, each rollout on one worker."""
+"""`ServerManager`: generates token ids from token ids, each rollout on one worker."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MEDIA = ("image_data", "video_data", "audio_data", "mm_processor_kwargs")
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The settings of a rollout, by the names that they have in `actor_rollout_ref.rollout` and its `multi_turn`.
+    """The settings of a rollout, with their names in `actor_rollout_ref.rollout` and its `multi_turn`.
 
     Attributes:
-        prompt_length: tokens of a first prompt at most.
-        response_length: tokens behind it at most, those of tools included.
+        prompt_length: most tokens of a first prompt.
+        response_length: most tokens after it, those of tools included.
         enable_rollout_routing_replay: whether outputs have the routed experts; the router needs
             `RoutedExpertsMiddleware`.
-        default_agent_loop: of a sample that names none.
-        max_assistant_turns, max_user_turns: generations, and answers of tools, at most; None: as many as fit.
-        max_parallel_calls: of the tool calls in one turn the first so many are made, at once; others are dropped.
-        max_tool_response_length: characters of a tool's answer; a longer one loses its `tool_response_truncate_side`:
-            `left`, `right` or `middle`.
+        default_agent_loop: the loop of a sample without `agent_name`.
+        max_assistant_turns, max_user_turns: most generations, and most turns of tool answers; None: no limit.
+        max_parallel_calls: most tool calls made in one turn, all at once; further calls are dropped.
+        max_tool_response_length: most characters of a tool's answer; a longer one is cut at its
+            `tool_response_truncate_side`: `left`, `right` or `middle`.
     """
 
     prompt_length: int = 512
@@ -47,13 +47,13 @@ class TokenOutput:
     """One generation.
 
     Attributes:
-        token_ids: what was sampled.
-        log_probs: one for each of them, where `logprobs` was asked for.
-        routed_experts: of prompt and output, [tokens - 1, layers, top_k], where they were asked for.
+        token_ids: the sampled ids.
+        log_probs: one for each of them, if `logprobs` was requested.
+        routed_experts: of prompt and output, [tokens - 1, layers, top_k], if they were requested.
         stop_reason: `stop`, `length` or `abort`.
-        num_preempted: how often the engine put it back.
+        num_preempted: how often the engine preempted the generation; None if it does not report that.
         extra_fields: `global_steps`, `min_global_steps`, `max_global_steps`: the last, first and last weight version of
-            its tokens, as numbers where they are such.
+            its tokens, as integers if they are decimal.
     """
 
     token_ids: list[int]
@@ -65,11 +65,12 @@ class TokenOutput:
 
 
 class ServerManager:
-    """Generates token ids from token ids. All generations of one request id go to one worker while it is routable; the
-    router remembers the ids used last, and forgets the others.
+    """A generator of token ids from token ids. All generations of one request id go to one worker while it is routable;
+    the router remembers the most recently used ids.
 
     Args:
-        config: for the tokens of a generation whose sampling parameters name no bound, and for routed experts.
+        config: the lengths that bound a generation without a bound in its sampling parameters, and whether to return
+            routed experts.
     """
 
     def __init__(self, client: RouterClient, config: RolloutConfig | None = None) -> None:
@@ -85,26 +86,27 @@ class ServerManager:
         priority: int = 0,
         **fields: Any,
     ) -> TokenOutput:
-        """One generation.
+        """Generate once.
 
         Args:
-            request_id: of the whole rollout; each generation has an id of its own at the engine.
-            sampling_params: the engine's; besides `logprobs`, and `max_tokens` for `max_new_tokens`.
-            priority: the engine's, where it is not 0.
-            fields: further fields of `/generate`. Those of other media may be there if they are empty.
+            request_id: the id of the whole rollout; each generation has an id of its own at the engine.
+            sampling_params: the engine's, plus `logprobs`, and `max_tokens` as another name of `max_new_tokens`.
+            priority: the engine's; not sent if 0.
+            fields: further fields of `/generate`. Fields of other media are allowed if they are empty.
 
         Raises:
-            ValueError: images and the like, logprobs of the prompt, or no room for a token behind the prompt.
-            RouterClientError: as of `RouterClient.generate`; InvalidReply: the answer is to another prompt, or its
-                logprobs are those of other tokens.
+            ValueError: the call has images or other media, asks for logprobs of the prompt, or leaves no room for
+                output.
+            RouterClientError: as in `RouterClient.generate`.
+            InvalidReply: the reply is about another prompt, or its logprobs are those of other tokens.
         """
         if media := [name for name in MEDIA if fields.pop(name, None)]:
-            raise ValueError(f"{media[0]}: only token ids go through the router")
+            raise ValueError(f"{media[0]}: not supported, the router takes token ids only")
         prompt = [int(token) for token in prompt_ids]
         params = dict(sampling_params)
         logprobs = bool(params.pop("logprobs", False))
         if params.pop("prompt_logprobs", None) is not None:
-            raise ValueError("prompt_logprobs: logprobs of the prompt are not asked for; score it with the trainer")
+            raise ValueError("prompt_logprobs: not supported; compute logprobs of the prompt in the trainer")
         bound = params.pop("max_tokens", None)
         params.setdefault("max_new_tokens", self._room(prompt) if bound is None else bound)
         if priority:
@@ -123,14 +125,16 @@ class ServerManager:
         config = self._config
         room = min(config.response_length, config.prompt_length + config.response_length - len(prompt))
         if room < 1:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room: set max_new_tokens, or longer lengths")
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room: set max_new_tokens, or a larger prompt_length"
+            )
         return room
 
     async def _output(self, generation: Generation, prompt: Sequence[int], *, logprobs: bool) -> TokenOutput:
         meta, ids = generation.meta_info, generation.output_ids
         if generation.prompt_tokens != len(prompt):
             raise InvalidReply(
-                f"generation {generation.rid} is of {generation.prompt_tokens} tokens, not {len(prompt)}"
+                f"generation {generation.rid}: the engine read {generation.prompt_tokens} tokens, not {len(prompt)}"
             )
         told = meta.get("output_token_logprobs") or []
         if logprobs and [entry[1] for entry in told] != ids:

@@ -1,4 +1,5 @@
-"""`ToolAgentLoop`: turns of a model and its tools as one sequence of ids, which grows and is never encoded again."""
+"""`ToolAgentLoop`: turns of a model and its tools as one growing sequence of token ids, which is never encoded
+again."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from miles_router.trajectory.sample import ShapedRows
 
 @dataclass
 class Episode:
-    """What has come of one rollout.
+    """The state of one rollout.
 
     Attributes:
         prompt: the ids of the first prompt.
-        response, mask, logprobs: behind it; all of one length.
+        response, mask, logprobs: of the tokens after it; all of one length.
         last: the last generation.
     """
 
@@ -36,7 +37,7 @@ class Episode:
     steps: dict[str, Any] = field(default_factory=dict)
 
     def add_generation(self, output: TokenOutput) -> None:
-        """A generation has ended."""
+        """Append a generation's tokens."""
         self._add(output.token_ids, 1, output.log_probs)
         self.last = output
         self.generations += 1
@@ -45,7 +46,7 @@ class Episode:
             self.metrics.num_preempted = max(0, self.metrics.num_preempted) + output.num_preempted
 
     def add_tool_answers(self, ids: Sequence[int]) -> None:
-        """Tools have answered."""
+        """Append the tokens of tool answers."""
         self._add(ids, 0, None)
         self.tool_turns += 1
 
@@ -55,7 +56,7 @@ class Episode:
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
     def output(self, longest: int) -> AgentLoopOutput:
-        """All of it, with a response of at most `longest` tokens."""
+        """Return the rollout, with at most `longest` tokens of response."""
         last = self.last
         assert last is not None
         rows: ShapedRows | None = last.routed_experts
@@ -82,11 +83,10 @@ def _first(steps: Mapping[str, Any]) -> dict[str, Any]:
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoop):
-    """Turns with tools: those that the model calls in one turn are called at once. It ends when the model calls none,
-    when it was aborted, or when turns or tokens run out."""
+    """A loop of generations and tool calls. All calls of one turn run at once. The loop ends when the model makes no
+    call, when a generation is aborted, or when turns or tokens run out."""
 
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Make the rollout."""
         request_id, episode = uuid4().hex, Episode(self.prompt_ids(fields["raw_prompt"], self.tool_schemas))
         while True:
             output = await self._generate(request_id, episode, sampling_params)

@@ -1,4 +1,4 @@
-"""Tools of an agent: what a model calls, and what it is told of it."""
+"""Tools of an agent: the calls that a model writes, and the answers that it gets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-#: A tool's answer, or that and the reward of the call.
+#: A tool's answer, or a pair of the answer and the reward of the call.
 ToolAnswer = str | tuple[str, float]
 
 
 class ToolError(Exception):
-    """Raised by a tool: the model is told its message. Every other error ends the rollout."""
+    """An error that a tool raises for the model: the model gets the message. Every other error ends the rollout."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class FunctionTool:
     """A tool.
 
     Attributes:
-        call: a coroutine function that takes the call's arguments by their names.
+        call: an async function that takes the call's arguments by name.
         schema: the OpenAI schema that the chat template shows the model.
     """
 
@@ -34,15 +34,15 @@ class FunctionTool:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call that a model wrote; `arguments` is JSON as it wrote it."""
+    """A tool call in a model's text; `arguments` is JSON as the model wrote it."""
 
     name: str
     arguments: str
 
 
 def hermes_calls(text: str) -> list[FunctionCall]:
-    """The calls in a text of models that write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen's
-    do. What is no such object is a call of no name, which the model is told of."""
+    """Return the calls in a text of models that write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, such
+    as Qwen's. A malformed call becomes one without a name, which the model gets an error for."""
     calls = []
     for written in _CALL.findall(text):
         try:
@@ -54,7 +54,8 @@ def hermes_calls(text: str) -> list[FunctionCall]:
 
 
 async def call_tool(call: FunctionCall, tools: Mapping[str, FunctionTool]) -> tuple[str, float | None]:
-    """What the model is told of its call, and the reward of it; of a call that cannot be made, why, and 0."""
+    """Make a call, and return the answer for the model and the reward. If the call is invalid or the tool raises
+    `ToolError`, the answer is the error and the reward 0."""
     if not call.name:
         return f"Invalid tool call: {call.arguments}", 0.0
     tool = tools.get(call.name)
@@ -73,7 +74,7 @@ async def call_tool(call: FunctionCall, tools: Mapping[str, FunctionTool]) -> tu
 
 
 def shorten(text: str, length: int, side: str) -> str:
-    """A text of at most `length` characters, and a note where it was longer: at its left, right or middle."""
+    """Return the text cut to at most `length` characters plus a note, at its left, right or middle."""
     if len(text) <= length:
         return text
     if side == "left":
