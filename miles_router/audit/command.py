@@ -1,4 +1,4 @@
-"""The command `miles-router audit`: its flags, its progress, its exit status."""
+"""The command `miles-router audit`: flags, progress bar and exit status."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
 from miles_router.settings.config import ENVIRONMENT_PREFIX
 
-#: Exit status: what was compared agrees; it does not; there was nothing to compare. A wrong flag, or a router that does
-#: not answer, is 2 as for every command.
+#: Exit statuses. A wrong flag, or a router that does not answer, is 2 as for every command.
 GOOD, DIFFERENT, NOTHING_COMPARABLE = 0, 1, 3
 DESCRIPTION = """\
 Ask a router's engines how likely they find the tokens that they have sampled, under the weights that sampled them, and
@@ -37,12 +36,11 @@ Tokens sampled by other weights than those loaded now are counted, not compared.
 wait while the fleet is paused; no layer records them.
 """
 BAR = 24
-#: Somebody waits for the answer.
+#: Few, because a user waits at the terminal.
 RETRIES = Retries(attempts=2)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     made = argparse.ArgumentParser(
         prog="miles-router audit",
         description=DESCRIPTION,
@@ -86,10 +84,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; gives the exit status.
+    """Run the command and return the exit status.
 
     Raises:
-        ConfigError: a flag is wrong, or the router does not answer as one that has episodes.
+        ConfigError: a flag is wrong, the router does not answer, or it has no episodes route.
     """
     options = parser().parse_args(arguments)
     if options.plot is not None:
@@ -99,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     except (RouterClientError, ValueError) as error:
         raise ConfigError(f"audit: {plain(str(error))}") from None
     verdict = judge(found, Limits(options.quantile, options.threshold))
-    if options.json:  # in ASCII: texts of prompts are in it, and a terminal may be behind it
+    if options.json:  # ASCII only: it quotes prompts, and a terminal would act on control characters
         print(json.dumps(verdict.as_json(), indent=2))
     else:
         print("\n".join(lines(verdict)))
@@ -118,7 +116,7 @@ async def _collect(options: argparse.Namespace) -> AuditedEpisodes:
 
 
 def _silent(done: int, of: int) -> None:
-    """Nobody watches."""
+    """Show no progress: stderr is not a terminal."""
 
 
 def _bar(done: int, of: int) -> None:

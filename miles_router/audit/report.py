@@ -1,4 +1,4 @@
-"""A verdict in words. Texts of prompts are in it, and logs are not: it is for whoever asked."""
+"""Write a verdict as a text report. It quotes prompts, so it is for the user's terminal and not for logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from miles_router.audit.verdict import QUANTILES, SESSION, TEXT, Spread, Verdict
 
-#: Parts of one kind that are shown, the farthest apart first.
+#: Rows shown per group, the largest distances first.
 SHOWN = 8
 HEADING = ("", "tokens", *(f"{quantile:g}" for quantile in QUANTILES))
 TITLES = {
@@ -21,12 +21,12 @@ TITLES = {
 
 
 def plain(text: str) -> str:
-    """What a router said, without what a terminal would obey."""
+    """Return a text from the router with control characters escaped, so that a terminal does not act on them."""
     return text if text.isprintable() else repr(text)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """The report, line by line; the last one is the verdict."""
+    """Yield the lines of the report; the last one is the verdict."""
     found = verdict.found
     yield f"{found.samples} samples of {found.kinds[SESSION]} sessions and {found.kinds[TEXT]} text rollouts"
     if verdict.total is not None:
@@ -61,7 +61,7 @@ def _row(name: str, spread: Spread) -> tuple[str, ...]:
 
 
 def nats(distance: float) -> str:
-    """Return a distance with two digits, however small it is: what float32 leaves is not nothing."""
+    """Return a distance with two significant digits, so that small float32 errors do not look like 0."""
     return f"{distance:.2g}"
 
 
