@@ -57,8 +57,8 @@ class Exactness:
 def right_positions(turns: Sequence[Turn], retrieved: Mapping[str, Any]) -> list[bool]:
     """Return for each retrieved position whether it agrees with the workers' answers.
 
-    All tokens of the last turn must be marked as sampled. Tokens of earlier turns may be unmarked (the text may have
-    been tokenized again). A token marked as sampled must have the id and logprob that the worker sampled.
+    All tokens of the last turn must be marked as sampled; tokens of earlier turns may be unmarked, as prompt. A token
+    that is marked must have the id and logprob that the worker sampled.
     """
     ids, mask = retrieved["tokens"], retrieved["loss_mask"]
     logprobs = np.array(retrieved["rollout_logp"], dtype=np.float32)

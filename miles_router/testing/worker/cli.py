@@ -1,4 +1,4 @@
-"""`miles-router-worker`: simulated SGLang workers on this machine."""
+"""The command `miles-router-worker`, which starts simulated SGLang workers."""
 
 import argparse
 import asyncio
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then exit with 0; 2 for arguments that cannot be used."""
+    """Serve until SIGTERM or SIGINT, then return 0. Exit with 2 if arguments are invalid."""
     parser = build_parser()
     args = parser.parse_args(argv)
     for flag, number in (("--count", args.count), ("--dp-size", args.dp_size)):
@@ -108,7 +108,7 @@ async def _serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    # Imported only now, so that --help is quick.
+    # Imported only here, so that --help is fast.
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
     from miles_router.testing.worker.model.script import Script
@@ -138,7 +138,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
                 pairing=_pairing(args, index),
-                # Nobody looks at the door of a process, and bodies are large.
+                # A process's recorded exchanges cannot be read from outside, and bodies are large.
                 door_limit=16,
             )
             await stack.enter_async_context(worker)
