@@ -53,7 +53,7 @@ class Faults:
         self._add(Fault("reset_in_headers"), path, times)
 
     def reset_in_body(self, *, after_bytes: int = 1, path: str | None = None, times: int | None = 1) -> None:
-        """Answer correctly, but reset the connection (RST) after `after_bytes` of the body, or at its end if shorter."""
+        """Answer correctly, but reset the connection (RST) after `after_bytes` of the body, or at its end."""
         self._add(Fault("reset_in_body", after_bytes=after_bytes), path, times)
 
     def cut_body(self, *, after_bytes: int = 1, path: str | None = None, times: int | None = 1) -> None:
