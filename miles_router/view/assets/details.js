@@ -4,7 +4,7 @@ import {counted} from "./elements.js";
 import {exactly} from "./sheet.js";
 import {visibleJson} from "./visible.js";
 
-const UNKNOWN = "not told", NONE = "none", HIDDEN = "hidden";
+const UNKNOWN = "unknown", NONE = "none", HIDDEN = "hidden";
 
 function maskText(sheet, position) {
   if (sheet.lossMask === null) return UNKNOWN;

@@ -7,13 +7,13 @@ import {marked} from "./visible.js";
 const WORDS = new Map([
   ["retry", "the same messages were sent again"],
   ["choice", "one of several answers to one request"],
-  ["parallel", "asked while another was under way behind the same turn"],
-  ["edited_history", "messages behind an earlier turn, or from the beginning, are others now"],
+  ["parallel", "sent while another request after the same turn was running"],
+  ["edited_history", "messages after an earlier turn, or from the beginning, have changed"],
   ["compaction", "a shorter history under the same first message"],
   ["sub_agent", "another first message"],
   ["changed_tools", "the same history with other tools or template settings"],
-  ["text_prompt", "a text that goes on from a held one"],
-  ["batch", "one of several prompts"],
+  ["text_prompt", "a text that continues a recorded one"],
+  ["batch", "one of several prompts in one request"],
 ]);
 const MOST = 50;
 
@@ -34,7 +34,7 @@ function editOf({message, field, held, sent}) {
     "div",
     {class: "edit"},
     element("p", {}, where),
-    held === null ? element("p", {}, "One more message was sent.") : compared(runs, "held", "held"),
+    held === null ? element("p", {}, "One more message was sent.") : compared(runs, "held", "recorded"),
     sent === null ? element("p", {}, "The message was left out.") : compared(runs, "sent", "sent"),
   );
 }
@@ -61,7 +61,7 @@ export class Reasons {
       this._draw();
       this._list.children[first].querySelector("button").focus(); // this one is gone
     });
-    const title = element("h3", {}, "Why it begins anew");
+    const title = element("h3", {}, "Why a branch or segment begins");
     this.element = element("section", {class: "card", "aria-label": "Reasons"}, title, this._list, this._rest);
   }
 

@@ -8,7 +8,9 @@ import {visibleJson} from "./visible.js";
 
 function notesOf(sheet, pieces) {
   const notes = [...sheet.facts.notes];
-  if (!pieces.spelled && !pieces.hidden) notes.push("Ids alone are shown: no tokenizer was given (--hf-checkpoint).");
+  if (!pieces.spelled && !pieces.hidden) {
+    notes.push("Only token ids are shown: no tokenizer was given (--hf-checkpoint).");
+  }
   return notes.map((note) => element("p", {class: "notice"}, note));
 }
 

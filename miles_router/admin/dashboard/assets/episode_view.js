@@ -13,7 +13,7 @@ import {WindowedTable} from "./windowed_table.js";
 import {ago, clock, duration, hostOf} from "./words.js";
 
 const ROW = 32, MOST_ROWS = 8;
-const HIDDEN = "Texts, token ids and bytes are hidden: this router shows them to nobody (--dashboard-text off).";
+const HIDDEN = "Texts, token ids and bytes are hidden: the router runs with --dashboard-text off.";
 
 const COLUMNS = [
   {title: "Turn", kind: "number-cell", cell: (turn) => String(turn.turn)},
@@ -46,11 +46,11 @@ function pairsOf(episode) {
     ["group", group === null ? "none" : element("a", {href: groupAddress(group)}, group)],
     ["label", episode.label ?? "none"],
     ["model", episode.model ?? "unknown"],
-    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} under way` : "")],
+    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} running` : "")],
     ["segments, leaves", `${counted(episode.segments)}, ${counted(episode.leaves)}`],
     ["tokens", counted(tokens.all)],
     ["sampled", counted(tokens.sampled)],
-    ["trained", tokens.trained === null ? "not known" : counted(tokens.trained)],
+    ["trained", tokens.trained === null ? "unknown" : counted(tokens.trained)],
     ["waited", duration(episode.waited_s)],
     ["forks", reasonsOf(episode.reasons) || "none"],
     ["versions", episode.weight_versions.join(", ") || "none"],

@@ -83,7 +83,7 @@ export class EpisodesView {
     for (const name of FILTERS) this._fields[name].addEventListener("change", () => this._filter());
     this._count = element("p", {class: "count", role: "status", id: "count"});
     this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true},
-      "Labels are hidden: this router shows no texts (--dashboard-text off).");
+      "Labels are hidden: the router runs with --dashboard-text off.");
     this._group = element("section", {class: "card", "aria-label": "Side by side", hidden: true});
     this._shown = [];
     this._table = new WindowedTable({
@@ -170,7 +170,7 @@ export class EpisodesView {
     const fits = (row) => words.every((word) => textOf(row).includes(word));
     this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
     this._hidden.hidden = text;
-    const read = ends ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
+    const read = ends ? several(rows.length, "episode") : `${counted(rows.length)} episodes loaded, more available`;
     putInto(this._count, words.length ? `${counted(this._shown.length)} of ${read}` : read);
     this._table.element.classList.remove("old");
     this._table.show(this._shown);

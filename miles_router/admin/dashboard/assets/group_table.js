@@ -28,7 +28,7 @@ function facts(rows) {
 /** A heading, and a table of the first of these rows. */
 export function groupTable(rows) {
   const some = rows.slice(0, MOST);
-  if (!some.length) return [element("p", {class: "soft"}, "No episode of this group is held.")];
+  if (!some.length) return [element("p", {class: "soft"}, "The router holds no episode of this group.")];
   const head = element("tr", {}, element("td"), ...some.map((row) =>
     element("th", {scope: "col"}, element("a", {href: `#/episodes/${encodeURIComponent(row.id)}`}, row.id))));
   const lines = facts(some).map(([title, cell]) =>

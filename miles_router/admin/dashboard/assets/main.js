@@ -104,9 +104,9 @@ function gateText(gate) {
   if (!gate.closed) return "";
   const reasons = [];
   if (gate.paused_since !== null) reasons.push(`The fleet was paused (${gate.mode}) at ${clock(gate.paused_since)}`);
-  if (gate.asleep_since !== null) reasons.push(`The fleet fell asleep at ${clock(gate.asleep_since)}`);
+  if (gate.asleep_since !== null) reasons.push(`The fleet was put to sleep at ${clock(gate.asleep_since)}`);
   if (gate.workers_paused_since !== null) {
-    reasons.push(`Every worker was paused by somebody else, seen at ${clock(gate.workers_paused_since)}`);
+    reasons.push(`Another program paused every worker, seen at ${clock(gate.workers_paused_since)}`);
   }
   return `${reasons.join(". ")}. ${gate.held} ${gate.held === 1 ? "request waits" : "requests wait"}.`;
 }
@@ -123,7 +123,7 @@ function failed(error) {
   putInto($("live"), lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`);
   if (error instanceof KeyNeeded) keyNeeded(error.message);
   else if (error.name === "TimeoutError" || error instanceof TypeError) {
-    problem(`The router cannot be reached (${error.message}). Asking again and again.`);
+    problem(`The router cannot be reached (${error.message}). Retrying.`);
   } else problem(error.message);
 }
 

@@ -36,7 +36,7 @@ export class Seconds {
   }
 }
 
-const REASONS = {paused: "paused", asleep: "asleep", workers_paused: "paused by others"};
+const REASONS = {paused: "paused", asleep: "asleep", workers_paused: "paused by another program"};
 
 /** Tokens sampled a second, of the whole intervals within the last `span` seconds and what has begun behind them. */
 export function recentRate({now, interval_s: length, intervals}, span) {

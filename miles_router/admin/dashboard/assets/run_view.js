@@ -9,7 +9,10 @@ import {ago, duration, percent} from "./words.js";
 
 const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
 const RATE_S = 60;
-const TITLES = ["Version", "Since", "Sampled", "Trained", "Share", "Given", "Reused", "Cached", "Turns", "Forks", "Waited"];
+const TITLES = [
+  "Version", "Since", "Sampled", "Trained", "Share", "New prompt", "Reused prompt", "Cached", "Turns", "Forks",
+  "Waited",
+];
 
 function rowOf(version, most) {
   return [
@@ -36,7 +39,7 @@ function barList(id, label, titles, counts, order) {
 
 /** The mean of what each version was given, newest first. */
 function rewardTable(rewards) {
-  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample was read with a reward.");
+  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample with a reward was read.");
   const means = rewards.map(({sum, count}) => sum / count), most = Math.max(0, ...means);
   const rows = rewards.map(({weight_version: version, count}, at) => [
     version ?? "unknown",
@@ -47,7 +50,7 @@ function rewardTable(rewards) {
 }
 
 function inWords(rate) {
-  return rate === null ? "nobody knows how many" : rate.toFixed(1);
+  return rate === null ? "unknown" : rate.toFixed(1);
 }
 
 const mostFirst = ([, a], [, b]) => b - a;
@@ -59,8 +62,8 @@ export class RunView {
   constructor() {
     this.title = "Run";
     this._span = SPANS[0][0];
-    this._rates = new TimeChart("Tokens a second");
-    this._waits = new TimeChart("Generations that wait, in the mean", {least: 1});
+    this._rates = new TimeChart("Tokens per second");
+    this._waits = new TimeChart("Waiting generations, mean", {least: 1});
     this._staleness = element("div");
     this._forks = element("div");
     this._versions = element("div");
@@ -75,13 +78,13 @@ export class RunView {
     this._numbers = element(
       "div",
       {class: "cards"},
-      numberCard("rate", "Tokens a second, in the last minute"),
+      numberCard("rate", "Tokens sampled per second, last minute"),
       numberCard("sampled", "Tokens sampled"),
-      numberCard("trained", "Of these, trained"),
-      numberCard("reused", "Given again as recorded: no drift"),
-      numberCard("cached", "Prompt tokens found cached"),
+      numberCard("trained", "Sampled tokens in the loss"),
+      numberCard("reused", "Prompt tokens reused as recorded"),
+      numberCard("cached", "Prompt tokens from the prefix cache"),
       numberCard("forks-total", "Forks"),
-      numberCard("waited", "Time lost to waits"),
+      numberCard("waited", "Time spent waiting"),
     );
     this.element = element(
       "div",
@@ -129,9 +132,10 @@ export class RunView {
     const times = [...seconds.times, this._run.now]; // what is not over has bands, and no rate yet
     const line = (name, values) => ({name, values: [...values, null]});
     this._rates.draw(times, [line("sampled", sampled), line("trained", trained)], bands,
-      `the last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
+      `last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
     this._waits.draw(times, [line("waiting", waiting)], bands);
     const stale = added(seconds.intervals, "staleness");
-    refill(this._staleness, barList("staleness", "Staleness of trained tokens", ["Behind", "Tokens"], stale, byNumber));
+    const titles = ["Versions behind", "Tokens"];
+    refill(this._staleness, barList("staleness", "Staleness of trained tokens", titles, stale, byNumber));
   }
 }
