@@ -57,7 +57,11 @@ class IncrementalDetokenizer:
         self.text += new_text[pending:]
 
     def finish(self, new_ids: Sequence[int], matched: Any, *, no_stop_trim: bool) -> None:
-        """Take the last ids; `matched` is the stop string (trimmed from the text) or stop id (not decoded)."""
+        """Decode the last ids. A `matched` stop string is cut from the text, a `matched` stop id is not decoded.
+
+        Args:
+            no_stop_trim: keep the stop string or stop id in the text.
+        """
         self._ids.extend(new_ids)
         readable = self._ids[self._context_start :]
         if isinstance(matched, int) and not no_stop_trim:
@@ -72,7 +76,7 @@ class IncrementalDetokenizer:
         return self._decode(readable)[len(context) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """Ids that the tokenizer does not have are shown as id 0."""
+        """Decode ids. Ids that the tokenizer does not have are replaced by id 0."""
         if not ids:
             return ""
         size = self._tokenizer.size
