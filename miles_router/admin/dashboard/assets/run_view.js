@@ -135,7 +135,6 @@ export class RunView {
       `last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
     this._waits.draw(times, [line("waiting", waiting)], bands);
     const stale = added(seconds.intervals, "staleness");
-    const titles = ["Versions behind", "Tokens"];
-    refill(this._staleness, barList("staleness", "Staleness of trained tokens", titles, stale, byNumber));
+    refill(this._staleness, barList("staleness", "Staleness of trained tokens", ["Behind", "Tokens"], stale, byNumber));
   }
 }

@@ -1,17 +1,17 @@
-"""Incremental detokenization the way SGLang does it: unfinished characters are held back until they are whole."""
+"""Incremental detokenization as in SGLang: incomplete characters are held back."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from miles_router.testing.worker.model.vocabulary import Tokenizer
 
-# SGLang decodes the new ids behind this many prompt ids, so that a character begun in the prompt joins up.
+# SGLang decodes new ids after so many prompt ids, so that a character that began in the prompt is completed.
 PROMPT_TAIL = 5
 REPLACEMENT = "\ufffd"
 
 
 def printable_prefix(text: str) -> str:
-    """The part of a text with an unfinished end that SGLang sends already: whole words, or up to a CJK character."""
+    """Return the part of an unfinished text that SGLang already sends: complete words, or up to a CJK character."""
     if text.endswith("\n"):
         return text
     if text and _is_cjk(text[-1]):
@@ -29,7 +29,7 @@ def _is_cjk(character: str) -> bool:
 
 
 class IncrementalDetokenizer:
-    """Text of one growing generation. `text` is what the client has been given so far."""
+    """The detokenizer of one generation. `text` is the text sent to the client so far."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         self.text = ""
 
     def push(self, new_ids: Sequence[int]) -> None:
-        """Take the ids sampled since the last call."""
+        """Add the ids sampled since the last call, and extend `text`."""
         self._ids.extend(new_ids)
         new_text = self._new_text(self._ids[self._context_start :])
         pending = self._sent - len(self._committed)
