@@ -296,7 +296,7 @@ def _known(request: Request, names: Sequence[str]) -> Mapping[str, str]:
             known = ", ".join(names) or "none"
             raise BadRequest(f"unknown parameter {name!r}; known are {known}")
         if len(request.query_params.getlist(name)) > 1:
-            raise BadRequest(f"{name} stands there twice")
+            raise BadRequest(f"{name} is given twice; give it once")
     return dict(request.query_params)
 
 
@@ -312,7 +312,9 @@ def _number(name: str, text: str | None, usual: int, least: int, most: int | Non
 def _one_of(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is None or text in known:
         return text
-    raise BadRequest(f"{name} must be one of {', '.join(known) or 'nothing: no layer holds episodes'}, got {text!r}")
+    if not known:
+        raise BadRequest(f"{name}={text!r} matches nothing: no middleware of this router holds episodes")
+    raise BadRequest(f"{name} must be one of {', '.join(known)}, got {text!r}")
 
 
 def _cursor(started_at: float, name: str) -> str:
@@ -326,7 +328,7 @@ def _place(cursor: str) -> EpisodePlace:
     except ValueError:
         started_at = math.nan
     if not between or not name or not math.isfinite(started_at):
-        raise BadRequest(f"after must be the next of a page, got {cursor!r}")
+        raise BadRequest(f"after must be the `next` value of an earlier page, got {cursor!r}")
     return started_at, name
 
 

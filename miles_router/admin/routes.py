@@ -182,12 +182,12 @@ class Admin:
         arguments = await _arguments(request)
         version, fleet = arguments.get("weight_version"), self._pools.of_id(arguments.get("model_id")).fleet
         if not isinstance(version, str) or not version:
-            raise BadRequest("weight_version must be a string that is not empty")
+            raise BadRequest("weight_version must be a non-empty string")
         workers = list(fleet.pool)
         engines = await fleet.engines(workers)
         silent = [worker for worker, each in zip(workers, engines, strict=True) if not each.tells_version]
         if not silent:
-            raise BadRequest("no worker is registered that does not say itself which weights it has")
+            raise BadRequest("every registered worker reports its weight version itself; there is none to set it for")
         fleet.pool.name_version(silent, version)
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
@@ -211,7 +211,7 @@ class Admin:
             raise BadRequest("api_key must be a string of printable ASCII")
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments} | _half(arguments)
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
-            raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
+            raise BadRequest(f"a worker's attributes may take at most {MAX_ATTRIBUTES_BYTES} bytes of JSON")
         async with self._one_by_one(address.url):
             pool, known = await self._pool_of(address, arguments.get("model_id"))
             if pool.name and (attributes or not known):  # without new attributes, a known worker keeps its old ones

@@ -74,12 +74,12 @@ async def _drawn(client: RouterClient, wanted: Sampling) -> list[str]:
         episodes = await client.episodes()
     except ErrorReply as error:
         if error.status in NOBODY_ANSWERS:
-            error.message += "; a router has no GET /episodes unless a layer of it records sessions or text rollouts"
+            error.message += "; a router has no GET /episodes unless a middleware records sessions or text rollouts"
         raise
     try:
         held = ((float(each["last_used_at"]), str(each["id"])) for each in episodes)
         names = [name for _, name in heapq.nlargest(wanted.count * DRAWN_FROM, held)]
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidReply(f"GET /episodes was answered with what are none: {error!r}") from None
+        raise InvalidReply(f"GET /episodes returned malformed episodes: {error!r}") from None
     random.Random(wanted.seed).shuffle(names)
     return names

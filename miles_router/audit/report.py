@@ -13,7 +13,7 @@ HEADING = ("", "tokens", *(f"{quantile:g}" for quantile in QUANTILES))
 TITLES = {
     "version": "by weight version",
     "worker": "by the worker that sampled",
-    "recomputed_by": "by the worker that was asked",
+    "recomputed_by": "by the worker that recomputed",
     "kind": "by kind of episode",
     "position": "by position",
     "sample": "by sample",
@@ -50,7 +50,7 @@ def _table(verdict: Verdict) -> Iterator[str]:
         rows.append((title, *[""] * (len(HEADING) - 1)))
         rows += [_row(f"  {plain(name)}", each) for name, each in shown]
         if len(parts) > len(shown):
-            rows.append((f"  and {len(parts) - len(shown)} closer ones", *[""] * (len(HEADING) - 1)))
+            rows.append((f"  and {len(parts) - len(shown)} more, with smaller distances", *[""] * (len(HEADING) - 1)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADING))]
     for row in rows:
         yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
@@ -71,9 +71,9 @@ def _others(verdict: Verdict) -> Iterator[str]:
         yield ""
         yield "tokens that cannot be compared"
         yield from (f"  {plain(reason)}: {count}" for reason, count in found.not_comparable.most_common())
-    yield from (f"  an engine said: {said!r}" for said in dict.fromkeys(found.refusals))
+    yield from (f"  an engine refused: {said!r}" for said in dict.fromkeys(found.refusals))
     yield ""
-    yield f"prompts rendered anew: {found.prompts['compared']}, different: {found.prompts['differ']}"
+    yield f"prompts rendered again: {found.prompts['compared']}, different: {found.prompts['differ']}"
     yield from (
         f"  not rendered, {plain(reason)}: {count}" for reason, count in found.prompts_not_compared.most_common()
     )
@@ -97,7 +97,7 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
     if verdict.found.prompts["differ"]:
         yield "DIFFERENT PROMPTS: the engines' chat template is not that of the router's checkpoint."
     if verdict.good is None:
-        yield "NOTHING COMPARABLE: no recorded token could be held against the weights that are loaded now."
+        yield "NOTHING COMPARABLE: no recorded token could be compared with the weights that are loaded now."
     elif verdict.good and total is not None:
         at = f"{limits.quantile:g} of {total.tokens} tokens lie within {nats(total.at)} nats"
         yield f"GOOD: {at}, and {limits.threshold:g} are allowed."

@@ -86,9 +86,9 @@ class ComparedSpan:
         """
         recorded, recomputed = (np.asarray(given[name], np.float64) for name in ("recorded", "recomputed"))
         if recorded.ndim != 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
-            raise ValueError("recorded and recomputed logprobs are as many numbers")
+            raise ValueError("recorded and recomputed must be equally many finite logprobs")
         if not len(recorded):
-            raise ValueError("a span has tokens")
+            raise ValueError("a span must have tokens")
         version, worker, recomputed_by = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
         return cls(episode_id, kind, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
 

@@ -122,7 +122,7 @@ async def _foreign_path_untouched(make: Make) -> None:
     layer = await make(_echo)
     await layer(_scope(b"\x00 not JSON \xff"), client.receive, client.send)
     if not client.sent or client.sent[0].get("status") != 207 or client.body != b"\x00 not JSON \xff":
-        raise Broken("a request on a path it has no business with came back changed")
+        raise Broken("the reply to a request on a foreign path was changed")
     inner = [value for name, value in client.sent[0]["headers"] if name == b"x-inner"]
     if inner != [b"1", b"2"]:
         raise Broken("repeated reply headers were lost")
@@ -145,7 +145,7 @@ async def _chunk_by_chunk(make: Make) -> None:
         seen.set()
         await asyncio.wait_for(running, PATIENCE)
     except asyncio.TimeoutError:
-        raise Broken("it holds a streamed reply back instead of passing each chunk on") from None
+        raise Broken("it holds back a streamed reply instead of passing on each chunk") from None
     finally:
         running.cancel()
         await asyncio.wait({running})
@@ -180,7 +180,9 @@ async def _disconnect_arrives(make: Make) -> None:
 
     await (await make(inner))(_scope(), client.receive, client.send)
     if not told.is_set():
-        raise Broken("the inner app is not told that the client left, so the engine would go on generating")
+        raise Broken(
+            "the inner app does not receive http.disconnect, so the engine would go on after the client has left"
+        )
 
 
 async def _cancellation(make: Make) -> None:
@@ -283,7 +285,7 @@ async def _verdict(check: Callable[[Make], Awaitable[None]], build: Build) -> st
         except Broken as broken:
             return str(broken)
         except asyncio.TimeoutError:
-            return "it does not answer"
+            return "it did not finish in time"
         except Exception as error:  # noqa: BLE001 - a user's class may fail in any way; the failure is the result
             return f"{type(error).__name__}: {error}"
     return None

@@ -56,18 +56,18 @@ def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
     if os.path.realpath(page) == os.path.realpath(file):
         raise ConfigError(f"view: the page would replace the file {file}; name another one with --output")
     if page.exists() and not page.is_file():  # a device, for example, which the page would replace
-        raise ConfigError(f"view: {page} is no file that a page can replace")
+        raise ConfigError(f"view: {page} is not a regular file; name another --output")
     bytes_of = None if tokenizer is None else token_bytes(tokenizer)
     bar = Bar(sys.stderr)
     try:
         summary = _written(file, page, bytes_of, bar)
     except (Malformed, InvalidTrajectory) as error:
-        raise ConfigError(f"view: {file} is no samples file that can be shown: {error}") from None
+        raise ConfigError(f"view: {file} cannot be shown as a samples file: {error}") from None
     except OSError as error:
         raise ConfigError(f"view: {error}") from None
     finally:
         bar.clear()
-    hint = "" if bytes_of is not None else "; ids alone, for texts give --hf-checkpoint"
+    hint = "" if bytes_of is not None else "; token ids only, for texts give --hf-checkpoint"
     samples = f"{summary.samples:,} sample{'' if summary.samples == 1 else 's'}"
     return f"{page}: {samples}, {summary.tokens:,} tokens, {page.stat().st_size / MEGA:.1f} MB{hint}"
 
@@ -110,5 +110,5 @@ def token_bytes(tokenizer: Any) -> BytesOf:
         raise ConfigError(f"hf_checkpoint: {type(tokenizer).__name__} has no fast tokenizer (tokenizer.json)")
     speller = speller_for(backend)
     if isinstance(speller, UnknownSpeller):
-        raise ConfigError("hf_checkpoint: the tokens of this tokenizer have no bytes of their own")
+        raise ConfigError("hf_checkpoint: the bytes of this tokenizer's tokens are unknown")
     return lambda token: None if backend.id_to_token(token) is None else speller.bytes_of(token)

@@ -50,7 +50,7 @@ def open_samples(path: Path) -> SamplesFile:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not _has_tensors(data):
         if not data[:BEGINNING].lstrip().startswith(b"{"):
-            raise Malformed("it is neither JSON nor safetensors, or is cut")
+            raise Malformed("it is neither JSON nor safetensors, or it is truncated")
         return SamplesFile(_of_json(data))
     arrays, metadata = unpack(data)
     if miles.META in arrays:

@@ -117,7 +117,7 @@ def as_json(value: object, options: int = 0) -> str:
     try:
         return orjson.dumps(value, option=options).decode()
     except orjson.JSONEncodeError as error:
-        raise Malformed(f"its metadata cannot be written: {error}") from None
+        raise Malformed(f"its metadata cannot be encoded as JSON: {error}") from None
 
 
 def sheet_of(sample: Sample) -> TokenSheet:

@@ -267,7 +267,7 @@ def worker_lines(served: dict[str, int]) -> Iterator[str]:
 
 def sample_lines(options: argparse.Namespace, tally: Tally, seconds: float) -> Iterator[str]:
     whole = len(tally.latencies)
-    yield f"samples    {whole} whole of {tally.wanted}, in groups of {options.samples}, {TURNS} turns each"
+    yield f"samples    {whole} of {tally.wanted} complete, in groups of {options.samples}, {TURNS} turns each"
     yield f"failures   {len(tally.failures)}"
     yield f"tokens     {tally.tokens:,} generated, {tally.tokens / seconds:,.0f} per second"
     if whole:
@@ -318,11 +318,11 @@ async def demo(options: argparse.Namespace, fleet: DemoFleet) -> int:
 def where_lines(router: str, *, keeps: bool) -> Iterator[str]:
     """Yield the lines with the URLs to look at."""
     if not keeps:
-        yield "all of it ends now; make demo KEEP=1 stays up, with rollouts to look at:"
+        yield "the demo ends now; make demo KEEP=1 stays up, with rollouts to look at:"
     yield f"dashboard  {router}/dashboard"
     yield f"metrics    {router}/metrics  (configs/grafana-dashboard.json shows them in Grafana)"
     yield f"state      {router}/router/info"
-    yield "key        none is set: whoever reaches 127.0.0.1 may look"
+    yield "key        none is set: every program on this machine has access"
     if keeps:
         yield "rollouts go on until Ctrl-C"
 

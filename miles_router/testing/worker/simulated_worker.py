@@ -148,7 +148,7 @@ class SimulatedWorker:
             "heeds_ranks": heeds_ranks,
         }
         if gpu is not None and (dp_size > 1 or pairing is not None):
-            raise ValueError("the costs of a GPU are those of one rank, which is no half of a pair")
+            raise ValueError("gpu cannot be combined with dp_size above 1 or with pairing")
         pacer = Pacer(gpu, time_scale) if gpu is not None else None
         self.engine = Engine(weights, **known) if pacer is None else PacedEngine(weights, pacer, **known)
         self.door = Door(door_limit)
@@ -377,11 +377,11 @@ class SimulatedWorker:
 
     async def _meet_lethal_prompt(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
         """Shut down as SGLang would, if the worker is `mortal`; else answer 400 with an explanation."""
-        logger.error("%s, of which a real worker dies", error)
+        logger.error("a real worker would crash: %s", error)
         if self._mortal:
             reply.cut = True
             await self.kill()
-        return await reply.json({"error": {"message": f"{error}; a real worker dies of this"}}, 400)
+        return await reply.json({"error": {"message": f"{error}; a real worker would crash"}}, 400)
 
     def _authorized(self, request: web.BaseRequest, path: str) -> bool:
         key = self.settings.api_key

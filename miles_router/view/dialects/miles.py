@@ -37,7 +37,7 @@ def read(arrays: Arrays) -> tuple[list[dict[str, Any]], str | None]:
     except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no samples in {META}: {error!r}") from None
     if not isinstance(samples, list) or not all(isinstance(each, dict) for each in samples):
-        raise Malformed(f"the samples in {META} are no list of objects")
+        raise Malformed(f"the samples in {META} are not a list of objects")
     return samples, None if reason is None else str(reason)
 
 

@@ -55,7 +55,7 @@ class Step:
         calls = given.get("calls", [])
         named = isinstance(calls, Sequence) and all(isinstance(call, Mapping) and "name" in call for call in calls)
         if not named or not all(isinstance(text, str) for text in texts.values()):
-            raise ValueError(f"a step has texts, and calls with a name: {given!r}")
+            raise ValueError(f"a step's fields must be strings, and its calls objects with a name: {given!r}")
         return cls(**texts, calls=tuple((call["name"], call.get("arguments", {})) for call in calls))
 
     def written(self, *, thinks: bool = False) -> str:
