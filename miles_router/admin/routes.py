@@ -187,7 +187,7 @@ class Admin:
         engines = await fleet.engines(workers)
         silent = [worker for worker, each in zip(workers, engines, strict=True) if not each.tells_version]
         if not silent:
-            raise BadRequest("every registered worker reports its weight version itself; there is none to set it for")
+            raise BadRequest("no registered worker needs a weight version: the engines report it themselves")
         fleet.pool.name_version(silent, version)
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 

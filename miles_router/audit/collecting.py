@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which episodes are audited.
+    """The choice of episodes to audit.
 
     Attributes:
         count: how many samples with something to compare are enough.

@@ -124,7 +124,7 @@ def _block(name: str, data: bytes) -> bytes:
 
 @dataclass
 class _Index:
-    """What the page needs before it opens a sample: one line for each, the sessions' branches, the tokens' bytes."""
+    """The data that the page needs before it opens a sample: list lines, sessions' branches, tokens' bytes."""
 
     name: str
     why_empty: str | None

@@ -22,7 +22,7 @@ _MAX_REMEMBERED_PROMPTS = 65536
 
 
 class PauseMode(str, Enum):
-    """What `/pause_generation` does with running generations."""
+    """The modes of `/pause_generation`, which differ in what happens to running generations."""
 
     ABORT = "abort"
     RETRACT = "retract"
