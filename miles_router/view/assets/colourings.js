@@ -1,5 +1,5 @@
-// What the colours of tokens may say. Hues are Okabe and Ito's, which colour-blind people tell apart; scales grow in
-// lightness alone. Nothing is said by colour alone: details have it in words, and sampled tokens are underlined.
+// The colourings of tokens. Hues are Okabe and Ito's, which colour-blind people can distinguish; scales vary in
+// lightness. Colour is never the only information: details have it as text, and sampled tokens are underlined.
 
 import {counted} from "./elements.js";
 
@@ -16,7 +16,7 @@ function names(list) {
   return list.length > NAMED ? `${first} and ${counted(list.length - NAMED)} more` : first;
 }
 
-/** Entries of a legend for values in the order in which they appear; what shares a colour shares an entry. */
+/** Return legend entries for values in order of appearance. Values with the same colour share an entry. */
 function byHue(values, title) {
   const entries = [];
   for (let colour = 0; colour < Math.min(HUES, values.length); colour++) {
@@ -109,7 +109,7 @@ function byWorker(sheet) {
   return named(known, "", (position) => sheet.worker(position), "not sampled, or worker unknown");
 }
 
-/** Every colouring: `fits` says whether a sheet has what it shows, `of` gives a legend and each position's class. */
+/** All colourings. `fits` returns whether a sheet has the data, `of` returns a legend and the class of each position. */
 export const COLOURINGS = [
   {name: "mask", title: "loss mask", fits: (sheet) => sheet.lossMask !== null, of: byMask},
   {name: "logprob", title: "logprob", fits: (sheet) => sheet.logprobs !== null, of: byLogprob},
@@ -124,5 +124,5 @@ export const COLOURINGS = [
   {name: "entropy", title: "expert entropy", fits: (sheet) => (sheet.entropy?.length ?? 0) > 0, of: byEntropy},
 ];
 
-/** No colours, where a sheet has nothing of all that. */
+/** No colours, for sheets without any of these data. */
 export const PLAIN = {legend: [{colour: NONE, text: "the file has no data to colour these tokens by"}], at: () => NONE};

@@ -1,4 +1,4 @@
-// Why turns begin something new: the reason, and the two messages with their difference marked.
+// The reasons why turns begin branches or segments, with the two messages and their marked difference.
 
 import {difference} from "./difference.js";
 import {element, putInto, several} from "./elements.js";
@@ -17,7 +17,7 @@ const WORDS = new Map([
 ]);
 const MOST = 50;
 
-/** One text, with what the other has not marked: line breaks and tabs as signs there. */
+/** Show one text with the parts marked that the other lacks; there, line breaks and tabs are visible signs. */
 function compared(runs, kind, title) {
   const tag = kind === "held" ? "del" : "ins", seen = (part) => marked(part).replaceAll("↵", "↵\n");
   const parts = runs.filter(([each]) => each === "same" || each === kind);
@@ -47,7 +47,7 @@ function lineOf(turn, go) {
   return element("li", {}, line, ...(turn.edit ? [editOf(turn.edit)] : []));
 }
 
-/** The reasons of a sheet's turns, in its `element`. `go(position)` shows a place. */
+/** The reasons of a sheet's turns, in `element`. `go(position)` scrolls to a position. */
 export class Reasons {
   constructor(go) {
     this._go = go;
@@ -59,13 +59,13 @@ export class Reasons {
       const first = this._list.children.length;
       this._most = Infinity;
       this._draw();
-      this._list.children[first].querySelector("button").focus(); // this one is gone
+      this._list.children[first].querySelector("button").focus(); // this button is hidden now
     });
     const title = element("h3", {}, "Why a branch or segment begins");
     this.element = element("section", {class: "card", "aria-label": "Reasons"}, title, this._list, this._rest);
   }
 
-  /** Whether the sheet has any. Those that are shown already stay. */
+  /** Show the reasons of a sheet, keeping those already shown. Return whether there are any. */
   show(sheet) {
     const turns = sheet.turns.filter((turn) => turn.reason !== null && turn.reason !== undefined);
     const keys = turns.map((turn) => JSON.stringify([turn.turn, turn.start, turn.reason, turn.edit]));

@@ -1,4 +1,4 @@
-// The fleet: who the workers are, what they have to do, and why some of them take nothing.
+// The fleet: the workers, their load, and why some are out of rotation.
 
 import {counted, element, putInto, several} from "../view/elements.js";
 import {TimeChart, colourOf} from "./chart.js";
@@ -35,7 +35,7 @@ function rowOf(worker, most) {
   ];
 }
 
-/** How many workers have each weight version, most first. */
+/** Count the workers of each weight version, most first. */
 function versionsOf(workers) {
   const counts = new Map();
   for (const {weight_version: version} of workers) {
@@ -52,7 +52,7 @@ function stepsOf(layers) {
   return [...steps, element("li", {}, element("span", {class: "chip"}, "worker"))];
 }
 
-/** `element` with all of it; `show` is given what `GET /router/info` says. */
+/** The view of the fleet, in `element`. `refresh` gets the answer of `GET /router/info`. */
 export class FleetView {
   constructor({memory}) {
     this.title = "Fleet";
@@ -125,7 +125,7 @@ export class FleetView {
     set("uptime", duration(Math.floor(info.uptime_seconds)));
   }
 
-  /** Who takes nothing and why, and what changed while this page looked. */
+  /** Show the workers out of rotation with their reasons, and the state changes while the page was open. */
   _outOfRotation(workers) {
     const out = workers.filter(({state}) => state !== "ready");
     const rows = out.map((each) => [nameOf(each), stateChip(each.state, STATES), ago(each.since), each.reason]);

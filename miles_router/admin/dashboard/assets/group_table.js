@@ -1,4 +1,4 @@
-// The episodes of one group side by side: a column for each, a line for each fact.
+// The episodes of one group side by side: one column for each, one row for each fact.
 
 import {counted, element} from "../view/elements.js";
 import {bar, scroller, stateChip} from "./tables.js";
@@ -25,7 +25,7 @@ function facts(rows) {
   ];
 }
 
-/** A heading, and a table of the first of these rows. */
+/** Return a heading and a table of the first `MOST` rows. */
 export function groupTable(rows) {
   const some = rows.slice(0, MOST);
   if (!some.length) return [element("p", {class: "soft"}, "The router holds no episode of this group.")];

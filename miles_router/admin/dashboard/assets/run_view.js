@@ -1,4 +1,4 @@
-// The run: what was sampled and what of it is trained, forks, staleness, and the time that went into waiting.
+// The run: tokens sampled and trained, forks, staleness, and time spent waiting.
 
 import {counted, element, putInto} from "../view/elements.js";
 import {TimeChart} from "./chart.js";
@@ -30,14 +30,14 @@ function rowOf(version, most) {
   ];
 }
 
-/** Lines with a bar each, in an order of their own. */
+/** Return a table of counts with bars, sorted by `order`. */
 function barList(id, label, titles, counts, order) {
   const entries = [...counts].sort(order), most = Math.max(0, ...entries.map(([, count]) => count));
   if (!entries.length) return element("p", {class: "soft", id}, "None.");
   return table(label, titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
 }
 
-/** The mean of what each version was given, newest first. */
+/** Return a table of the mean reward of each weight version, newest first. */
 function rewardTable(rewards) {
   if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample with a reward was read.");
   const means = rewards.map(({sum, count}) => sum / count), most = Math.max(0, ...means);
@@ -54,10 +54,10 @@ function inWords(rate) {
 }
 
 const mostFirst = ([, a], [, b]) => b - a;
-// "unknown" is no number, and comes last.
+// "unknown" is not a number and comes last.
 const byNumber = ([a], [b]) => (Number.isNaN(Number(a)) ? 1 : Number.isNaN(Number(b)) ? -1 : Number(a) - Number(b));
 
-/** `refresh` reads `GET /router/run`. */
+/** The view of the run. `refresh` loads `GET /router/run`. */
 export class RunView {
   constructor() {
     this.title = "Run";
@@ -129,7 +129,7 @@ export class RunView {
     const seconds = new Seconds(this._run, this._span), bands = bandsOf(this._run);
     const sampled = seconds.rate(({sampled: each}) => total(each)), trained = seconds.rate(({trained: each}) => total(each));
     const waiting = seconds.rate(({waited_s: each}) => each);
-    const times = [...seconds.times, this._run.now]; // what is not over has bands, and no rate yet
+    const times = [...seconds.times, this._run.now]; // the current interval is incomplete: it shows bands but no rate
     const line = (name, values) => ({name, values: [...values, null]});
     this._rates.draw(times, [line("sampled", sampled), line("trained", trained)], bands,
       `last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
