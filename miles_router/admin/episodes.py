@@ -71,7 +71,7 @@ class Wanted:
 
     @property
     def filters(self) -> bool:
-        """Whether the request has filters that need an episode's facets; `kind` is not one of them."""
+        """True if the request has filters that need an episode's facets; `kind` is not one of them."""
         return any(each is not None for each in (self.state, self.group, self.reason, self.worker))
 
 

@@ -148,7 +148,7 @@ def _difference(episode_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
 class Spread:
     """The distances of a group of tokens: their number and quantiles, in nats.
 
-    `at` is the judged quantile. `too_far` is None if the group has too few tokens to be judged.
+    `at` is the judged quantile. A group with too few tokens to be judged has `too_far` None.
     """
 
     tokens: int
@@ -174,7 +174,7 @@ class Verdict:
     """The result of an audit.
 
     Attributes:
-        total: the distances of all compared tokens; None if there are none.
+        total: the distances of all compared tokens; None without any.
         parts: the distances by `sample`, `kind`, `worker`, `recomputed_by`, `version` or `position`, then by its value.
         slip: the misalignment of recorded logprobs, in positions; None unless shifting them makes them fit.
     """
@@ -194,7 +194,7 @@ class Verdict:
 
     @property
     def good(self) -> bool | None:
-        """Whether everything that was compared agrees; None if nothing could be compared."""
+        """True if everything that was compared agrees; None if nothing could be compared."""
         if self.too_far or self.found.prompts["differ"]:
             return False
         return None if self.total is None else True

@@ -76,7 +76,7 @@ class TokenSheet:
 
     @property
     def trained(self) -> int | None:
-        """How many tokens are in the loss."""
+        """The number of tokens in the loss; None without a loss mask."""
         return None if self.loss_mask is None else int(self.loss_mask.sum())
 
     def facts(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Door:
         """Return the latest sample with this rid.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no sample has this rid.
         """
         for record in reversed(self.generations):
             if record.rid == rid:

@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def replaced(self) -> bool:
-        """Whether the fault replaces the worker's reply completely."""
+        """True if the fault replaces the worker's reply completely."""
         return self._fault is not None and self._fault.name in _REPLACING
 
     async def misbehave(self) -> web.StreamResponse:

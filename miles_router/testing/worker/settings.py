@@ -46,5 +46,5 @@ class Settings:
 
     @property
     def has_parser(self) -> bool:
-        """Whether a tool call or reasoning parser is configured, whatever the request contains."""
+        """True if a tool call or reasoning parser is configured, whatever the request contains."""
         return bool(self.tool_call_parser or self.reasoning_parser)

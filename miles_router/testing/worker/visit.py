@@ -40,7 +40,7 @@ class Visit:
 
     @property
     def says_json(self) -> bool:
-        """Whether the content type is JSON; FastAPI does not parse any other body."""
+        """True if the content type is JSON; FastAPI does not parse any other body."""
         kind = self.content_type.partition(";")[0].strip().lower()
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 

@@ -136,7 +136,7 @@ def gpu_named(name: str) -> Gpu:
     """Return the GPU with this name.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        ValueError: the name is unknown; the message lists the known ones.
     """
     if name not in GPUS:
         raise ValueError(f"no GPU is called {name!r}: {', '.join(sorted(GPUS))}")

@@ -62,7 +62,7 @@ class Job:
 
     @property
     def length(self) -> int:
-        """How many tokens it will generate."""
+        """The number of tokens that it will generate."""
         return len(self.ids) // ID_BYTES - self.prompt
 
     @property

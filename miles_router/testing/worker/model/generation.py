@@ -57,7 +57,7 @@ class GenerationRequest:
 
     @property
     def asks_alone(self) -> bool:
-        """Whether only output logprobs are requested: no top logprobs, none of the prompt or of given ids."""
+        """True if only output logprobs are requested: no top logprobs, none of the prompt or of given ids."""
         more = self.top_logprobs_num or self.token_ids_logprob or self.logprob_start_len >= 0
         return self.return_logprob and not more
 
@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def aborted(self) -> bool:
-        """Whether it is aborted and ends with its next token."""
+        """True if it is aborted and ends with its next token."""
         return self._to_finish is not None and self.finish_reason is None
 
     @property
@@ -183,7 +183,7 @@ class Generation:
 
     @property
     def ending(self) -> bool:
-        """Whether it has ended or is aborted."""
+        """True if it has ended or is aborted."""
         return self.finish_reason is not None or self._to_finish is not None
 
     def end_early(self) -> None:
@@ -271,7 +271,7 @@ class Generation:
 
     @property
     def _looks_at_text(self) -> bool:
-        """Whether a stop string or stop regex can end it."""
+        """True if a stop string or stop regex can end it."""
         return bool(self._stop_windows) or self.request.sampling.stop_regex is not None
 
     def _append(self, token: int, version: str) -> None:

@@ -56,11 +56,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model can sample: `0 .. vocab_size - 1`."""
+        """The number of ids that the model can sample: `0 .. vocab_size - 1`."""
 
     @property
     def size(self) -> int:
-        """How many ids the tokenizer has. A model with a padded vocabulary can sample ids beyond them."""
+        """The number of ids that the tokenizer has. A model with a padded vocabulary can sample ids beyond them."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

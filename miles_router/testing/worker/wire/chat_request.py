@@ -49,7 +49,7 @@ class ChatInput:
 
     @property
     def thinking(self) -> bool:
-        """Whether the answer begins inside its reasoning. Requests disable it by `enable_thinking: false`."""
+        """True if the answer begins inside its reasoning. Requests disable it by `enable_thinking: false`."""
         return (self.body.get("chat_template_kwargs") or {}).get("enable_thinking") is not False
 
     @property

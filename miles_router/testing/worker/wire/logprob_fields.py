@@ -49,7 +49,7 @@ def _rows(name: str, generation: Generation, row: Callable[[int], list[Triple]])
 
 
 def _prompt_positions(generation: Generation) -> Iterator[tuple[int | None, int]]:
-    """Yield (hash of the context, id) of the prompt from `logprob_start_len` on. The first context is None."""
+    """Yield (hash of the context, id) of the prompt from `logprob_start_len` on; None as the first context."""
     start, ids = generation.request.logprob_start_len, generation.request.input_ids
     if not 0 <= start < len(ids):
         return
