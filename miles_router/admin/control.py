@@ -1,4 +1,4 @@
-"""The HTTP face of control: one route for each path."""
+"""HTTP routes for the engines' control requests (pause, weight updates, ...), which go to all workers of a pool."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from miles_router.fleet.affinity import Affinity
 from miles_router.forwarding.outgoing import outgoing
 from miles_router.pools.pools import Pools
 
-#: Which pool is meant.
+#: Query parameter that names the pool.
 MODEL_ID = "model_id"
-#: SGLang reads a body only if it is declared as JSON.
+#: SGLang reads a body only if its content type is JSON.
 AS_JSON = (b"content-type", b"application/json")
 
 
 class ControlRoutes:
-    """Answers control requests."""
+    """The handlers of control requests."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
     def routes(self) -> list[BaseRoute]:
-        """One for each path."""
+        """Return one route for each control path that the engines know."""
         return [self._route(known) for known in self._pools.default.router.control.by_path.values()]
 
     def _route(self, known: ControlRequest) -> BaseRoute:
@@ -49,7 +49,7 @@ class ControlRoutes:
 
 
 def _without_model_id(scope: Scope) -> Scope:
-    """The request as workers get it: they are of one model."""
+    """Return the scope without the `model_id` parameter, which only the router understands."""
     query = scope["query_string"]
     if MODEL_ID.encode() not in query:
         return scope

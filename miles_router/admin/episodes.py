@@ -1,7 +1,7 @@
-"""Episodes and the run, as the dashboard and others read them: `/router/episodes` and `/router/run`.
+"""The routes `/router/episodes` and `/router/run`, which the dashboard reads.
 
-The layers that hold episodes give pages of them, newest first, each of its own; here they become one list. With
-`dashboard_text` off, nothing of texts, ids and bytes leaves.
+Each middleware that holds episodes returns pages of its own, newest first; this module merges them into one list. With
+`dashboard_text` off, the answers contain no texts, token ids or bytes.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from miles_router.trajectory.json_parts import list_parts
 from miles_router.view.tree import BranchTree
 
 JSON = "application/json"
-#: Episodes of a page, where nobody says how many, and at most; turns of one answer; episodes looked at in one go.
+#: Episodes per page, by default and at most; turns per answer at most; episodes fetched from a middleware at a time.
 USUAL, MOST, MOST_TURNS, BATCH = 50, 500, 2000, 64
 PARAMETERS = ("limit", "after", "state", "kind", "group", "reason", "worker")
-#: Between the two parts of a cursor.
+#: Separates the two parts of a cursor.
 BETWEEN = "~"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which episodes a request wants; None: all."""
+    """A request's page and filters; a filter of None matches every episode."""
 
     limit: int
     after: EpisodePlace | None
@@ -61,7 +61,7 @@ class Wanted:
     worker: str | None = None
 
     def takes(self, facets: Facets, named: Collection[str]) -> bool:
-        """Whether one of them is wanted. Reasons that are not `named` are in words."""
+        """Return True if an episode passes the filters. Reasons that are not in `named` count as `OTHER_REASON`."""
         return (
             self.state in (None, facets.state)
             and self.group in (None, facets.group)
@@ -71,19 +71,19 @@ class Wanted:
 
     @property
     def filters(self) -> bool:
-        """Whether it leaves any out."""
+        """True if the request has filters that need an episode's facets; `kind` is not one of them."""
         return any(each is not None for each in (self.state, self.group, self.reason, self.worker))
 
 
 class Found(NamedTuple):
-    """An episode, and the kind by which its layer calls it."""
+    """An episode, and its kind: the name under which its middleware registered it."""
 
     kind: str
     view: EpisodeView
 
 
 class EpisodeRoutes:
-    """Answers them for one router."""
+    """The handlers of these routes for one router."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -93,7 +93,7 @@ class EpisodeRoutes:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
 
     def routes(self) -> list[BaseRoute]:
-        """All of them, for the administration key."""
+        """Return all routes; they need the administration key."""
         return [
             Route("/router/episodes", self.list, methods=["GET"]),
             Route("/router/episodes/{id}", self._wherever(self.detail), methods=["GET"]),
@@ -129,7 +129,7 @@ class EpisodeRoutes:
         return _json(own if len(pages) == 1 else one_page(pages, wanted.limit, _cursor))
 
     async def _newest(self, wanted: Wanted) -> AsyncIterator[tuple[str, ListedEpisode]]:
-        """The episodes that a request wants behind the place where it begins, newest first."""
+        """Yield the episodes after the request's cursor that pass its filters, newest first, with their kinds."""
         kinds = [wanted.kind] if wanted.kind is not None else [*self._router.episodes]
         waiting: dict[str, Sequence[ListedEpisode]] = dict.fromkeys(kinds, ())
         last: dict[str, EpisodePlace | None] = dict.fromkeys(kinds, wanted.after)
@@ -165,10 +165,10 @@ class EpisodeRoutes:
         return _described(kind, row if self._text else self._hidden.row(row))
 
     def _wanted(self, request: Request) -> Wanted:
-        """What a request wants.
+        """Parse a request's parameters.
 
         Raises:
-            BadRequest, NotFound: a parameter or value that nobody knows; it is named.
+            BadRequest, NotFound: a parameter or value is unknown; the message names it.
         """
         given = _known(request, PARAMETERS)
         return Wanted(
@@ -182,7 +182,7 @@ class EpisodeRoutes:
         )
 
     def _worker(self, name: str | None) -> str | None:
-        """The URL of a worker, by that or its id; one that has left is known by its URL alone."""
+        """Return the URL of a worker given by URL or id. A worker that has left can only be given by URL."""
         if name is None:
             return None
         return parse_worker_url(name).url if ":" in name else self._pools.holding(name)[1].url
@@ -224,16 +224,15 @@ class EpisodeRoutes:
 
     @cached_property
     def _reasons(self) -> set[str]:
-        """Those that have a name."""
+        """The fixed names of reasons; any other reason is free text."""
         return {OTHER_REASON, *(reason for source in self._router.episodes.values() for reason in source.reasons)}
 
     @cached_property
     def _hidden(self) -> HiddenTexts:
-        """What takes texts out."""
         return HiddenTexts(self._reasons)
 
     def _wherever(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The process that has the episode answers."""
+        """Wrap a handler: where this process does not hold the episode, ask the other processes for the answer."""
 
         async def asked(request: Request) -> Response:
             try:
@@ -248,10 +247,10 @@ class EpisodeRoutes:
         return asked
 
     async def _found(self, request: Request) -> Found:
-        """The episode that a path names.
+        """Return the episode whose id is in the path.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no middleware of this process holds it.
         """
         name: str = request.path_params["id"]
         for kind, source in self._router.episodes.items():
@@ -277,7 +276,7 @@ class EpisodeRoutes:
 
 
 def _pauses(pools: Pools) -> list[dict[str, Any]]:
-    """When each pool's gate was closed, oldest first."""
+    """Return the periods in which each pool's gate was closed, oldest first."""
     every = ({**each._asdict(), "model_id": pool.name or None} for pool in pools for each in pool.fleet.gate.times())
     return sorted(every, key=lambda each: each["start"])
 
@@ -287,17 +286,17 @@ def _described(kind: str, row: EpisodeRow) -> dict[str, Any]:
 
 
 def _known(request: Request, names: Sequence[str]) -> Mapping[str, str]:
-    """The parameters of a request.
+    """Return the query parameters of a request.
 
     Raises:
-        BadRequest: one is unknown, or stands there twice.
+        BadRequest: one is not in `names`, or is given twice.
     """
     for name in request.query_params:
         if name not in names:
             known = ", ".join(names) or "none"
             raise BadRequest(f"unknown parameter {name!r}; known are {known}")
         if len(request.query_params.getlist(name)) > 1:
-            raise BadRequest(f"{name} stands there twice")
+            raise BadRequest(f"{name} is given twice; give it once")
     return dict(request.query_params)
 
 
@@ -313,7 +312,9 @@ def _number(name: str, text: str | None, usual: int, least: int, most: int | Non
 def _one_of(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is None or text in known:
         return text
-    raise BadRequest(f"{name} must be one of {', '.join(known) or 'nothing: no layer holds episodes'}, got {text!r}")
+    if not known:
+        raise BadRequest(f"{name}={text!r} matches nothing: no middleware of this router holds episodes")
+    raise BadRequest(f"{name} must be one of {', '.join(known)}, got {text!r}")
 
 
 def _cursor(started_at: float, name: str) -> str:
@@ -327,7 +328,7 @@ def _place(cursor: str) -> EpisodePlace:
     except ValueError:
         started_at = math.nan
     if not between or not name or not math.isfinite(started_at):
-        raise BadRequest(f"after must be the next of a page, got {cursor!r}")
+        raise BadRequest(f"after must be the `next` value of an earlier page, got {cursor!r}")
     return started_at, name
 
 

@@ -1,4 +1,4 @@
-"""Episodes and runs of several processes as one. Each process answers for itself, in JSON."""
+"""Merge the JSON answers of several router processes to `/router/episodes` and `/router/run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ Json = Mapping[str, Any]
 
 
 def one_page(pages: Sequence[Json], limit: int, cursor: Callable[[float, str], str]) -> Json:
-    """The newest episodes of pages that were asked for behind one place. `cursor` says what leads behind an episode."""
+    """Merge pages that begin at the same cursor into one of the newest `limit` episodes.
+
+    Args:
+        cursor: makes the `next` cursor from an episode's `started_at` and id.
+    """
     rows = sorted(
         (row for page in pages for row in page["episodes"]),
         key=lambda row: (row["started_at"], row["id"]),
@@ -24,7 +28,7 @@ def one_page(pages: Sequence[Json], limit: int, cursor: Callable[[float, str], s
 
 
 def one_run(runs: Sequence[Json]) -> Json:
-    """What all processes have counted."""
+    """Merge the runs of all processes: counts are added by interval and by weight version."""
     intervals = _sums(
         (each for run in runs for each in run["intervals"]), lambda each: (each["start"], each["weight_version"])
     )
@@ -36,7 +40,7 @@ def one_run(runs: Sequence[Json]) -> Json:
 
     def rank(each: Json) -> int:
         version = each["weight_version"]
-        if version is None:  # nobody says: behind all others
+        if version is None:  # unknown version: last
             return len(order)
         return order.index(version) if version in order else -1
 
@@ -60,7 +64,7 @@ def _sums(counts: Iterable[Json], key: Callable[[Json], Hashable]) -> list[dict[
 
 
 def _sum(one: Json, other: Json) -> dict[str, Any]:
-    """Two counts of the same time, or of the same version: what is no time is added up."""
+    """Add two records of the same interval or version. Times are not added."""
     return {name: _added(name, value, other[name]) for name, value in one.items()}
 
 

@@ -1,5 +1,7 @@
-"""What is shown of episodes where texts are shown to nobody. Layers of anybody's own hold episodes too: what is known
-to be no text is shown, and nothing else that they say."""
+"""Remove texts from episodes, for `dashboard_text` off.
+
+User-written middlewares hold episodes too. So this is an allowlist: only fields known to contain no text are shown.
+"""
 
 from __future__ import annotations
 
@@ -11,57 +13,58 @@ from typing import Any
 from miles_router.middlewares.episodes import OTHER_REASON, EpisodeRow, TurnRow
 
 Json = Mapping[str, Any]
-#: Of a turn of a line, beside its reason and edit; of an episode, beside its turns.
+#: Fields shown of a turn in a token slice, besides its reason and edit.
 TURN = {
     *("turn", "start", "end", "finish_reason", "worker", "rid", "turn_id", "cached_tokens", "cache_versions"),
     *("versions", "asked_at", "first_token_at", "answered_at"),
 }
+#: Fields shown of an episode, besides its row and its turns.
 ABOUT = {"untraced"}
-#: Of a turn beside its tokens, and of each of its spans.
+#: Fields shown of a turn in an episode's detail, and of each of its spans.
 TURN_ROW = {each.name for each in fields(TurnRow)}
 SPAN = ("start", "end", "version", "worker")
-#: Of the difference of two messages.
+#: Fields shown of a turn's edit, the difference between a recorded and a sent message.
 EDIT = ("message", "field")
 
 
 def named_reason(reason: str, named: Collection[str]) -> str:
-    """A reason that has a name; others are in words."""
+    """Return `reason` if it is a fixed name, else `OTHER_REASON`: it is free text and may quote a prompt."""
     return reason if reason in named else OTHER_REASON
 
 
 @dataclass(frozen=True)
 class HiddenTexts:
-    """Takes texts out of what layers say. `reasons`: those that are names; any other one is in words."""
+    """Removes texts from the records of middlewares. `reasons` are the fixed names; other reasons are free text."""
 
     reasons: Collection[str]
 
     def reason(self, reason: str | None) -> str | None:
-        """Words may be those of a prompt."""
+        """Return a reason with free text replaced by `OTHER_REASON`."""
         return None if reason is None else named_reason(reason, self.reasons)
 
     def counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """How often each reason was."""
+        """Return counts by reason, with all free-text reasons counted under `OTHER_REASON`."""
         found: Counter[str] = Counter()
         for reason, count in counts.items():
             found[named_reason(reason, self.reasons)] += count
         return dict(found)
 
     def row(self, row: EpisodeRow) -> EpisodeRow:
-        """Of a list."""
+        """Return an episode's row of the list without its label and free-text reasons."""
         shown = {each.name: getattr(row, each.name) for each in fields(EpisodeRow)}
         return EpisodeRow(**{**shown, "label": None, "reasons": self.counts(row.reasons)})
 
     def about(self, about: Json) -> Json:
-        """What stands beside the turns of an episode. A contract may name texts to stop at, and ids."""
+        """Return an episode's other fields. The contract is hidden, since it may contain stop texts and token ids."""
         return {"metadata": None, "contract": None, **{name: about[name] for name in ABOUT if name in about}}
 
     def turn(self, turn: Json) -> Json:
-        """Of an episode."""
+        """Return a turn of an episode's detail without its texts and tokens."""
         spans = [{name: span.get(name) for name in SPAN} for span in turn["spans"]]
         return {**self._turn(turn, TURN_ROW), "spans": spans}
 
     def turn_of_line(self, turn: Json) -> Json:
-        """Of the tokens up to a leaf, where layers may say more of it."""
+        """Return a turn of a token slice without texts. Middlewares may add other fields to it, which are dropped."""
         return self._turn(turn, TURN)
 
     def _turn(self, turn: Json, names: Collection[str]) -> Json:
@@ -69,7 +72,7 @@ class HiddenTexts:
         return {**shown, "reason": self.reason(turn.get("reason")), "edit": _without_texts(turn.get("edit"))}
 
     def run(self, run: Json) -> Json:
-        """What the run has come to."""
+        """Return the run's numbers with free-text fork reasons replaced."""
         return {**run, **{name: [self._forks(each) for each in run[name]] for name in ("intervals", "versions")}}
 
     def _forks(self, counts: Json) -> Json:
@@ -77,5 +80,5 @@ class HiddenTexts:
 
 
 def _without_texts(edit: Json | None) -> Json | None:
-    """Which field of which message was changed, and not the texts."""
+    """Return which field of which message was changed, without the texts."""
     return None if edit is None else {**{name: edit.get(name) for name in EDIT}, "held": None, "sent": None}

@@ -1,4 +1,4 @@
-"""The router's own HTTP routes: worker administration in every spelling that frameworks use, health, statistics."""
+"""The router's own HTTP routes: health, statistics, and worker administration under the paths of each framework."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, model_id_problem, shown
 from miles_router.version import __version__
 
-#: What `POST /workers` may say of a worker besides its url and key, and what makes it one half of a pair; all is shown.
+#: Fields of `POST /workers` besides the URL, the key and the fields of a prefill/decode half. Answers show all of them.
 ATTRIBUTES = ("model_id", "labels", "priority", "cost")
 MAX_PORT = 65535
 MAX_ATTRIBUTES_BYTES = 4096
@@ -37,7 +37,7 @@ FALSE = frozenset({"", "0", "false", "no"})
 
 
 class Json(Response):
-    """JSON as orjson writes it."""
+    """A JSON response, encoded by orjson."""
 
     media_type = "application/json"
 
@@ -46,14 +46,14 @@ class Json(Response):
 
 
 class Admin:
-    """Answers for one router."""
+    """The handlers of the administration routes for one router."""
 
     def __init__(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> None:
         self._pools = pools
         self._registrations = registrations
         self._router = pools.default.router
         self._stack = stack
-        #: What is shown of the router; where it has several processes, of all of them.
+        #: Sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` sets merged ones.
         self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
         self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._changing = WeakValueDictionary[str, asyncio.Lock]()
@@ -61,7 +61,7 @@ class Admin:
         self._episodes = EpisodeRoutes(pools)
 
     def open_routes(self) -> list[BaseRoute]:
-        """Routes that load balancers and browsers reach without a key; they say nothing but counts."""
+        """Return the routes for load balancers and browsers that need no key; they reveal nothing but counts."""
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/liveness", self.health, methods=["GET"]),
@@ -70,7 +70,7 @@ class Admin:
         ]
 
     def guarded_routes(self) -> list[BaseRoute]:
-        """Routes behind the administration key."""
+        """Return the routes that need the administration key."""
         return [
             Route("/add_worker", self.add_worker, methods=["POST"]),
             Route("/remove_worker", self.remove_worker, methods=["POST"]),
@@ -86,7 +86,8 @@ class Admin:
         ]
 
     def episode_routes(self) -> list[BaseRoute]:
-        """Routes behind it that the process answers which takes requests."""
+        """Return the routes of episodes, which need that key too. The process that receives the request answers it,
+        not the leader."""
         return self._episodes.routes()
 
     # Workers, the spelling of slime and miles
@@ -97,7 +98,7 @@ class Admin:
         return Json({"status": "success", "worker_urls": self._in_flight(), **said})
 
     async def _lacks(self, worker: Worker) -> Sequence[str]:
-        """Return the flags that a worker's engine was started without, as far as it says soon what it is."""
+        """Return the flags that a worker's engine should have been started with; empty if it does not answer soon."""
         with suppress(NotFound, TimeoutError):
             pool, _ = self._pools.holding(worker.url)
             facts = pool.fleet.facts(worker.url)
@@ -161,15 +162,15 @@ class Admin:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What layers show of themselves."""
+        """Return the statistics of middlewares and of the router's parts, by group."""
         return {name: give() for name, give in self._router.statistics.items()}
 
     def numbers(self) -> dict[str, dict[str, object]]:
-        """The numbers among that."""
+        """Return the statistics that are declared numbers, by group."""
         return {name: each.numbers() for name, each in self._router.published.items()}
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """And what is no declared number."""
+        """Return the statistics that are not declared numbers, by group."""
         numbers = self.numbers()
         return {
             name: {each: value for each, value in shown.items() if each not in numbers.get(name, ())}
@@ -177,16 +178,16 @@ class Admin:
         }
 
     async def set_weight_version(self, request: Request) -> Response:
-        """The weights that engines have which do not say it themselves."""
+        """Set the weight version of those workers whose engines do not report one."""
         arguments = await _arguments(request)
         version, fleet = arguments.get("weight_version"), self._pools.of_id(arguments.get("model_id")).fleet
         if not isinstance(version, str) or not version:
-            raise BadRequest("weight_version must be a string that is not empty")
+            raise BadRequest("weight_version must be a non-empty string")
         workers = list(fleet.pool)
         engines = await fleet.engines(workers)
         silent = [worker for worker, each in zip(workers, engines, strict=True) if not each.tells_version]
         if not silent:
-            raise BadRequest("no worker is registered that does not say itself which weights it has")
+            raise BadRequest("no registered worker needs a weight version: the engines report it themselves")
         fleet.pool.name_version(silent, version)
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
@@ -210,24 +211,28 @@ class Admin:
             raise BadRequest("api_key must be a string of printable ASCII")
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments} | _half(arguments)
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
-            raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
+            raise BadRequest(f"a worker's attributes may take at most {MAX_ATTRIBUTES_BYTES} bytes of JSON")
         async with self._one_by_one(address.url):
             pool, known = await self._pool_of(address, arguments.get("model_id"))
-            if pool.name and (attributes or not known):  # without any, those of a worker that is known stay
+            if pool.name and (attributes or not known):  # without new attributes, a known worker keeps its old ones
                 attributes["model_id"] = pool.name
             worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
             await self._registrations.hold(worker, pool.name)
         return worker
 
     def _one_by_one(self, url: str) -> asyncio.Lock:
-        """Return what a change to a worker holds: what is registered and what is held on the disk change together."""
+        """Return the lock for changes to one worker: its registration in memory and on disk must change together."""
         lock = self._changing.get(url)
         if lock is None:
             lock = self._changing[url] = asyncio.Lock()
         return lock
 
     async def _pool_of(self, address: WorkerUrl, model_id: object) -> tuple[ModelPool, bool]:
-        """Where a worker belongs, and whether it is registered there. One that is stays there."""
+        """Return the pool for a worker, and whether the worker is already registered in it.
+
+        Raises:
+            BadRequest: the model id is invalid, or the worker is registered for another model.
+        """
         if model_id is not None and (problem := model_id_problem(model_id)):
             raise BadRequest(f"model_id: {problem}")
         with suppress(NotFound):
@@ -251,7 +256,7 @@ class Admin:
         await gone.wait()
 
     def _named(self, request: Request) -> tuple[ModelPool, Worker]:
-        """The worker that a path names, by its id or by its URL, percent-encoded, and its pool."""
+        """Return the pool and the worker that the path names, by id or by percent-encoded URL."""
         name: str = request.path_params["id"]
         return self._pools.holding(parse_worker_url(name).url if ":" in name else name)
 
@@ -259,7 +264,7 @@ class Admin:
         return {worker.url: worker.in_flight for worker in self._pools.workers}
 
     def _each_pool(self) -> dict[str, object]:
-        """What is of one pool alone, by its name."""
+        """Return each pool's own state, by the pool's name."""
         return {
             pool.name: {
                 "weight_version": pool.fleet.pool.weight_version,
@@ -286,7 +291,7 @@ class Admin:
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
-    """Query parameters, overridden by a JSON body if there is one.
+    """Return the query parameters, overridden by the fields of a JSON body.
 
     Raises:
         BadRequest: the body is not a JSON object.
@@ -311,10 +316,10 @@ def _url(arguments: Mapping[str, Any]) -> WorkerUrl:
 
 
 def _half(arguments: Mapping[str, Any]) -> dict[str, object]:
-    """The role of a worker and where a prefill half is met, as far as they are given; numbers may come as texts.
+    """Return a worker's role and a prefill worker's bootstrap port, if given. The port may be a string of digits.
 
     Raises:
-        BadRequest: there is no such role or port, or a prefill half says no port.
+        BadRequest: the role or port is invalid, or a prefill worker has no port.
     """
     role, port = arguments.get(ROLE), arguments.get(BOOTSTRAP_PORT)
     if role is not None and role not in list(Role):

@@ -1,4 +1,4 @@
-"""A slice of an episode's tokens in both of its forms: JSON, and a safetensors file for the token view."""
+"""Encode a slice of an episode's tokens as JSON, or as a safetensors file for the token view."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from miles_router.view.page import BytesOf, spelled, vocabulary_arrays
 from miles_router.view.sheets import TokenSheet, sampled_positions
 
 BINARY = "application/octet-stream"
-#: Positions of one answer.
+#: Positions in one answer, at most.
 MOST_TOKENS = 1 << 17
-#: A turn without what is not shown of it.
+#: Returns a turn without the fields that must not be shown.
 Hide = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -36,32 +36,32 @@ class Slice(NamedTuple):
 
 
 class Vocabulary:
-    """What the tokens of the router's tokenizer spell. Loading one takes its time: it is asked in a thread."""
+    """The bytes of the router's tokens. Call it in a thread: the first use loads the tokenizer, which is slow."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     @cached_property
     def bytes_of(self) -> BytesOf | None:
-        """What a token spells; None without a tokenizer whose tokens have bytes of their own."""
+        """A function from token id to bytes; None if there is no tokenizer, or one whose tokens have no own bytes."""
         try:
             return token_bytes(self._router.tokenizer)
         except ConfigError:
             return None
 
     def of(self, tokens: npt.NDArray[np.int32]) -> dict[int, bytes] | None:
-        """What these tokens spell."""
+        """Return the bytes of these tokens by id, or None if they are unknown."""
         return None if self.bytes_of is None else spelled(np.unique(tokens).tolist(), self.bytes_of)
 
 
 def written_slice(
     episode: str, line: EpisodeLine, part: Slice, vocabulary: Vocabulary | None, hide: Hide | None, *, binary: bool
 ) -> bytes:
-    """The answer. It may take its time.
+    """Return the body of the answer. It is slow: call it in a thread.
 
     Args:
-        vocabulary: None where nobody is shown text.
-        hide: takes the texts out of a turn, there.
+        vocabulary: None if texts are not shown (`dashboard_text` off).
+        hide: removes the texts from a turn; given in the same case.
     """
     sheet = _sheet(line, part, hide)
     arrays = sheet.arrays()
@@ -86,7 +86,7 @@ def written_slice(
 
 
 def _sheet(line: EpisodeLine, part: Slice, hide: Hide | None) -> TokenSheet:
-    """The slice as the token view reads it; positions of runs and turns are those of the line."""
+    """Return the slice as a `TokenSheet`. Positions of runs and turns count from the start of the whole line."""
     trajectory, mask = line.trajectory, line.loss_mask()
     runs, within = trajectory.weight_versions, slice(*part)
     logprobs = trajectory.logprobs
@@ -108,6 +108,6 @@ def _sheet(line: EpisodeLine, part: Slice, hide: Hide | None) -> TokenSheet:
 def _entropy(line: EpisodeLine, part: Slice) -> npt.NDArray[np.float32] | None:
     try:
         rows = line.experts(part.start, max(part.start, min(part.stop, len(line.trajectory) - 1)))
-    except InvalidTrajectory:  # some are missing, or were evicted
+    except InvalidTrajectory:  # some rows are missing, or were evicted
         return None
     return None if rows is None else expert_entropy(rows)

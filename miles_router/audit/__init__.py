@@ -1,8 +1,8 @@
-"""`miles-router audit`: do the recorded logprobs agree with what the engines say of the same tokens now?
+"""`miles-router audit`: do recorded logprobs agree with those that the engines compute for the same tokens now?
 
-collecting   asks a router for audits of its sessions, a few at a time
-verdict      how far recorded and recomputed logprobs lie apart, and whether that is too far
-report       the verdict in words
-plot         the verdict as a picture; needs matplotlib
-command      flags, and exit status
+collecting   requests audits of a router's episodes, one at a time
+verdict      the distances of recorded and recomputed logprobs, and whether they are too large
+report       the verdict as a text report
+plot         the verdict as a plot; needs matplotlib
+command      flags, progress and exit status
 """

@@ -1,4 +1,4 @@
-"""Asks a router for audits of its episodes, sessions and text rollouts alike, one at a time."""
+"""Request audits of a router's episodes (sessions and text rollouts), one at a time."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from miles_router.audit.verdict import AuditedEpisodes
 from miles_router.client import ErrorReply, InvalidReply, NotFound, RouterClient
 from miles_router.client.errors import reading
 
-#: Episodes of which those to audit are drawn, for each sample: the ones used last, whose weights are loaded still.
+#: Candidate episodes for each wanted sample: the most recently used ones, since their weights are probably loaded.
 DRAWN_FROM = 8
-#: Samples of one episode that are audited where none is named.
+#: Samples audited per episode if the user names no episodes.
 OF_EACH = 4
-#: And at most of one that is: the router's own bound.
+#: Samples audited per named episode, at most: the router's own bound.
 MOST = 64
-#: Where no layer has a route, its path is a worker's, or for those who have the key of administration.
+#: Statuses of `GET /episodes` if no middleware has that route: a worker answers it, or it needs the administration key.
 NOBODY_ANSWERS = (401, 404)
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which episodes are audited.
+    """The choice of episodes to audit.
 
     Attributes:
-        count: samples with something to compare that are enough.
-        episodes: their ids; any where there are none.
-        rate: episodes asked for in a second.
-        seed: of the choice.
+        count: how many samples with something to compare are enough.
+        episodes: ids of the episodes; empty for a random choice.
+        rate: episodes per second.
+        seed: seed of the random choice.
     """
 
     count: int
@@ -41,10 +41,10 @@ class Sampling:
 
 
 async def collect(client: RouterClient, wanted: Sampling, progress: Progress) -> AuditedEpisodes:
-    """Audit episodes until there is enough, or no other. One that is gone meanwhile is left out.
+    """Audit episodes until there are enough samples, or no more episodes. Drawn episodes that are gone are skipped.
 
     Raises:
-        RouterClientError: the router cannot be asked, or an episode that was named is not held.
+        RouterClientError: a request failed, or the router does not hold an episode that the user named.
     """
     found, compared = AuditedEpisodes(), 0
     names = list(dict.fromkeys(wanted.episodes)) or await _drawn(client, wanted)
@@ -74,12 +74,12 @@ async def _drawn(client: RouterClient, wanted: Sampling) -> list[str]:
         episodes = await client.episodes()
     except ErrorReply as error:
         if error.status in NOBODY_ANSWERS:
-            error.message += "; a router has no GET /episodes unless a layer of it records sessions or text rollouts"
+            error.message += "; a router has no GET /episodes unless a middleware records sessions or text rollouts"
         raise
     try:
         held = ((float(each["last_used_at"]), str(each["id"])) for each in episodes)
         names = [name for _, name in heapq.nlargest(wanted.count * DRAWN_FROM, held)]
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidReply(f"GET /episodes was answered with what are none: {error!r}") from None
+        raise InvalidReply(f"GET /episodes returned malformed episodes: {error!r}") from None
     random.Random(wanted.seed).shuffle(names)
     return names

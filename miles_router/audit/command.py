@@ -1,4 +1,4 @@
-"""The command `miles-router audit`: its flags, its progress, its exit status."""
+"""The command `miles-router audit`: flags, progress bar and exit status."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
 from miles_router.settings.config import ENVIRONMENT_PREFIX
 
-#: Exit status: what was compared agrees; it does not; there was nothing to compare. A wrong flag, or a router that does
-#: not answer, is 2 as for every command.
+#: Exit statuses. A wrong flag, or a router that does not answer, is 2 as for every command.
 GOOD, DIFFERENT, NOTHING_COMPARABLE = 0, 1, 3
 DESCRIPTION = """\
-Ask a router's engines how likely they find the tokens that they have sampled, under the weights that sampled them, and
-say how far that is from what was recorded, in sessions and in text rollouts. Prompts of sessions are rendered anew and
-compared, too.
+Compare recorded logprobs of sessions and text rollouts with recomputed ones. The router's engines score the recorded
+tokens again, under the weights that sampled them. Prompts of sessions are rendered again and compared, too.
 """
 EPILOG = """\
 exit status:
   0  recorded and recomputed logprobs agree, and so do prompts
-  1  they lie too far apart, or prompts differ
+  1  logprobs differ too much, or prompts differ
   2  a wrong flag, or a router that does not answer
   3  nothing was comparable: other weights are loaded, or sampling settings have reshaped the logprobs
 
-Tokens sampled by other weights than those loaded now are counted, not compared. Requests go one after the other and
-wait while the fleet is paused; no layer records them.
+Tokens sampled by other weights than those loaded now are counted, not compared. Requests are sent one at a time and
+wait while the fleet is paused. They are not recorded.
 """
 BAR = 24
-#: Somebody waits for the answer.
+#: Few, because a user waits at the terminal.
 RETRIES = Retries(attempts=2)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
     made = argparse.ArgumentParser(
         prog="miles-router audit",
         description=DESCRIPTION,
@@ -61,22 +58,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="audit this session, or text rollout, and no other (repeatable)",
     )
-    made.add_argument("--rate", type=_positive, default=2.0, metavar="X", help="episodes in a second [default: 2]")
+    made.add_argument("--rate", type=_positive, default=2.0, metavar="X", help="episodes per second [default: 2]")
     made.add_argument(
         "--quantile",
         type=_share,
         default=usual.quantile,
         metavar="Q",
-        help=f"which quantile of |recorded - recomputed| is judged [default: {usual.quantile:g}]",
+        help=f"the quantile of |recorded - recomputed| that is judged [default: {usual.quantile:g}]",
     )
     made.add_argument(
         "--threshold",
         type=_positive,
         default=usual.threshold,
         metavar="NATS",
-        help=f"how large it may be; calibrate it on your own model [default: {usual.threshold:g}]",
+        help=f"the largest value allowed for it; calibrate it on your own model [default: {usual.threshold:g}]",
     )
-    made.add_argument("--seed", type=int, metavar="N", help="of the choice of episodes; by default another each time")
+    made.add_argument("--seed", type=int, metavar="N", help="seed of the choice of episodes [default: random]")
     made.add_argument("--json", action="store_true", help="write the report as JSON")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances (.png, .svg, .pdf)")
     made.add_argument(
@@ -86,10 +83,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; gives the exit status.
+    """Run the command and return the exit status.
 
     Raises:
-        ConfigError: a flag is wrong, or the router does not answer as one that has episodes.
+        ConfigError: a flag is wrong, the router does not answer, or it has no episodes route.
     """
     options = parser().parse_args(arguments)
     if options.plot is not None:
@@ -99,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     except (RouterClientError, ValueError) as error:
         raise ConfigError(f"audit: {plain(str(error))}") from None
     verdict = judge(found, Limits(options.quantile, options.threshold))
-    if options.json:  # in ASCII: texts of prompts are in it, and a terminal may be behind it
+    if options.json:  # ASCII only: it quotes prompts, and a terminal would act on control characters
         print(json.dumps(verdict.as_json(), indent=2))
     else:
         print("\n".join(lines(verdict)))
@@ -118,7 +115,7 @@ async def _collect(options: argparse.Namespace) -> AuditedEpisodes:
 
 
 def _silent(done: int, of: int) -> None:
-    """Nobody watches."""
+    """Show no progress: stderr is not a terminal."""
 
 
 def _bar(done: int, of: int) -> None:

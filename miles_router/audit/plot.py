@@ -1,4 +1,4 @@
-"""A verdict as a picture."""
+"""Draw a verdict with matplotlib, for `miles-router audit --plot`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from miles_router.audit.verdict import Verdict
 from miles_router.errors import ConfigError
 
-#: Points that are drawn, and the least distance that a logarithmic axis shows.
+#: Points drawn at most, and the smallest distance drawn: the axes are logarithmic.
 MOST_POINTS, LEAST = 50_000, 1e-5
 SIZE, RESOLUTION = (11.0, 4.5), 120
 
 
 def require(file: Path) -> None:
-    """See that a picture can be drawn into this file, before it takes time to find what is to be drawn.
+    """Check that a plot can be written to this file, before the slow audit begins.
 
     Raises:
-        ConfigError: matplotlib is not there, it knows no such kind of picture, or there is no such folder.
+        ConfigError: matplotlib is not installed, it does not support the file's suffix, or the folder does not exist.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -32,11 +32,11 @@ def require(file: Path) -> None:
 
 
 def draw(verdict: Verdict, file: Path) -> None:
-    """Write the distances by position, and how many tokens lie within each distance for each worker that sampled. The
-    name of the file says which kind of picture it is.
+    """Plot the distances by position, and their cumulative distribution for each worker that sampled. The suffix of
+    `file` selects the image format.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 

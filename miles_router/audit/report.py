@@ -1,4 +1,4 @@
-"""A verdict in words. Texts of prompts are in it, and logs are not: it is for whoever asked."""
+"""Write a verdict as a text report. It quotes prompts, so it is for the user's terminal and not for logs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from miles_router.audit.verdict import QUANTILES, SESSION, TEXT, Spread, Verdict
 
-#: Parts of one kind that are shown, the farthest apart first.
+#: Rows shown per group, the largest distances first.
 SHOWN = 8
 HEADING = ("", "tokens", *(f"{quantile:g}" for quantile in QUANTILES))
 TITLES = {
     "version": "by weight version",
     "worker": "by the worker that sampled",
-    "recomputed_by": "by the worker that was asked",
+    "recomputed_by": "by the worker that recomputed",
     "kind": "by kind of episode",
     "position": "by position",
     "sample": "by sample",
@@ -21,12 +21,12 @@ TITLES = {
 
 
 def plain(text: str) -> str:
-    """What a router said, without what a terminal would obey."""
+    """Return a text from the router with control characters escaped, so that a terminal does not act on them."""
     return text if text.isprintable() else repr(text)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """The report, line by line; the last one is the verdict."""
+    """Yield the lines of the report; the last one is the verdict."""
     found = verdict.found
     yield f"{found.samples} samples of {found.kinds[SESSION]} sessions and {found.kinds[TEXT]} text rollouts"
     if verdict.total is not None:
@@ -50,7 +50,7 @@ def _table(verdict: Verdict) -> Iterator[str]:
         rows.append((title, *[""] * (len(HEADING) - 1)))
         rows += [_row(f"  {plain(name)}", each) for name, each in shown]
         if len(parts) > len(shown):
-            rows.append((f"  and {len(parts) - len(shown)} closer ones", *[""] * (len(HEADING) - 1)))
+            rows.append((f"  and {len(parts) - len(shown)} more, with smaller distances", *[""] * (len(HEADING) - 1)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADING))]
     for row in rows:
         yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
@@ -61,7 +61,7 @@ def _row(name: str, spread: Spread) -> tuple[str, ...]:
 
 
 def nats(distance: float) -> str:
-    """Return a distance with two digits, however small it is: what float32 leaves is not nothing."""
+    """Return a distance with two significant digits, so that small float32 errors do not look like 0."""
     return f"{distance:.2g}"
 
 
@@ -71,9 +71,9 @@ def _others(verdict: Verdict) -> Iterator[str]:
         yield ""
         yield "tokens that cannot be compared"
         yield from (f"  {plain(reason)}: {count}" for reason, count in found.not_comparable.most_common())
-    yield from (f"  an engine said: {said!r}" for said in dict.fromkeys(found.refusals))
+    yield from (f"  an engine refused: {said!r}" for said in dict.fromkeys(found.refusals))
     yield ""
-    yield f"prompts rendered anew: {found.prompts['compared']}, different: {found.prompts['differ']}"
+    yield f"prompts rendered again: {found.prompts['compared']}, different: {found.prompts['differ']}"
     yield from (
         f"  not rendered, {plain(reason)}: {count}" for reason, count in found.prompts_not_compared.most_common()
     )
@@ -97,7 +97,7 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
     if verdict.found.prompts["differ"]:
         yield "DIFFERENT PROMPTS: the engines' chat template is not that of the router's checkpoint."
     if verdict.good is None:
-        yield "NOTHING COMPARABLE: no recorded token could be held against the weights that are loaded now."
+        yield "NOTHING COMPARABLE: no recorded token could be compared with the weights that are loaded now."
     elif verdict.good and total is not None:
         at = f"{limits.quantile:g} of {total.tokens} tokens lie within {nats(total.at)} nats"
         yield f"GOOD: {at}, and {limits.threshold:g} are allowed."

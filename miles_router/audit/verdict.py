@@ -1,7 +1,7 @@
-"""How far recorded and recomputed logprobs lie apart, and whether that is too far. Pure.
+"""Compare recorded with recomputed logprobs and judge whether they differ too much. No I/O.
 
-The distance is a quantile of |recorded - recomputed|, in nats, over all compared tokens. It is also taken of each
-sample, kind of episode, worker and weight version by itself, so that a bad one does not hide among good ones.
+The judged distance is a quantile of |recorded - recomputed|, in nats, over all compared tokens. Each sample, kind of
+episode, worker and weight version is also judged alone, so that a bad one does not hide among good ones.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Floats = npt.NDArray[np.float64]
 
 #: Kinds of episodes.
 SESSION, TEXT = "session", "text"
-#: Quantiles that are reported.
+#: Quantiles in the report.
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
-#: Positions where one group of the report by position ends and the next begins.
+#: Boundaries between the groups of the report by position.
 EDGES = (64, 256, 1024, 4096, 16384, 65536, 262144)
-#: Tokens from which on a part of all is judged by itself.
+#: A group with fewer tokens is not judged alone.
 ENOUGH = 32
-#: Positions by which recorded logprobs may have slipped.
+#: Misalignments to look for, in positions.
 SLIPS = (-1, 1)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is too far: `quantile` of the distances beyond `threshold` nats."""
+    """The limit: the `quantile` of the distances may be at most `threshold` nats."""
 
     quantile: float = 0.95
     threshold: float = 0.3
@@ -60,11 +60,11 @@ class ComparedSpan:
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Of each token in its sample."""
+        """The position of each token in its sample."""
         return np.arange(self.start, self.start + len(self.recorded))
 
     def slipped(self, by: int) -> Floats:
-        """The distances if each recorded logprob were that of the token so many positions further on."""
+        """Return the distances if each recorded logprob belonged to the token `by` positions later."""
         kept = len(self.recorded) - abs(by)
         recorded, recomputed = (
             (self.recorded[:kept], self.recomputed[by:])
@@ -79,23 +79,23 @@ class ComparedSpan:
 
     @classmethod
     def read(cls, episode_id: str, kind: str, leaf: int, given: Mapping[str, Any]) -> ComparedSpan:
-        """A span of an answer to `POST /episodes/{id}/audit`.
+        """Parse a span of an answer to `POST /episodes/{id}/audit`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the span is malformed.
         """
         recorded, recomputed = (np.asarray(given[name], np.float64) for name in ("recorded", "recomputed"))
         if recorded.ndim != 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
-            raise ValueError("recorded and recomputed logprobs are as many numbers")
+            raise ValueError("recorded and recomputed must be equally many finite logprobs")
         if not len(recorded):
-            raise ValueError("a span has tokens")
+            raise ValueError("a span must have tokens")
         version, worker, recomputed_by = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
         return cls(episode_id, kind, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
 
 
 @dataclass
 class AuditedEpisodes:
-    """What the router has answered."""
+    """The router's audit answers, collected."""
 
     spans: list[ComparedSpan] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -107,10 +107,10 @@ class AuditedEpisodes:
     differences: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, answer: Mapping[str, Any]) -> int:
-        """Take one episode's answer; says how many of its samples had something to compare.
+        """Add one episode's answer. Return how many of its samples had something to compare.
 
         Raises:
-            Malformed: it has another form.
+            Malformed: the answer does not have the expected form.
         """
         try:
             return self._add(answer)
@@ -138,7 +138,7 @@ def _counts(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _difference(episode_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt's difference, with what the report shows of it."""
+    """Check and convert the fields of a prompt difference that the report shows."""
     held, rendered = ({**given[side], "text": str(given[side]["text"])} for side in ("held", "rendered"))
     places = {name: int(given[name]) for name in ("turn", "position")}
     return {"session_id": episode_id, **given, **places, "held": held, "rendered": rendered}
@@ -146,8 +146,10 @@ def _difference(episode_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Spread:
-    """The distances of some tokens: how many, and their quantiles in nats. `too_far` is None where they are too few to
-    be judged by themselves."""
+    """The distances of a group of tokens: their number and quantiles, in nats.
+
+    `at` is the judged quantile. A group with too few tokens to be judged has `too_far` None.
+    """
 
     tokens: int
     quantiles: Mapping[float, float]
@@ -156,26 +158,25 @@ class Spread:
 
     @classmethod
     def of(cls, distances: Floats, limits: Limits, enough: int = ENOUGH) -> Spread:
-        """Of at least one token."""
+        """Summarize distances, of which there must be at least one."""
         at = float(np.quantile(distances, limits.quantile))
         values = np.quantile(distances, QUANTILES)
         known = {quantile: float(value) for quantile, value in zip(QUANTILES, values, strict=True)}
         return cls(len(distances), known, at, at > limits.threshold if len(distances) >= enough else None)
 
     def as_json(self) -> dict[str, Any]:
-        """With the quantiles by their names."""
         quantiles = {str(quantile): round(value, 6) for quantile, value in self.quantiles.items()}
         return {"tokens": self.tokens, "quantiles": quantiles, "at": round(self.at, 6), "too_far": self.too_far}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit has found.
+    """The result of an audit.
 
     Attributes:
-        total: of all compared tokens; None where there are none.
-        parts: by `sample`, `kind`, `worker`, `recomputed_by`, `version` and `position`, and the name of the part.
-        slip: by how many positions recorded logprobs would have to move to fit, where they do then and not now.
+        total: the distances of all compared tokens; None without any.
+        parts: the distances by `sample`, `kind`, `worker`, `recomputed_by`, `version` or `position`, then by its value.
+        slip: the misalignment of recorded logprobs, in positions; None unless shifting them makes them fit.
     """
 
     found: AuditedEpisodes
@@ -186,20 +187,20 @@ class Verdict:
 
     @property
     def too_far(self) -> list[str]:
-        """The parts that lie too far apart, in words; `all` for all tokens."""
+        """The groups whose distances are too large, such as `worker http://...`; `all` for all tokens."""
         whole = ["all"] if self.total is not None and self.total.too_far else []
         named = ("sample", "kind", "worker", "recomputed_by", "version")
         return whole + [f"{by} {part}" for by in named for part, each in self.parts[by].items() if each.too_far]
 
     @property
     def good(self) -> bool | None:
-        """Whether everything that was compared agrees; None where nothing could be compared."""
+        """True if everything that was compared agrees; None if nothing could be compared."""
         if self.too_far or self.found.prompts["differ"]:
             return False
         return None if self.total is None else True
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the JSON of `--json`."""
         found = self.found
         return {
             "good": self.good,
@@ -223,7 +224,7 @@ class Verdict:
 
 
 def judge(found: AuditedEpisodes, limits: Limits) -> Verdict:
-    """The verdict over what was found."""
+    """Compute the verdict over the collected answers."""
     spans = found.spans
     parts = {
         "sample": _parts(spans, lambda span: f"{span.episode_id}/{span.leaf}", limits),
@@ -264,7 +265,7 @@ def _by_position(spans: Sequence[ComparedSpan], limits: Limits) -> dict[str, Spr
 
 
 def _slip(spans: Sequence[ComparedSpan], limits: Limits) -> int | None:
-    """By how many positions the spans of the samples that do not fit would fit."""
+    """Return the shift by which all spans that are too far would fit together, or None."""
     wrong = [span for span in spans if Spread.of(span.distances, limits, enough=1).too_far]
     for by in SLIPS:
         moved = _joined(span.slipped(by) for span in wrong if len(span.recorded) > abs(by))

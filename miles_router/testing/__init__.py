@@ -1,4 +1,4 @@
-"""Testing tools: a SGLang worker without a model, for tests and for writing rollout code on a laptop."""
+"""Testing tools: a simulated SGLang worker without a model, for tests and for writing rollout code on a laptop."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `miles-router-worker --help` need not."""
+    """Import a public name on first use, which keeps `miles-router-worker --help` fast."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

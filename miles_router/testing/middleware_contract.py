@@ -1,7 +1,7 @@
-"""The middleware contract as a suite that anybody's class can be held against, without sockets or a test runner.
+"""The middleware contract as a test suite for any middleware class, without sockets or a test runner.
 
-Each clause builds the layer around a small inner app, drives it as the router would on a path that no middleware has a
-reason to touch, and says what broke. `miles-router check pkg.module.Class` prints the verdicts.
+Each clause wraps a small inner app in the middleware and calls it as the router would, on a path that no middleware has
+a reason to change. `miles-router check pkg.module.Class` prints the results.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class ASGIApp(Protocol):
-    """A layer, and what it wraps."""
+    """A middleware, or the app that it wraps."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None: ...
 
 
-#: Makes the layer under test around an inner app; the suite's own `Make` has entered its lifespan too.
+#: `Build` wraps an inner app in the middleware under test. `Make` does that and also enters the middleware's lifespan.
 Build = Callable[[ASGIApp], ASGIApp]
 Make = Callable[[ASGIApp], Awaitable[ASGIApp]]
 
-#: Seconds a clause may take before the layer counts as stuck.
+#: Seconds that a clause may wait before the middleware counts as stuck.
 PATIENCE = 5.0
 CONCURRENT = 100
 
 
 class Broken(AssertionError):
-    """A clause that does not hold; the message says how."""
+    """A clause does not hold; the message describes how."""
 
 
 class _InnerError(Exception):
-    """Raised by the inner app, to see whether it arrives outside as itself."""
+    """Raised by the inner app; the middleware must let it through unchanged."""
 
 
 def _scope(body: bytes = b"") -> Scope:
@@ -59,7 +59,7 @@ def _scope(body: bytes = b"") -> Scope:
 
 
 class _Client:
-    """The outside: gives one request body, then waits until it leaves; keeps what is sent to it."""
+    """The client's side of the ASGI call: sends one request body, disconnects once `left` is set, records the reply."""
 
     def __init__(self, body: bytes = b"") -> None:
         self.sent: list[Message] = []
@@ -100,11 +100,11 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _brought_about(arrival: Coroutine[Any, Any, object], running: asyncio.Future[None]) -> None:
-    """Wait for what a running layer must bring about.
+    """Wait for an event that the running middleware must cause.
 
     Raises:
-        TimeoutError: it did not, within `PATIENCE`.
-        Exception: whatever ended the layer before it did.
+        TimeoutError: the event did not happen within `PATIENCE` seconds.
+        Exception: the error with which the middleware ended before the event.
     """
     waiting: asyncio.Future[Any] = asyncio.ensure_future(arrival)
     try:
@@ -122,7 +122,7 @@ async def _foreign_path_untouched(make: Make) -> None:
     layer = await make(_echo)
     await layer(_scope(b"\x00 not JSON \xff"), client.receive, client.send)
     if not client.sent or client.sent[0].get("status") != 207 or client.body != b"\x00 not JSON \xff":
-        raise Broken("a request on a path it has no business with came back changed")
+        raise Broken("the reply to a request on a foreign path was changed")
     inner = [value for name, value in client.sent[0]["headers"] if name == b"x-inner"]
     if inner != [b"1", b"2"]:
         raise Broken("repeated reply headers were lost")
@@ -145,7 +145,7 @@ async def _chunk_by_chunk(make: Make) -> None:
         seen.set()
         await asyncio.wait_for(running, PATIENCE)
     except asyncio.TimeoutError:
-        raise Broken("it holds a streamed reply back instead of passing each chunk on") from None
+        raise Broken("it holds back a streamed reply instead of passing on each chunk") from None
     finally:
         running.cancel()
         await asyncio.wait({running})
@@ -180,7 +180,9 @@ async def _disconnect_arrives(make: Make) -> None:
 
     await (await make(inner))(_scope(), client.receive, client.send)
     if not told.is_set():
-        raise Broken("the inner app is not told that the client left, so the engine would go on generating")
+        raise Broken(
+            "the inner app does not receive http.disconnect, so the engine would go on after the client has left"
+        )
 
 
 async def _cancellation(make: Make) -> None:
@@ -260,7 +262,7 @@ CLAUSES: dict[str, Callable[[Make], Awaitable[None]]] = {
 
 
 async def check_middleware(build: Build) -> list[tuple[str, str | None]]:
-    """Hold the layer that `build(inner)` makes against every clause of the contract.
+    """Check the middleware that `build(inner)` returns against every clause of the contract.
 
     Returns:
         Pairs of clause and problem; a problem of None means that the clause holds.
@@ -283,7 +285,7 @@ async def _verdict(check: Callable[[Make], Awaitable[None]], build: Build) -> st
         except Broken as broken:
             return str(broken)
         except asyncio.TimeoutError:
-            return "it does not answer"
-        except Exception as error:  # noqa: BLE001 - a foreign class may fail in any way: that is the verdict
+            return "it did not finish in time"
+        except Exception as error:  # noqa: BLE001 - a user's class may fail in any way; the failure is the result
             return f"{type(error).__name__}: {error}"
     return None

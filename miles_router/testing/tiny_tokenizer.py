@@ -1,4 +1,4 @@
-"""A tokenizer made on the spot, for trials without a model: `python -m miles_router.testing.tiny_tokenizer DIR`.
+"""Build a tiny tokenizer for experiments without a model: `python -m miles_router.testing.tiny_tokenizer DIR`.
 
 Byte-level BPE with a few hundred tokens and the chat markup of Qwen, as `tokenizer.json` and `tokenizer_config.json`.
 The router takes the directory as `--hf-checkpoint`, simulated workers as `--tokenizer`. Needs the package `tokenizers`.
@@ -56,7 +56,7 @@ def build(directory: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit status."""
+    """Run the command line and return the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m miles_router.testing.tiny_tokenizer DIRECTORY", file=sys.stderr)

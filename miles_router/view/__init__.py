@@ -1,10 +1,10 @@
-"""Samples to look at, token by token.
+"""`miles-router view`: samples as an HTML page, token by token.
 
-files      a samples file of any form, one sample at a time
-sheets     TokenSheet: a sample as the token view reads it
-entropy    how widely a token's experts are spread
+files      reads samples files of any format, one sample at a time
+sheets     TokenSheet: a sample in the form that the token view reads
+entropy    the entropy of a token's routed experts
 tree       BranchTree: how the samples of a session branch
-page       one self-contained page for a file
-assets/    the view itself: ES modules and a style sheet that need no build step
+page       writes one self-contained page for a file
+assets/    the token view: ES modules and a style sheet that need no build step
 dialects/  samples files of training frameworks
 """

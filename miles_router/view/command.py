@@ -1,4 +1,4 @@
-"""`miles-router view`: a samples file as one page."""
+"""The command `miles-router view`: write a samples file as one HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEGA = 1_000_000
 
 
 class Bar:
-    """How far a page is written, on a terminal."""
+    """A progress bar; it draws only on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -27,7 +27,7 @@ class Bar:
         self._wanted = stream.isatty()
 
     def draw(self, share: float) -> None:
-        """Draw it, if it looks otherwise than before."""
+        """Redraw the bar if the percentage has changed. `share` is 0 to 1."""
         percent = int(100 * share)
         if self._wanted and percent != self._drawn:
             self._drawn = percent
@@ -36,38 +36,38 @@ class Bar:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Leave nothing of it."""
+        """Erase the bar."""
         if self._drawn >= 0:
             self._stream.write(f"\r{' ' * (BAR + 10)}\r")
             self._stream.flush()
 
 
 def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
-    """Write the page of a file, by default beside it, and say so in a line. A page that could not be written to its end
-    is not left behind.
+    """Write the page of a samples file and return a line that reports it. A page is written completely or not at all.
 
     Args:
-        tokenizer: as transformers load it; without one ids alone are shown.
+        output: where to write; by default beside the file, with the suffix `.html`.
+        tokenizer: a tokenizer of transformers; without one the page shows token ids only.
 
     Raises:
-        ConfigError: the file is no samples file, is cut, or cannot be read; or the page cannot be written.
+        ConfigError: the file is not a samples file, is truncated or cannot be read; or the page cannot be written.
     """
     page = _page_of(file) if output is None else output
     if os.path.realpath(page) == os.path.realpath(file):
         raise ConfigError(f"view: the page would replace the file {file}; name another one with --output")
-    if page.exists() and not page.is_file():  # a device, say, whose name the page would take
-        raise ConfigError(f"view: {page} is no file that a page can replace")
+    if page.exists() and not page.is_file():  # a device, for example, which the page would replace
+        raise ConfigError(f"view: {page} is not a regular file; name another --output")
     bytes_of = None if tokenizer is None else token_bytes(tokenizer)
     bar = Bar(sys.stderr)
     try:
         summary = _written(file, page, bytes_of, bar)
     except (Malformed, InvalidTrajectory) as error:
-        raise ConfigError(f"view: {file} is no samples file that can be shown: {error}") from None
+        raise ConfigError(f"view: {file} cannot be shown as a samples file: {error}") from None
     except OSError as error:
         raise ConfigError(f"view: {error}") from None
     finally:
         bar.clear()
-    hint = "" if bytes_of is not None else "; ids alone, for texts give --hf-checkpoint"
+    hint = "" if bytes_of is not None else "; token ids only, for texts give --hf-checkpoint"
     samples = f"{summary.samples:,} sample{'' if summary.samples == 1 else 's'}"
     return f"{page}: {samples}, {summary.tokens:,} tokens, {page.stat().st_size / MEGA:.1f} MB{hint}"
 
@@ -75,7 +75,7 @@ def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
 def _page_of(file: Path) -> Path:
     try:
         return file.with_suffix(".html")
-    except ValueError:  # of `/` and `.`
+    except ValueError:  # `/` and `.` have no name
         raise ConfigError(f"view: {file} is a directory") from None
 
 
@@ -94,22 +94,21 @@ def _written(file: Path, page: Path, bytes_of: BytesOf | None, bar: Bar) -> Summ
 
 
 def _umask() -> int:
-    """The mode bits that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def token_bytes(tokenizer: Any) -> BytesOf:
-    """What each token of a tokenizer spells.
+    """Return a function from token id to bytes.
 
     Raises:
-        ConfigError: the tokenizer is not a fast one, or nobody knows what a token of its kind spells.
+        ConfigError: the tokenizer is not a fast one, or the bytes of its tokens are unknown.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"hf_checkpoint: {type(tokenizer).__name__} has no fast tokenizer (tokenizer.json)")
     speller = speller_for(backend)
     if isinstance(speller, UnknownSpeller):
-        raise ConfigError("hf_checkpoint: the tokens of this tokenizer have no bytes of their own")
+        raise ConfigError("hf_checkpoint: the bytes of this tokenizer's tokens are unknown")
     return lambda token: None if backend.id_to_token(token) is None else speller.bytes_of(token)

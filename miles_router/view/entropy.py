@@ -1,7 +1,7 @@
-"""How widely a token's experts are spread, in bits.
+"""The entropy of a token's routed experts, in bits.
 
-Of the ids in a token's row, over all layers and ranks: the entropy of how often each stands there. 0 where every layer
-chose the same expert, at most log2(layers * top_k).
+It is the entropy of the frequencies of expert ids in the token's row, over all layers and top-k ranks. It is 0 if every
+layer chose the same expert, and at most log2(layers * top_k).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK = 1024
 
 
 def expert_entropy(rows: ShapedRows) -> npt.NDArray[np.float32]:
-    """Float32 [rows] of integers [rows, layers, top_k]."""
+    """Return the entropy of each row: float32 [rows] from integers [rows, layers, top_k]."""
     count, width = len(rows), int(np.prod(rows.shape[1:], dtype=np.int64))
     found = np.zeros(count, dtype=np.float32)
     if width:
@@ -28,7 +28,7 @@ def expert_entropy(rows: ShapedRows) -> npt.NDArray[np.float32]:
 
 
 def _entropy(rows: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
-    """Of each row, by the lengths of the runs in it when it is sorted."""
+    """Return each row's entropy. Sorting a row makes equal ids adjacent, so run lengths are the frequencies."""
     width = rows.shape[1]
     ordered = np.sort(rows, axis=1)
     begins = np.ones(ordered.shape, dtype=bool)

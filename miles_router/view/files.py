@@ -1,6 +1,6 @@
-"""A samples file, one sample at a time: the router's JSON and safetensors, and those of training frameworks.
+"""Read a samples file one sample at a time: the router's JSON and safetensors, and the files of training frameworks.
 
-The file is mapped, not read: what is held is one sample, and a safetensors file's header.
+The file is memory-mapped: memory holds one sample, and the header of a safetensors file.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from miles_router.trajectory.sample import samples_of
 from miles_router.view.dialects import miles
 from miles_router.view.sheets import TokenSheet, sheet_of
 
-#: Where both of our forms have the samples.
+#: Key of the list of samples in the router's JSON.
 SAMPLES = "samples"
-#: Bytes in which JSON begins, with white space in front.
+#: JSON must begin within so many bytes; only white space may come before it.
 BEGINNING = 64
 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """What is in a file.
+    """The contents of a samples file.
 
     Attributes:
-        sheets: each sample, and the share of the file up to its end.
-        why_empty: why it has no sample, where it says so.
+        sheets: each sample, with the share of the file (0 to 1) up to its end.
+        why_empty: the file's reason for having no samples, if it gives one.
     """
 
     sheets: Iterator[tuple[TokenSheet, float]]
@@ -37,12 +37,12 @@ class SamplesFile:
 
 
 def open_samples(path: Path) -> SamplesFile:
-    """The samples of a file. What is wrong with one is raised when it is its turn.
+    """Open a samples file. Errors in a sample are raised while iterating `sheets`.
 
     Raises:
-        Malformed: it is no samples file, or is cut.
-        InvalidTrajectory: a sample that no rollout can have.
-        OSError: it cannot be read.
+        Malformed: the file is not a samples file, or is truncated.
+        InvalidTrajectory: the arrays of a sample contradict each other.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         if not path.stat().st_size:
@@ -50,7 +50,7 @@ def open_samples(path: Path) -> SamplesFile:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not _has_tensors(data):
         if not data[:BEGINNING].lstrip().startswith(b"{"):
-            raise Malformed("it is neither JSON nor safetensors, or is cut")
+            raise Malformed("it is neither JSON nor safetensors, or it is truncated")
         return SamplesFile(_of_json(data))
     arrays, metadata = unpack(data)
     if miles.META in arrays:
@@ -61,7 +61,7 @@ def open_samples(path: Path) -> SamplesFile:
 
 
 def _has_tensors(data: mmap.mmap) -> bool:
-    """Whether a header as long as the first bytes say fits into the file."""
+    """Return True if the data can be safetensors: the header length in its first bytes fits into the file."""
     return len(data) > LENGTH.size and LENGTH.unpack_from(data)[0] <= len(data) - LENGTH.size
 
 

@@ -1,12 +1,12 @@
-"""One self-contained page with every sample of a file: it asks nobody for anything, and nothing in it but our own
-script can run.
+"""Write one self-contained HTML page with every sample of a file. The page makes no requests, and only its own script
+can run in it.
 
-    head     a Content-Security-Policy with the hashes of our script and our style sheet
-    blocks   data in elements that browsers do not run: base64 of deflated safetensors, so that no text of a file
-             stands in the page as itself. `sample-0`, `sample-1`, ...; behind them `vocabulary` and `index`
+    head     a Content-Security-Policy with the hashes of the page's script and style sheet
+    blocks   data in elements that browsers do not run: base64 of deflated safetensors, so that texts from the file
+             cannot act as markup. `sample-0`, `sample-1`, ..., then `vocabulary` and `index`
     script   the modules of `assets/` in one
 
-A page is written while the file is read; one sample is held.
+The page is written while the file is read; memory holds one sample at a time.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from miles_router.view.files import SamplesFile
 from miles_router.view.sheets import TokenSheet, as_json
 from miles_router.view.tree import BranchTree
 
-#: What a token spells; None where the tokenizer has no such token, or nobody knows.
+#: Returns the bytes of a token id; None if the tokenizer has no such token or its bytes are unknown.
 BytesOf = Callable[[int], bytes | None]
 ENTRY = "file_page"
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
-#: Characters of a sample's metadata that a search looks through.
+#: Characters of a sample's metadata that the page's search covers.
 SEARCHED = 1000
 
 
 def asset(name: str) -> str:
-    """A file of the view, as text."""
+    """Return the text of a file in `assets/`."""
     return resources.files("miles_router.view").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def script() -> str:
-    """All modules that the page needs in one script, each in a scope of its own behind those that it imports."""
+    """Return all modules of the page as one script. Each has its own scope and comes after the modules it imports."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -65,7 +65,8 @@ def script() -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """Nothing but this script and this style sheet; no text becomes markup, nobody is asked."""
+    """Return a Content-Security-Policy that allows only this script and style sheet, no requests, and no text as
+    markup."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
     return (
         f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; base-uri 'none'; "
@@ -75,7 +76,7 @@ def policy(script: str, style: str) -> str:
 
 @dataclass
 class Summary:
-    """What a page shows."""
+    """The numbers of samples and tokens on a page."""
 
     samples: int = 0
     tokens: int = 0
@@ -88,15 +89,15 @@ def write_page(
     bytes_of: BytesOf | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Summary:
-    """The page of a file.
+    """Write the page of a samples file to `out`.
 
     Args:
-        name: of the file, for people.
-        bytes_of: without it ids alone are shown.
-        progress: is told which share of the file has been written.
+        name: the file's name, shown on the page.
+        bytes_of: without it the page shows token ids only.
+        progress: called with the share of the file that has been written, 0 to 1.
 
     Raises:
-        Malformed: it is no samples file, is cut, or one of its samples is none that a rollout can have.
+        Malformed: the file is not a samples file, is truncated, or has a sample with contradicting arrays.
     """
     page, style, code = asset("file_page.html"), asset("view.css"), script()
     head, rest = page.split("<!-- blocks -->")
@@ -116,14 +117,14 @@ def write_page(
 
 
 def _block(name: str, data: bytes) -> bytes:
-    """Data under an id, in an element that browsers do not run."""
+    """Return an HTML element with this id that holds the data and that browsers do not run."""
     text = pybase64.b64encode(zlib.compress(data))
     return b'<script type="application/octet-stream" id="%b">%b</script>\n' % (name.encode("ascii"), text)
 
 
 @dataclass
 class _Index:
-    """What the page must know before it opens a sample: a line of each, the trees of sessions, the tokens' texts."""
+    """The data that the page needs before it opens a sample: list lines, sessions' branches, tokens' bytes."""
 
     name: str
     why_empty: str | None
@@ -155,18 +156,19 @@ class _Index:
         return pack({}, {"facts": orjson.dumps(about).decode()})
 
     def vocabulary(self) -> bytes:
-        """Ids in order, int32, where the bytes of each end, int32, and the bytes; of ids that have some."""
+        """Return the packed `vocabulary_arrays` of all token ids on the page, in ascending order."""
         return pack(vocabulary_arrays({} if self.bytes_of is None else spelled(sorted(self._ids), self.bytes_of)), {})
 
 
 def spelled(ids: Iterable[int], bytes_of: BytesOf) -> dict[int, bytes]:
-    """What ids spell, of those that spell something."""
+    """Return the bytes of each id, leaving out ids without bytes."""
     found = {token: bytes_of(token) for token in ids}
     return {token: each for token, each in found.items() if each is not None}
 
 
 def vocabulary_arrays(known: Mapping[int, bytes]) -> dict[str, npt.NDArray[Any]]:
-    """What ids spell, as the view reads it: the ids, where the bytes of each end, and the bytes."""
+    """Return the arrays from which the view reads tokens' bytes: int32 `ids`, int32 `ends` (the end offset of each id's
+    bytes), uint8 `bytes`."""
     return {
         "ids": np.fromiter(known, dtype=np.int32, count=len(known)),
         "ends": np.cumsum([len(each) for each in known.values()], dtype=np.int32),
@@ -175,7 +177,7 @@ def vocabulary_arrays(known: Mapping[int, bytes]) -> dict[str, npt.NDArray[Any]]
 
 
 def _line(sheet: TokenSheet) -> dict[str, Any]:
-    """What the list of samples shows of one, and searches."""
+    """Return the fields of a sample that the page's list shows and searches."""
     return {
         "session_id": sheet.session_id,
         "status": sheet.status,

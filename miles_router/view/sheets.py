@@ -1,7 +1,7 @@
-"""`TokenSheet`: a sample as the token view reads it, and its form on a page: a safetensors file.
+"""`TokenSheet`: a sample in the form that the token view reads.
 
-Tensors `tokens`, and `loss_mask`, `sampled`, `logprobs`, `expert_entropy` where they are known; everything else as
-JSON under `facts` in the file's metadata.
+On a page it is a safetensors file with the tensor `tokens`, and `loss_mask`, `sampled`, `logprobs`, `expert_entropy` if
+they are known. Everything else is JSON under `facts` in the file's metadata.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from miles_router.trajectory.sample import ShapedRows
 from miles_router.view.entropy import expert_entropy
 
 Floats = npt.NDArray[np.floating[Any]]
-#: Of a sample's metadata: where its turns are, and why one begins a segment.
+#: Keys: a sample's turns in its metadata, and a turn's changed message that began a new segment.
 TURNS, EDIT = "turns", "edit"
-#: Of the difference of two messages, beside the place of the message.
+#: Text fields of an edit, besides the index of the message.
 EDITED = ("field", "held", "sent")
-#: Characters that are shown of what a sample has beside its tokens.
+#: Characters of a sample's metadata that the page shows, at most.
 SHOWN = 20_000
 NO_TURNS = "The turns in its metadata do not fit its tokens: turns and workers are not shown."
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenSheet:
-    """One sample, token by token; n tokens. None stands for what the file does not say.
+    """One sample of n tokens, token by token. None means that the file does not contain the field.
 
     Attributes:
         tokens: int32 [n].
         loss_mask: uint8 [n], 1 = in the loss.
         sampled: uint8 [n], 1 = sampled by the engine, in the loss or not.
-        logprobs: [n], of the type that the file has; 0 where not sampled.
+        logprobs: float [n] with the file's dtype; 0 where not sampled.
         expert_entropy: float32 [n - 1], bits.
-        versions: runs over sampled positions.
-        version_names: which versions sampled it, where nobody says which token is whose.
-        turns: as the metadata of a session's sample has them, with `start` and `end` of what each sampled.
+        versions: weight versions of runs of sampled positions.
+        version_names: the weight versions of the sample, if the file does not assign them to tokens.
+        turns: the turns from a session sample's metadata; each sampled the positions `start` to `end`.
         path: the numbers of the turns from the first to the leaf.
-        status, reward, label, response_length: of the sample.
-        metadata: the rest.
-        notes: what is wrong with it, in words.
+        status, reward, label, response_length: fields of the sample.
+        metadata: everything else in the sample's metadata.
+        notes: problems with the sample, as sentences to show.
     """
 
     tokens: Tokens
@@ -70,17 +70,18 @@ class TokenSheet:
 
     @property
     def session_id(self) -> str | None:
-        """Of which session it is."""
+        """The id of the sample's session, from its metadata."""
         found = self.metadata.get("session_id")
         return found if isinstance(found, str) else None
 
     @property
     def trained(self) -> int | None:
-        """How many of its tokens are in the loss."""
+        """The number of tokens in the loss; None without a loss mask."""
         return None if self.loss_mask is None else int(self.loss_mask.sum())
 
     def facts(self) -> dict[str, Any]:
-        """Everything but the arrays. `about` is for people: a text, for scripts would round what it has of numbers."""
+        """Return everything but the arrays. `about` is a JSON text, not an object: JavaScript would round its large
+        integers."""
         names = ("status", "reward", "label", "response_length", "metadata")
         about = as_json({name: getattr(self, name) for name in names}, orjson.OPT_INDENT_2)
         return {
@@ -93,34 +94,34 @@ class TokenSheet:
         }
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Those that are known, by their names."""
+        """Return the known arrays by name."""
         names = ("tokens", "loss_mask", "sampled", "logprobs", "expert_entropy")
         every = {name: getattr(self, name) for name in names}
         return {name: array for name, array in every.items() if array is not None}
 
     def packed(self) -> bytes:
-        """The form on a page.
+        """Return the sheet as a safetensors file.
 
         Raises:
-            Malformed: its metadata cannot be written.
+            Malformed: the metadata cannot be encoded as JSON.
         """
         return pack(self.arrays(), {"facts": as_json(self.facts())})
 
 
 def as_json(value: object, options: int = 0) -> str:
-    """What a file says, as JSON.
+    """Encode a value from a file as JSON.
 
     Raises:
-        Malformed: it is nested deeper than `orjson` writes, which reads deeper.
+        Malformed: it is nested too deeply: `orjson` reads deeper nesting than it writes.
     """
     try:
         return orjson.dumps(value, option=options).decode()
     except orjson.JSONEncodeError as error:
-        raise Malformed(f"its metadata cannot be written: {error}") from None
+        raise Malformed(f"its metadata cannot be encoded as JSON: {error}") from None
 
 
 def sheet_of(sample: Sample) -> TokenSheet:
-    """A sample of ours."""
+    """Return the sheet of a sample in the router's own format."""
     own = dict(sample.metadata)
     turns, notes = fitting_turns(own.pop(TURNS, None), len(sample))
     return TokenSheet(
@@ -142,14 +143,14 @@ def sheet_of(sample: Sample) -> TokenSheet:
 
 
 def entropy_of(rows: ShapedRows | None) -> npt.NDArray[np.float32] | None:
-    """Of each token that has a row of experts."""
+    """Return the expert entropy of each token that has a row, or None without rows."""
     return None if rows is None else expert_entropy(rows)
 
 
 def sampled_positions(
     loss_mask: Mask, logprobs: Floats | None, runs: Iterable[VersionRun], turns: Iterable[Mapping[str, Any]]
 ) -> Mask:
-    """1 where anything says that the engine sampled the token."""
+    """Return 1 for each token that is in the loss, has a nonzero logprob, or lies in a version run or a turn."""
     sampled: Mask = loss_mask.copy()
     if logprobs is not None:
         sampled[logprobs != 0] = 1
@@ -159,7 +160,8 @@ def sampled_positions(
 
 
 def fitting_turns(given: Any, length: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Turns as metadata has them, in order and within `length` tokens; or none, and a note that says so."""
+    """Return the turns of a sample's metadata and no notes. If the turns are malformed, out of order or beyond
+    `length` tokens, return no turns and a note."""
     if not isinstance(given, list):
         return [], []
     before = 0
@@ -173,7 +175,8 @@ def fitting_turns(given: Any, length: int) -> tuple[list[dict[str, Any]], list[s
 
 
 def _as_shown(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn whose words are words, whatever a file has in their place: scripts could not make some of it a text."""
+    """Return a turn whose text fields are strings or None. A file may hold anything there, and the page's scripts
+    cannot turn every value into text."""
     edit = turn.get(EDIT)
     words: dict[str, Any] = {name: _words(turn[name]) for name in ("reason", "worker") if name in turn}
     if isinstance(edit, dict):

@@ -1,6 +1,7 @@
 """`BranchTree`: how the samples of a session branch, as lines of a list.
 
-A line stands for turns that follow each other without a branch, an end, or a reason between them.
+A line is a run of consecutive turns. A new line begins at a branch, after the last turn of a sample, and at a turn that
+has a reason for beginning a new segment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class _TurnNode:
 
     @property
     def goes_on(self) -> _TurnNode | None:
-        """What stands on its line behind it."""
+        """The next turn on the same line; None if the line ends here."""
         if len(self.children) != 1 or self.samples:
             return None
         (child,) = self.children.values()
@@ -37,7 +38,7 @@ class BranchTree:
         self._nodes: dict[int, _TurnNode] = {}
 
     def add(self, place: int, sheet: TokenSheet) -> None:
-        """The sample that stands at a place of the file."""
+        """Add the turns of the sample at index `place` of the file."""
         spans = {turn["turn"]: turn for turn in sheet.turns}
         before = None
         for number in sheet.path:
@@ -48,18 +49,23 @@ class BranchTree:
             self.end(before, place)
 
     def hang(self, turn: int, parent: int | None, sampled: int, reason: object) -> None:
-        """A turn, and how many tokens it sampled, behind one that is there; of a turn that is there, nothing new."""
+        """Add a turn below `parent`, which must exist. A turn that exists already is left as it is.
+
+        Args:
+            sampled: how many tokens the turn sampled.
+            reason: why the turn begins a new segment, or None.
+        """
         if turn not in self._nodes:
             node = self._nodes[turn] = _TurnNode(turn, sampled, None if reason is None else str(reason))
             (self._roots if parent is None else self._nodes[parent].children)[turn] = node
 
     def end(self, turn: int, sample: int) -> None:
-        """A sample ends with a turn that is there."""
+        """Record that a sample ends with this turn, which must exist."""
         self._nodes[turn].samples.append(sample)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Depth first: `depth`, `first` and `last` turn, how many `turns` and sampled `tokens`, the `reason` why it
-        begins, and the `samples` that end with it."""
+        """Return the lines, depth first. Each has its `depth`, the `first` and `last` turn, the counts of `turns` and
+        sampled `tokens`, the `reason` of its first turn, and the `samples` that end with its last turn."""
         lines = []
         waiting = [(node, 0) for node in reversed(self._roots.values())]
         while waiting:

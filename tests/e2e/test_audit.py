@@ -579,5 +579,5 @@ async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing
         nothing: Any = {}
         for settings in (nothing, keys):
             bare = await stage.router(worker.url, **settings)
-            with pytest.raises(ConfigError, match="unless a layer of it records"):
+            with pytest.raises(ConfigError, match="unless a middleware records"):
                 await audited(SessionTrial(bare, [worker]), "--api-key", DATA)

@@ -83,7 +83,7 @@ async def test_the_fleet_view_has_the_numbers_of_the_router(browser: Browser, ru
 
 async def test_a_worker_that_takes_nothing_a_pause_and_a_load_show_themselves(browser: Browser, stage: Stage) -> None:
     async with running_fleet(stage) as trial, dashboard(browser, trial.router.url) as page:
-        assert await page.text("#out-of-rotation") == "No worker is."
+        assert await page.text("#out-of-rotation") == "No worker is out of rotation."
         one = trial.workers[0]
         trial.router.pool.record_stall(trial.router.pool.get(one.url), "its log says <b>no</b>")
         await page.until("document.querySelector('#out tbody tr')")
@@ -262,7 +262,7 @@ async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: B
         for number in range(many):
             store.create(f"many-{number}", {"group": number % 10})
         async with dashboard(browser, trial.router.url, "#/episodes") as page:
-            assert await page.value(COUNT) == "200 episodes read, more behind"
+            assert await page.value(COUNT) == "200 episodes loaded, more available"
             assert await page.value(NODES) < 1500
             await page.choose("#search", "many-777")
             await count_is(page, f"{11 if many > 2_000 else 1} of {many:,} episodes")
@@ -418,7 +418,7 @@ async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_n
         monkeypatch.setattr("miles_router.admin.episodes._place", refused)
         async with browser.page() as page:  # which looks every two seconds
             await page.open(f"{trial.router.url}/dashboard#/episodes")
-            await count_is(page, "200 episodes read, more behind")
+            await count_is(page, "200 episodes loaded, more available")
             await page.choose("#search", "many")
             await page.until("document.getElementById('problem').textContent.includes('not today')")
             assert len(asked) <= 2
@@ -444,7 +444,7 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser:
             ]
             for each, logprob, sampled in zip(found, told["logprobs"], told["sampled"], strict=True):
                 assert (float(each["logprob"]) == pytest.approx(logprob)) if sampled else (each["logprob"] == "none")
-            entropy = [*(f"{bits:.3f} bits" for bits in told["expert_entropy"]), "not told"]
+            entropy = [*(f"{bits:.3f} bits" for bits in told["expert_entropy"]), "unknown"]
             assert [each["entropy"] for each in found] == entropy
             for run_of in told["versions"]:
                 versions = {each["version"] for each in found[run_of["start"] : run_of["end"]]}

@@ -200,8 +200,8 @@ async def test_filters_leave_what_all_of_them_leave(trial: SessionTrial) -> None
         ({"limit": "0"}, "limit must be a whole number from 1 to 500, got '0'"),
         ({"limit": "501"}, "limit must be a whole number from 1 to 500"),
         ({"limit": "٣"}, "limit must be a whole number"),
-        ({"after": "nothing"}, "after must be the next of a page, got 'nothing'"),
-        ({"after": "nan~s"}, "after must be the next of a page"),
+        ({"after": "nothing"}, "after must be the `next` value of an earlier page, got 'nothing'"),
+        ({"after": "nan~s"}, "after must be the `next` value of an earlier page"),
         ({"state": "done"}, "state must be one of running, waiting, idle, ended, got 'done'"),
         ({"kind": "rollout"}, "kind must be one of session, got 'rollout'"),
         ({"reason": "fork"}, "reason must be one of batch, changed_tools, choice"),
@@ -468,7 +468,10 @@ async def test_without_a_layer_that_holds_episodes_there_are_none(stage: Stage) 
     router = await stage.router()
     assert (await router.ask("GET", "/router/episodes")).json() == {"episodes": [], "next": None, "text": True}
     refused = await router.ask("GET", "/router/episodes?kind=session")
-    assert (refused.status, "no layer holds episodes" in refused.json()["error"]["message"]) == (400, True)
+    assert (refused.status, "no middleware of this router holds episodes" in refused.json()["error"]["message"]) == (
+        400,
+        True,
+    )
 
 
 async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, tmp_path: Any) -> None:

@@ -100,8 +100,8 @@ def expected(sample: Sample, position: int) -> dict[str, str]:
         "origin": "given" if turn is None else "sampled",
         "version": "none" if run is None else run.version,
         "worker": "none" if turn is None else turn["worker"],
-        "turn": "not told" if told is None else f"{told['turn']}, {'in its prompt' if turn is None else 'sampled'}",
-        "entropy": f"{entropy[position]:.3f} bits" if position < len(entropy) else "not told",
+        "turn": "unknown" if told is None else f"{told['turn']}, {'in its prompt' if turn is None else 'sampled'}",
+        "entropy": f"{entropy[position]:.3f} bits" if position < len(entropy) else "unknown",
     }
 
 
@@ -149,14 +149,14 @@ async def test_a_file_of_miles_shows_what_it_says_and_no_more(browser: Browser, 
     file.write_bytes(GOLDEN.read_bytes())
     async with opened(browser, page_of_file(file)) as page:
         found = await read(page, [*range(9)])
-        assert "Ids alone are shown" in await page.text(".notice")
+        assert "Only token ids are shown" in await page.text(".notice")
         assert await page.value("document.querySelector('option[value=turn]').disabled")
     behind = [each for each in found if int(each["position"].split()[0]) >= 4]
     assert [each["shown"] for each in found] == [str(token) for token in told["tokens"]]
     assert [each["logprob"] for each in behind] == ["-0.5", "-1.25", "none", "none", "-3.0000001"]
     assert [each["mask"][0] for each in behind] == [str(each) for each in told["loss_mask"]]
     assert [each["version"] for each in behind] == ["one of 3, 4", "one of 3, 4", "none", "none", "one of 3, 4"]
-    assert {each["turn"] for each in found} == {"not told"}
+    assert {each["turn"] for each in found} == {"unknown"}
 
 
 async def test_arrays_that_a_file_lacks_are_not_told(browser: Browser, tmp_path: Path) -> None:
@@ -165,9 +165,9 @@ async def test_arrays_that_a_file_lacks_are_not_told(browser: Browser, tmp_path:
     file.write_bytes(b"".join(samples_file([{"tokens": np.arange(3), **bare}], {}, None).chunks()))
     async with opened(browser, page_of_file(file)) as page:
         (found,) = await read(page, [2])
-        assert "nothing is told" in await page.text(".legend")
+        assert "no data to colour" in await page.text(".legend")
     fields = ("mask", "origin", "logprob", "worker", "entropy")
-    assert {found[name] for name in fields} == {"not told"}
+    assert {found[name] for name in fields} == {"unknown"}
 
 
 async def test_large_numbers_and_logprobs_without_a_mask_are_the_files(browser: Browser, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ async def test_keys_go_through_tokens_which_are_marked_and_read_out(
         assert await page.value(current) == 2
         assert await page.text("[role=status].unseen") == await page.value(
             "[...document.querySelectorAll('.details div')].map((each) => [...each.children].map((e) => e.textContent))"
-            ".filter(([, text]) => text !== 'none' && text !== 'not told').map((each) => each.join(' ')).join('; ')"
+            ".filter(([, text]) => text !== 'none' && text !== 'unknown').map((each) => each.join(' ')).join('; ')"
         )
         assert await page.value("getComputedStyle(document.querySelector('#token-2')).outlineStyle") == "solid"
         assert await page.value("document.querySelectorAll('[aria-selected=true].token').length") == 1
@@ -350,7 +350,7 @@ async def test_why_a_segment_begins_stands_with_both_messages_and_their_differen
     async with opened(browser, pages) as page:
         assert await page.value("document.querySelector('.reasons')") is None
         await choose_sample(page, 1)
-        assert "turn 2 edited_history: messages behind an earlier turn" in await page.text(".reasons li")
+        assert "turn 2 edited_history: messages after an earlier turn" in await page.text(".reasons li")
         assert await page.text(".edit > p") == "message 3, content"
         assert await page.text(".held .message") == "42"
         assert await page.text(".sent .message") == "17 + 25 = 42 🙂"

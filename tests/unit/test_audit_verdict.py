@@ -114,7 +114,7 @@ def test_nothing_comparable_is_neither_good_nor_bad() -> None:
     assert (made.good, made.total) == (None, None)
     said = list(lines(made))
     assert "  other_weights: 9" in said
-    assert "  an engine said: 'no room'" in said
+    assert "  an engine refused: 'no room'" in said
     assert said[-1].startswith("NOTHING COMPARABLE")
 
 

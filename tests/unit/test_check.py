@@ -98,7 +98,7 @@ async def test_a_class_that_fails_is_told_its_own_error_without_a_wait(monkeypat
     [
         (_Swallowing, "lets errors through as themselves", "swallowed"),
         (_Sharing, "keeps 100 concurrent requests and two instances apart", "mixed up"),
-        (_Sharing, "tells the inner app when the client leaves", "not told"),
+        (_Sharing, "tells the inner app when the client leaves", "http.disconnect"),
         (_Sharing, "passes other scopes on", "scopes other than http"),
         (_Leaking, "survives cancellation and leaves no task", "not cancelled"),
     ],

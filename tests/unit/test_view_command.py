@@ -50,7 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def test_the_page_stands_beside_the_file_or_where_it_is_wanted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "episode.json").write_bytes(write_json([sample(), sample(1500)], {}))
     said, _ = run("episode.json")
-    assert re.fullmatch(r"episode\.html: 2 samples, 1,503 tokens, 0\.\d MB; ids alone, .*--hf-checkpoint\n", said)
+    assert re.fullmatch(r"episode\.html: 2 samples, 1,503 tokens, 0\.\d MB; token ids only, .*--hf-checkpoint\n", said)
     assert (tmp_path / "episode.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     said, _ = run("episode.json", "--output", "other.html")
     assert (tmp_path / "other.html").read_bytes() == (tmp_path / "episode.html").read_bytes()
@@ -66,12 +66,15 @@ def test_with_a_tokenizer_nothing_is_missing(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"x" * 100, "it is neither JSON nor safetensors, or is cut"),
+        (b"x" * 100, "it is neither JSON nor safetensors, or it is truncated"),
         (b'{"samples": 5}', "sample 0: the field 'samples' is not a list of objects"),
         (write_json([sample(), sample()], {})[:-5], "sample 2: invalid or incomplete JSON"),
         (write_safetensors([sample()], {})[:-1], "a tensor's offsets in a safetensors file do not fit"),
         (write_json([sample()], {}).replace(b'"loss_mask":[0', b'"loss_mask":[7'), "sample 0: mask_is_binary"),
-        (write_json([sample()], {}).replace(b'"metadata":{}', DEEP), "sample 0: its metadata cannot be written"),
+        (
+            write_json([sample()], {}).replace(b'"metadata":{}', DEEP),
+            "sample 0: its metadata cannot be encoded",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
@@ -81,7 +84,7 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
     (tmp_path / "page.html").write_text("old", encoding="utf-8")
     said, complained = run("file", "--output", "page.html")
     assert said == ""
-    assert complained.startswith(f"miles-router: view: file is no samples file that can be shown: {why}")
+    assert complained.startswith(f"miles-router: view: file cannot be shown as a samples file: {why}")
     assert complained.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "page.html"]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "old"
@@ -115,7 +118,7 @@ def test_a_page_replaces_files_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "same").symlink_to("file")
     for name in ("pipe", "directory"):
         _, complained = run("file", "--output", name)
-        assert complained == f"miles-router: view: {name} is no file that a page can replace\n"
+        assert complained == f"miles-router: view: {name} is not a regular file; name another --output\n"
     assert run("file", "--output", "same")[1].startswith("miles-router: view: the page would replace the file")
     assert run("file", "--output", "loop")[1] == ""
     assert (tmp_path / "pipe").is_fifo()
@@ -128,7 +131,7 @@ def test_a_tokenizer_whose_tokens_nobody_can_spell_is_refused(tmp_path: Path) ->
     class Loaded:
         backend_tokenizer = Tokenizer(models.WordLevel({"a": 0}, "a"))
 
-    for tokenizer, why in ((Loaded(), "have no bytes of their own"), (object(), "has no fast tokenizer")):
+    for tokenizer, why in ((Loaded(), "tokens are unknown"), (object(), "has no fast tokenizer")):
         with pytest.raises(ConfigError, match=why):
             view(tmp_path / "file", None, tokenizer)
 

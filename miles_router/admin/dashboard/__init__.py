@@ -1,9 +1,9 @@
-"""The dashboard: one page, and the scripts and style sheets that it is made of. It asks the routes of the admin key.
+"""The dashboard: routes for one page, its scripts and its style sheets. The page reads the administration routes.
 
 assets/   the page, its views, its style sheet: ES modules that need no build step
-vendor/   libraries of others with their licences, as they ship
+vendor/   third-party libraries with their licences, unchanged
 
-The token view, and what all pages of ours share, are those of `miles_router.view`, in its `assets/`.
+The token view, and the scripts that all pages share, come from `miles_router.view`, in its `assets/`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 PAGE = "/dashboard"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-#: Beneath the page, where the files of each folder stand. Scripts name each other by these.
+#: URL folder below the page -> package and folder of its files. Scripts import each other by these URLs.
 FOLDERS = {
     "own": ("miles_router.admin.dashboard", "assets"),
     "uplot": ("miles_router.admin.dashboard", "vendor/uplot"),
     "view": ("miles_router.view", "assets"),
 }
 HEADERS = {
-    # Our own scripts and styles by their addresses, no text as markup, no other page around it.
+    # Scripts and styles only from this server, no text as markup, no framing by another page.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 def dashboard_routes() -> list[BaseRoute]:
-    """The page, and one route for each of its files: they say nothing of the router, and need no key."""
+    """Return routes for the page and each of its files. They need no key: they contain nothing about the router."""
     return [_route(PAGE, _folder("own") / "page.html"), *(_route(path, file) for path, file in _files().items())]
 
 

@@ -1,8 +1,8 @@
-"""Rollouts over two workers, start to finish: `python -m miles_router.testing.demo`.
+"""A demo of rollouts over two workers: `python -m miles_router.testing.demo`.
 
-Starts a router and two workers as processes of their own, registers the workers over HTTP, runs a GRPO-style rollout
-client of two turns against the router, retrieves the exact tokens of every rollout and prints what came of it. Exit
-status 0: every sample is whole and exact, and both workers served. With `--keep` rollouts go on until Ctrl-C.
+It starts a router and two workers as processes, registers the workers over HTTP, runs GRPO-style rollouts of two turns
+through the router, retrieves the exact tokens of every rollout and prints a report. The exit status is 0 if every
+sample is complete and exact and both workers served requests. With `--keep` rollouts go on until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ AGAIN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assi
 ROUTER_PATIENCE = 60.0
 #: Seconds until a worker must be registered; a real one loads a model first.
 WORKER_PATIENCE = {"simulated": 20.0, "sglang": 300.0, "vllm": 600.0}
-#: Of a worker's command, what its number takes the place of.
+#: Placeholder for the worker's number in `--worker-command`.
 NUMBER = "{number}"
 BAR_WIDTH = 32
-#: Seconds between progress lines where no terminal redraws one.
+#: Seconds between progress lines if the output is not a terminal.
 LINE_INTERVAL = 2.0
 LISTENING = re.compile(r"^\s+listening\s+(http://\S+)$", re.MULTILINE)
 SERVED = re.compile(r'^miles_router_requests_total\{route="generate",status="\d+",worker="(.+)"\} (\S+)$', re.MULTILINE)
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 async def start_router(fleet: DemoFleet, options: argparse.Namespace) -> str:
-    """Start `miles-router` on a free port; gives its URL once it answers."""
+    """Start `miles-router` on a free port and return its URL once it answers."""
     command = [sys.executable, "-m", "miles_router", "--port", "0", *router_options(options.hf_checkpoint)]
     router = fleet.start("router", *command)
 
@@ -62,13 +62,13 @@ async def start_router(fleet: DemoFleet, options: argparse.Namespace) -> str:
 
 
 async def start_workers(fleet: DemoFleet, options: argparse.Namespace, router: str) -> list[str]:
-    """Start the workers side by side; gives their URLs once the router lists all of them."""
+    """Start the workers in parallel and return their URLs once all are registered."""
     start = start_simulated_worker if options.worker == "simulated" else start_real_worker
     return await gather(*(start(fleet, options, router, number) for number in range(1, WORKERS + 1)))
 
 
 async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, number: int) -> str:
-    """Start `miles-router-worker`, which registers itself."""
+    """Start `miles-router-worker`, which registers itself, and return its URL once the router lists it."""
     port = free_port()
     command = [sys.executable, "-m", "miles_router.testing.worker.cli", "--port", str(port), "--router", router]
     command += ["--tokenizer", options.hf_checkpoint] if options.hf_checkpoint else []
@@ -82,7 +82,7 @@ async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, 
 
 
 async def start_real_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, number: int) -> str:
-    """Start a real server and register it, as its launcher does in training."""
+    """Start a real engine server, register it as a training launcher does, and return its URL."""
     port = free_port()
     command = shlex.split(options.worker_command.replace(NUMBER, str(number)))
     worker = fleet.start(f"worker {number}", *command, "--port", str(port))
@@ -101,14 +101,14 @@ async def start_real_worker(fleet: DemoFleet, options: argparse.Namespace, route
 
 
 def session(connections: int = 1) -> aiohttp.ClientSession:
-    """A client without a time limit: a generation takes as long as it takes."""
+    """Return an HTTP client without a timeout, since a generation may take long."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=connections), timeout=aiohttp.ClientTimeout(total=None)
     )
 
 
 async def answers(url: str) -> bool:
-    """Whether a GET is answered with 200 now."""
+    """Return True if a GET is answered with 200 now."""
     try:
         async with session() as http, http.get(url) as response:
             return response.status == 200
@@ -122,7 +122,7 @@ async def get_json(url: str) -> Any:
 
 
 async def gather(*work: Awaitable[T]) -> list[T]:
-    """All results; when one fails or we are cancelled, the others are cancelled first."""
+    """Return all results in order. If one fails, or the caller is cancelled, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -137,7 +137,7 @@ async def gather(*work: Awaitable[T]) -> list[T]:
 
 @dataclass
 class Tally:
-    """What the rollouts came to, as far as they are."""
+    """The results of the rollouts so far."""
 
     wanted: int
     latencies: list[float] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Tally:
 
 
 async def rollouts(router: str, options: argparse.Namespace, tally: Tally) -> None:
-    """GRPO's pattern: a group of samples for each prompt, a bounded number of requests at once."""
+    """Run rollouts as GRPO does: a group of samples for each prompt, with bounded concurrency."""
     prompts = [PROMPT.format(a=17 * number, b=23 + number) for number in range(1, options.prompts + 1)]
     free = asyncio.Semaphore(options.concurrency)
     async with session(options.concurrency) as http:
@@ -169,7 +169,7 @@ async def rollouts(router: str, options: argparse.Namespace, tally: Tally) -> No
 
 
 async def rollout(http: aiohttp.ClientSession, router: str, prompt: str, max_new_tokens: int, tally: Tally) -> None:
-    """One sample of two turns: text out; text, tokens and logprobs in."""
+    """Run one sample of two turns: send text, receive text, tokens and logprobs. Record the result in `tally`."""
     sampling = {"temperature": 1.0, "max_new_tokens": max_new_tokens}
     started_at = time.monotonic()
     made = Rollout(prompt)
@@ -189,7 +189,7 @@ async def rollout(http: aiohttp.ClientSession, router: str, prompt: str, max_new
 
 
 async def post(http: aiohttp.ClientSession, url: str, payload: dict[str, Any]) -> Any:
-    """The answer's JSON object, or what went wrong as text."""
+    """Return the answer's JSON object, or a string that describes the failure."""
     try:
         async with http.post(url, json=payload) as response:
             if response.status != 200:
@@ -200,7 +200,7 @@ async def post(http: aiohttp.ClientSession, url: str, payload: dict[str, Any]) -
 
 
 async def retrieve(router: str, tally: Tally) -> Exactness:
-    """The trainer's part: every rollout's tokens by its text, held against what the workers answered."""
+    """Retrieve every rollout's tokens by its text, as a trainer does, and compare them with the workers' answers."""
     exactness = Exactness()
     async with session() as http:
         for made in tally.rollouts:
@@ -214,7 +214,7 @@ async def retrieve(router: str, tally: Tally) -> Exactness:
 
 
 def unusable(sample: dict[str, Any]) -> str | None:
-    """Why a trainer could not take this sample, or None."""
+    """Return why a trainer cannot use this sample, or None if it can."""
     meta, ids = sample["meta_info"], sample["output_ids"]
     if meta["finish_reason"]["type"] not in ("stop", "length"):
         return f"finished with {meta['finish_reason']}"
@@ -224,7 +224,7 @@ def unusable(sample: dict[str, Any]) -> str | None:
 
 
 async def with_progress(work: Awaitable[None], tally: Tally) -> None:
-    """Run `work` and show how far it is: one line redrawn on a terminal, else a line now and then."""
+    """Run `work` and show its progress: a line redrawn on a terminal, else a line every `LINE_INTERVAL` seconds."""
     redraws = sys.stdout.isatty()
     task = asyncio.ensure_future(work)
     try:
@@ -238,7 +238,7 @@ async def with_progress(work: Awaitable[None], tally: Tally) -> None:
 
 
 def bar(tally: Tally) -> str:
-    """`rollouts [######----] 40/64  2,512 tokens  1.2 s`."""
+    """Return the progress line, such as `rollouts [######----] 40/64  2,512 tokens  1.2 s`."""
     filled = BAR_WIDTH * tally.done // tally.wanted
     failed = f"  {len(tally.failures)} failed" if tally.failures else ""
     counts = f"{tally.done}/{tally.wanted}  {tally.tokens:,} tokens  {tally.seconds:.1f} s{failed}"
@@ -249,7 +249,7 @@ def bar(tally: Tally) -> str:
 
 
 async def requests_served(router: str, workers: Sequence[str]) -> dict[str, int]:
-    """Generations that each worker answered, from `GET /metrics`."""
+    """Return how many generations each worker answered, from the router's `GET /metrics`."""
     async with session() as http, http.get(f"{router}/metrics") as response:
         text = await response.text()
     served = dict.fromkeys(workers, 0)
@@ -267,7 +267,7 @@ def worker_lines(served: dict[str, int]) -> Iterator[str]:
 
 def sample_lines(options: argparse.Namespace, tally: Tally, seconds: float) -> Iterator[str]:
     whole = len(tally.latencies)
-    yield f"samples    {whole} whole of {tally.wanted}, in groups of {options.samples}, {TURNS} turns each"
+    yield f"samples    {whole} of {tally.wanted} complete, in groups of {options.samples}, {TURNS} turns each"
     yield f"failures   {len(tally.failures)}"
     yield f"tokens     {tally.tokens:,} generated, {tally.tokens / seconds:,.0f} per second"
     if whole:
@@ -289,7 +289,7 @@ def print_block(lines: Iterator[str]) -> None:
 
 
 async def demo(options: argparse.Namespace, fleet: DemoFleet) -> int:
-    """All of it, in order. Gives the exit status."""
+    """Run all steps in order and return the exit status."""
     wanted = options.prompts * options.samples
     print(f"{options.prompts} prompts x {options.samples} samples over {WORKERS} {options.worker} workers\n")
     router = await start_router(fleet, options)
@@ -316,19 +316,19 @@ async def demo(options: argparse.Namespace, fleet: DemoFleet) -> int:
 
 
 def where_lines(router: str, *, keeps: bool) -> Iterator[str]:
-    """Where there is something to look at."""
+    """Yield the lines with the URLs to look at."""
     if not keeps:
-        yield "all of it ends now; make demo KEEP=1 stays up, with rollouts to look at:"
+        yield "the demo ends now; make demo KEEP=1 stays up, with rollouts to look at:"
     yield f"dashboard  {router}/dashboard"
     yield f"metrics    {router}/metrics  (configs/grafana-dashboard.json shows them in Grafana)"
     yield f"state      {router}/router/info"
-    yield "key        none is set: whoever reaches 127.0.0.1 may look"
+    yield "key        none is set: every program on this machine has access"
     if keeps:
         yield "rollouts go on until Ctrl-C"
 
 
 async def go_on(router: str, options: argparse.Namespace) -> None:
-    """Rollouts without an end, and what goes wrong with them."""
+    """Run rollouts forever and print their failures."""
     sys.stdout.flush()
     while True:
         tally = Tally(options.prompts * options.samples)
@@ -340,7 +340,7 @@ async def go_on(router: str, options: argparse.Namespace) -> None:
 
 
 def verdict(tally: Tally, served: dict[str, int], exactness: Exactness | None) -> int:
-    """Say whether all is well; the exit status."""
+    """Print the problems to stderr and return the exit status: 0 without problems, else 1."""
     inexact = exactness.rollouts - exactness.exact if exactness is not None else 0
     problems = [f"failed: {reason}" for reason in dict.fromkeys(tally.failures)]
     problems += [f"{worker} served nothing" for worker, count in served.items() if not count]
@@ -351,7 +351,7 @@ def verdict(tally: Tally, served: dict[str, int], exactness: Exactness | None) -
 
 
 async def interruptible(options: argparse.Namespace) -> int:
-    """Run the demo; Ctrl-C and SIGTERM end it in good order."""
+    """Run the demo and return the exit status. Ctrl-C and SIGTERM stop all processes first."""
     task = asyncio.ensure_future(_with_fleet(options))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -405,7 +405,7 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; gives the exit status."""
+    """Run the command line and return the exit status."""
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.worker == "sglang" and not (options.worker_command and options.hf_checkpoint):

@@ -1,4 +1,4 @@
-"""The demo's second half: every rollout's tokens retrieved by its text, and held against what the workers answered."""
+"""The demo's second half: compare the tokens retrieved by each rollout's text with what the workers answered."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ MIDDLEWARE = "middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
 
 @dataclass(frozen=True)
 class Turn:
-    """One generation as the worker answered it: `given` tokens went in, `ids` with `logprobs` came out."""
+    """One generation from the worker's answer: a prompt of `given` tokens, and the sampled `ids` with `logprobs`."""
 
     given: int
     ids: list[int]
@@ -38,7 +38,7 @@ class Rollout:
 
 @dataclass
 class Exactness:
-    """What the retrieved arrays came to."""
+    """Counts of compared rollouts and tokens, and of those that were right."""
 
     rollouts: int = 0
     exact: int = 0
@@ -46,7 +46,7 @@ class Exactness:
     right: int = 0
 
     def take(self, rollout: Rollout, retrieved: Mapping[str, Any]) -> None:
-        """Count one retrieved rollout."""
+        """Compare and count one retrieved rollout."""
         right = right_positions(rollout.turns, retrieved)
         self.rollouts += 1
         self.tokens += len(right)
@@ -55,8 +55,11 @@ class Exactness:
 
 
 def right_positions(turns: Sequence[Turn], retrieved: Mapping[str, Any]) -> list[bool]:
-    """For each retrieved position whether it is what the workers say. The last turn's tokens must all be there; of an
-    earlier turn's, those that count as sampled must be the ones sampled, and a prompt counts as given."""
+    """Return for each retrieved position whether it agrees with the workers' answers.
+
+    All tokens of the last turn must be marked as sampled; tokens of earlier turns may be unmarked, as prompt. A token
+    that is marked must have the id and logprob that the worker sampled.
+    """
     ids, mask = retrieved["tokens"], retrieved["loss_mask"]
     logprobs = np.array(retrieved["rollout_logp"], dtype=np.float32)
     last = turns[-1]
@@ -75,8 +78,8 @@ def right_positions(turns: Sequence[Turn], retrieved: Mapping[str, Any]) -> list
 
 
 def checkpoint(given: str | None, scratch: Path) -> str | None:
-    """The directory with the tokenizer that router and workers share: the one given, or a tiny one made now. None where
-    the packages for it are not installed."""
+    """Return the directory of the tokenizer that router and workers share: the given one, or a new tiny one. Return
+    None if the packages for building one are not installed."""
     if given is not None:
         return given
     if find_spec("tokenizers") is None or find_spec("transformers") is None:
@@ -87,12 +90,12 @@ def checkpoint(given: str | None, scratch: Path) -> str | None:
 
 
 def router_options(directory: str | None) -> list[str]:
-    """How the router is told of the cache."""
+    """Return the router's flags that enable the text cache; none without a tokenizer."""
     return [] if directory is None else ["--middleware-paths", MIDDLEWARE, "--hf-checkpoint", directory]
 
 
 def cache_lines(exactness: Exactness | None, info: Mapping[str, Any]) -> Iterator[str]:
-    """The report's last block."""
+    """Yield the lines of the report's last block."""
     if exactness is None:
         yield "cache      off: it needs a tokenizer, pip install 'miles-router[tito]'"
         return
@@ -104,5 +107,5 @@ def cache_lines(exactness: Exactness | None, info: Mapping[str, Any]) -> Iterato
 
 
 def _percent(share: float) -> str:
-    """`100 %` only where it is all of them."""
+    """Format a share as a percentage; `100 %` only if it is exactly 1."""
     return "100 %" if share == 1 else f"{min(share, 0.9999):.2%}".replace("%", " %")

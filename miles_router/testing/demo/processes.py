@@ -1,4 +1,4 @@
-"""The demo's child processes: started with a log each, waited for, and ended together."""
+"""The demo's child processes: each has a log file, and all are stopped together."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class ProcessError(Exception):
-    """A child that does not do what it should; the message shows the end of its log."""
+    """A child process ended or was not ready in time; the message shows the end of its log."""
 
 
 class Process:
-    """A child in a process group of its own: Ctrl-C reaches only us, and we end the whole group."""
+    """A child process in its own process group, so that Ctrl-C reaches only the demo, which then ends the group."""
 
     def __init__(self, name: str, command: Sequence[str], logs: Path) -> None:
         self.name = name
@@ -35,14 +35,17 @@ class Process:
 
     @property
     def output(self) -> str:
-        """Everything it has said so far."""
+        """Everything in the process's log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     async def until(self, what: str, seconds: float, ready: Callable[[], Awaitable[T | None]]) -> T:
-        """What `ready` gives as soon as it gives something.
+        """Poll `ready` until it returns something other than None, and return that.
+
+        Args:
+            what: what the process must do, for the error message.
 
         Raises:
-            ProcessError: the process ended before, or the time is up.
+            ProcessError: the process ended first, or `seconds` have passed.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -57,18 +60,18 @@ class Process:
         return ProcessError("\n    ".join([f"the {self.name} {problem}; it said:", *self.output.splitlines()[-15:]]))
 
     def wait(self, deadline: float) -> None:
-        """Until it has ended or `time.monotonic()` reaches `deadline`."""
+        """Block until the process has ended or `time.monotonic()` reaches `deadline`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(max(0.0, deadline - time.monotonic()))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole group, if any of it is left."""
+        """Send a signal to the process group, if it still exists."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, number)
 
 
 class DemoFleet:
-    """Processes that end together. `logs` is a directory for what they say."""
+    """Processes that are stopped together. `logs` is the directory of their log files."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -80,7 +83,7 @@ class DemoFleet:
         return process
 
     def stop(self) -> None:
-        """Ask all to end; whatever is left after a while is killed."""
+        """Send SIGTERM to all processes, then SIGKILL to those that are left after `STOP_PATIENCE` seconds."""
         for process in self._running:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE
@@ -91,7 +94,7 @@ class DemoFleet:
 
 
 def free_port() -> int:
-    """A port that is free, and below those that the system gives to connections: it stays free until it is used."""
+    """Return a free port below the system's ephemeral range, so that no outgoing connection takes it meanwhile."""
     while True:
         port = random.randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.socket() as sock:

@@ -1,1 +1,1 @@
-"""A SGLang worker without a model: its protocol, spoken exactly."""
+"""A simulated SGLang worker without a model, which implements SGLang's HTTP protocol exactly."""

@@ -1,4 +1,4 @@
-"""`miles-router-worker`: simulated SGLang workers on this machine."""
+"""The command `miles-router-worker`, which starts simulated SGLang workers."""
 
 import argparse
 import asyncio
@@ -38,17 +38,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=0, help="port of the first worker; 0 takes free ones (default: %(default)s)")
     add("--count", type=int, default=1, help="workers in this process, on consecutive ports (default: %(default)s)")
-    add("--seed", type=int, default=0, help="the model's weights: workers with one seed sample alike (default: 0)")
+    add(
+        "--seed", type=int, default=0, help="stands for the weights: workers with one seed sample the same (default: 0)"
+    )
     add("--tokenizer", metavar="DIR", help="directory with tokenizer.json (default: a built-in toy vocabulary)")
-    add("--token-latency-ms", type=float, default=0.0, help="time that one token takes (default: %(default)s)")
-    add("--gpu", choices=sorted(GPUS), help="take the time and memory of one of these (default: none of it)")
+    add("--token-latency-ms", type=float, default=0.0, help="milliseconds that one token takes (default: %(default)s)")
+    add("--gpu", choices=sorted(GPUS), help="simulate the time and memory of this model and GPU (default: none)")
     add(
         "--gpu-speed",
         metavar="FACTOR[,FACTOR...]",
         default="1",
-        help="how fast each worker's GPU is against that, the first worker's first; the last holds for the rest",
+        help="relative speed of the GPU, one value for each worker in order; the last applies to the rest",
     )
-    add("--time-scale", type=float, default=1.0, help="with --gpu, seconds that pass in one (default: %(default)s)")
+    add(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        help="with --gpu, simulated seconds in one second (default: %(default)s)",
+    )
     add("--weight-version", default="default", help="weight version to report (default: %(default)s)")
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
@@ -57,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--script",
         metavar="FILE",
-        help="what to answer to agents, step by step: a JSON list (docs/simulated-worker.md)",
+        help="answers to agents, step by step: a JSON list (docs/simulated-worker.md)",
     )
     add("--router", metavar="URL", help="register with this router, retrying until it answers")
     add("--api-key", help="require this key as a bearer token")
@@ -72,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PORT",
         type=int,
         default=0,
-        help="where a prefill half is met; 0 takes a free one (default: %(default)s)",
+        help="bootstrap port of the first prefill half; 0 takes a free one (default: %(default)s)",
     )
     add("--incremental-streaming-output", action="store_true", help="stream deltas instead of everything so far")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default: %(default)s)")
@@ -80,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, then exit with 0; 2 for arguments that cannot be used."""
+    """Serve until SIGTERM or SIGINT, then return 0. Exit with 2 if arguments are invalid."""
     parser = build_parser()
     args = parser.parse_args(argv)
     for flag, number in (("--count", args.count), ("--dp-size", args.dp_size)):
@@ -108,7 +115,7 @@ async def _serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    # Imported only now, so that --help is quick.
+    # Imported only here, so that --help is fast.
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
     from miles_router.testing.worker.model.script import Script
@@ -138,7 +145,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
                 pairing=_pairing(args, index),
-                # Nobody looks at the door of a process, and bodies are large.
+                # A process's recorded exchanges cannot be read from outside, and bodies are large.
                 door_limit=16,
             )
             await stack.enter_async_context(worker)

@@ -1,4 +1,4 @@
-"""What came to a worker's door: a bounded record of every exchange, for tests to look at."""
+"""A bounded record of the requests that a simulated worker received, for tests to inspect."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ from miles_router.testing.worker.model.generation import Generation, VersionSpan
 
 @dataclass(slots=True)
 class GenerationRecord:
-    """One sample as the engine knows it: the truth that clients' arrays are compared with."""
+    """One generated sample as the engine knows it. Tests compare clients' arrays with it."""
 
     rid: str
     input_ids: list[int]
@@ -23,12 +23,12 @@ class GenerationRecord:
     dp_rank: int | None = None
     lora_path: str | None = None
     finish_reason: dict[str, Any] | None = None
-    """SGLang's `finish_reason`; None when the generation did not end by itself."""
+    """SGLang's `finish_reason`; None if the generation did not finish."""
     ended: Generation | None = None
 
     @property
     def logprobs(self) -> list[float]:
-        """One for each output id, computed when it is asked for."""
+        """The logprob of each output id; computed on access."""
         return self.ended.logprobs if self.ended else []
 
     def update(self, generation: Generation) -> None:
@@ -41,20 +41,20 @@ class GenerationRecord:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     method: str
     target: str
-    """Raw path and query, as they came."""
+    """Raw path and query, as received."""
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes = b""
     generations: list[GenerationRecord] = field(default_factory=list)
     status: int | None = None
-    """Status that was sent; None while none was."""
+    """Status of the reply; None until it is sent."""
     fault: str | None = None
-    """Name of the fault that was played on it."""
+    """Name of the fault that was applied to this request."""
     disconnected: bool = False
-    """The client left before the end."""
+    """The client disconnected before the end of the reply."""
     done: bool = False
 
     @property
@@ -64,7 +64,11 @@ class Exchange:
 
     @property
     def generation(self) -> GenerationRecord:
-        """The only generation; ValueError when there were none or several."""
+        """The only generation of this request.
+
+        Raises:
+            ValueError: there were none or several.
+        """
         (only,) = self.generations
         return only
 
@@ -73,17 +77,16 @@ class Exchange:
         return self.generation.rid
 
     def json(self) -> Any:
-        """The body parsed."""
         return orjson.loads(self.body)
 
     def header(self, name: str) -> str | None:
-        """The first value of a header, names compared without case."""
+        """Return the first value of a header, or None. The name is case-insensitive."""
         wanted = name.lower().encode()
         return next((value.decode("latin-1") for key, value in self.headers if key.lower() == wanted), None)
 
 
 class Door:
-    """The last exchanges of one worker, oldest first; iterable."""
+    """The most recent exchanges of one worker, at most `limit`. Iterating yields them, oldest first."""
 
     def __init__(self, limit: int = 10_000) -> None:
         self._exchanges: deque[Exchange] = deque(maxlen=limit)
@@ -97,20 +100,28 @@ class Door:
 
     @property
     def last(self) -> Exchange:
-        """The exchange that began last; IndexError when there was none."""
+        """The exchange that began last.
+
+        Raises:
+            IndexError: there was none.
+        """
         return self._exchanges[-1]
 
     def at(self, path: str) -> list[Exchange]:
-        """Exchanges on one raw path."""
+        """Return the exchanges with this raw path."""
         return [exchange for exchange in self._exchanges if exchange.path == path]
 
     @property
     def generations(self) -> list[GenerationRecord]:
-        """Every sample of every exchange."""
+        """All samples of all exchanges, in order."""
         return [record for exchange in self._exchanges for record in exchange.generations]
 
     def generation(self, rid: str) -> GenerationRecord:
-        """The latest sample with this rid; KeyError when there is none."""
+        """Return the latest sample with this rid.
+
+        Raises:
+            KeyError: no sample has this rid.
+        """
         for record in reversed(self.generations):
             if record.rid == rid:
                 return record
@@ -120,7 +131,11 @@ class Door:
         self._exchanges.clear()
 
     async def wait_for(self, condition: Callable[["Door"], Any], timeout_s: float = 10.0) -> None:
-        """Return once `condition(door)` holds; TimeoutError after `timeout_s`. Event-driven, not polled."""
+        """Wait until `condition(door)` is true. It is evaluated when a record changes, not polled.
+
+        Raises:
+            TimeoutError: it was not true within `timeout_s` seconds.
+        """
 
         async def until() -> None:
             while not condition(self):
@@ -129,11 +144,11 @@ class Door:
         await asyncio.wait_for(until(), timeout_s)
 
     def open(self, exchange: Exchange) -> None:
-        """Record an exchange that begins."""
+        """Record a new exchange."""
         self._exchanges.append(exchange)
         self.notify()
 
     def notify(self) -> None:
-        """Tell waiters that a record changed."""
+        """Wake the waiters, because a record has changed."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -1,4 +1,4 @@
-"""The simulated engine: which generations run, what pause, abort and weight updates do to them. No HTTP."""
+"""The simulated engine: running generations, and the effects of pause, abort and weight updates. No HTTP."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -16,13 +16,13 @@ from miles_router.testing.worker.model.generation import (
 from miles_router.testing.worker.model.prefix_cache import PrefixCache
 from miles_router.testing.worker.model.sampling import context_hash, key_of, mix
 
-# With no simulated latency, this many tokens are sampled before other requests get their turn.
+# Without simulated latency, this many tokens are sampled before other tasks run.
 _BURST = 32
 _MAX_REMEMBERED_PROMPTS = 65536
 
 
 class PauseMode(str, Enum):
-    """What becomes of running generations at `/pause_generation`."""
+    """The modes of `/pause_generation`, which differ in what happens to running generations."""
 
     ABORT = "abort"
     RETRACT = "retract"
@@ -31,7 +31,7 @@ class PauseMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine tells of its load; tokens are those of `/v1/loads`."""
+    """The load that an engine reports in `/v1/loads`."""
 
     capacity: int
     running: int = 0
@@ -47,9 +47,9 @@ class Load:
 
 
 class Engine:
-    """Runs generations one token at a time, each in its caller's task.
+    """An engine that runs generations one token at a time, each in its caller's task.
 
-    `token_latency_s` is slept before every token; it may be changed at any time.
+    It sleeps `token_latency_s` before every token; the attribute may be changed at any time.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Engine:
         self.stopped = False
         self.adapters: dict[str, str] = {}
         self.reused: set[tuple[str, str]] = set()
-        """Whose weights filled what generations found in the prefix cache, and whose sampled."""
+        """Pairs of weight versions: that which computed a reused cache entry, and that of the generation reusing it."""
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
-        """What the next generations are to say instead of sampling."""
+        """Output ids of the next generations, in order, each used instead of sampling."""
         self._rests: dict[int, list[int]] = {}
         self._known_rids: set[str] = set()
         self._left_streams: list[list[str]] = []
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def weight_version(self) -> str:
-        """What samples."""
+        """The version of the weights that sample."""
         return self._weight_version
 
     @weight_version.setter
@@ -103,10 +103,10 @@ class Engine:
         self.catch_up()
         self._weight_version = version
         self.named_version = version
-        """What `/model_info` names; SGLang's is still the old one after an update that failed half way."""
+        """The version in `/model_info`. SGLang still reports the old one after an update that failed half way."""
 
     def noise_for(self, rid: str | None, input_ids: list[int]) -> int:
-        """What tells this sample apart from others of its prompt: its rid, or how often the prompt came without one."""
+        """Return the seed that distinguishes samples of one prompt: from the rid, or without one from a counter."""
         if rid is not None:
             return key_of(rid)
         prompt = context_hash(input_ids)
@@ -117,7 +117,11 @@ class Engine:
         return mix(self._replica + repeat)
 
     def reserve(self, rids: list[str]) -> None:
-        """Take rids for one request; ValueError when one is in use."""
+        """Mark the rids of a request as in use.
+
+        Raises:
+            ValueError: one is in use already.
+        """
         for rid in rids:
             if rid in self._known_rids:
                 raise ValueError(f"Duplicate request ID detected: {rid}")
@@ -127,13 +131,13 @@ class Engine:
         self._known_rids.difference_update(rids)
 
     def end_stream(self, rids: list[str]) -> None:
-        """A stream has ended: what bears its rids `stream_abort_s` later is aborted (SGLang 0.5.23,
-        `TokenizerManager.create_abort_task`), whoever asked for it."""
+        """After a stream's end, wait `stream_abort_s` and then abort all generations with its rids, including those of
+        later requests (SGLang 0.5.23, `TokenizerManager.create_abort_task`)."""
         self._ended_streams.append(rids)
         asyncio.get_running_loop().call_later(self.stream_abort_s, self._abort_ended, rids)
 
     def abort_ended_streams(self) -> None:
-        """That time is over now for all streams that have ended."""
+        """Do the pending aborts of ended streams now."""
         for rids in list(self._ended_streams):
             self._abort_ended(rids)
 
@@ -146,7 +150,7 @@ class Engine:
                 return
 
     async def admission(self) -> None:
-        """Wait while the worker is paused. Held requests are out of abort's reach, as in SGLang."""
+        """Wait while the worker is paused. Aborts do not affect waiting requests, as in SGLang."""
         if self.paused is None:
             return
         self.held += 1
@@ -156,7 +160,7 @@ class Engine:
             self.held -= 1
 
     def begin(self, request: GenerationRequest) -> Generation:
-        """Put a generation among the running ones. The caller must `end()` it."""
+        """Start a generation and return it. The caller must `end()` it."""
         self._take_script(request)
         generation = Generation(self.model, request)
         generation.dp_rank = self._rank(request)
@@ -170,8 +174,10 @@ class Engine:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Take a generation, finished or not, out of the running ones. Whoever goes on behind all that a script has
-        said is told the rest of it."""
+        """Remove a generation, finished or not, from the running ones.
+
+        If it ended before its script did, the rest of the script goes to the next request whose prompt continues it.
+        """
         self.running.pop(generation.request.rid, None)
         script, said = generation.request.script, len(generation.output_ids)
         if script is not None and said < len(script):
@@ -180,7 +186,8 @@ class Engine:
         self.pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
-        """Grow a generation; yields when it has something to show: at every token of a stream, else at the end."""
+        """Run a generation to its end. Yield when there is output to send: at every token of a stream, else at the
+        end."""
         while generation.finish_reason is None:
             await self._grow(generation)
             due = generation.request.stream or generation.finish_reason is not None
@@ -188,13 +195,13 @@ class Engine:
                 yield
 
     def abort(self, rid: str) -> None:
-        """Abort running generations whose rid begins with `rid`, as SGLang matches them; unknown rids are ignored."""
+        """Abort running generations whose rid begins with `rid`, as SGLang does. Ignore a rid that is not in use."""
         if rid and rid in self._known_rids:
             self._abort_where(lambda generation: generation.request.rid.startswith(rid))
 
     def client_left(self, rids: list[str], *, stream: bool) -> None:
-        """Abort all that begins with these rids, whoever asked for it: SGLang 0.5.23 does so where a client leaves,
-        for a stream 2 s later."""
+        """Handle a client's disconnection as SGLang 0.5.23 does: abort all generations whose rid begins with one of
+        these, including other requests'. For a stream this happens `stream_abort_s` later."""
         if stream:
             self._left_streams.append(rids)
             asyncio.get_running_loop().call_later(self.stream_abort_s, self.abort_left_streams)
@@ -202,7 +209,7 @@ class Engine:
             self._abort_beginning(rids)
 
     def abort_left_streams(self) -> None:
-        """Do so now for the streams whose clients have left."""
+        """Do the pending aborts of streams whose clients have left now."""
         while self._left_streams:
             self._abort_beginning(self._left_streams.pop(0))
 
@@ -214,7 +221,7 @@ class Engine:
         self._abort_where(lambda generation: True)
 
     def pause(self, mode: PauseMode) -> None:
-        """Hold new requests; running ones are aborted, or frozen until `resume()`."""
+        """Make new requests wait, and abort running ones or freeze them until `resume()`, depending on the mode."""
         self.paused = mode
         if mode is PauseMode.ABORT:
             self.abort_all()
@@ -232,30 +239,29 @@ class Engine:
         self.pulse()
 
     def stop(self) -> None:
-        """Stand still where it is, as a scheduler process that was stopped; what does not need it is answered."""
+        """Halt the scheduler, as if its process were stopped. Requests that do not need it are still answered."""
         self.stopped = True
 
     def go_on(self) -> None:
-        """End that."""
+        """Continue after `stop()`."""
         self.stopped = False
         self.pulse()
 
     async def turn(self) -> None:
-        """Wait until the scheduler moves; a paused one does."""
+        """Wait until the scheduler is not stopped. A paused scheduler is not stopped."""
         await self.until(lambda: not self.stopped)
 
     def load(self, rank: int = 0) -> Load:
-        """What runs on a rank. SGLang shows retracted requests as running, since it publishes nothing new while it is
-        paused."""
+        """Return the load of a rank. Retracted requests count as running: SGLang publishes no new load while paused."""
         running = [each for each in self.running.values() if each.dp_rank in (None, rank)]
         used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
         return Load(self.model.context_len, running=len(running), used_tokens=used)
 
     def catch_up(self) -> None:
-        """Say what should be said by now; here every generation does that for itself."""
+        """Produce the tokens that are due by now. A no-op here: each generation's task does it."""
 
     def flush(self) -> None:
-        """Forget the prefix cache."""
+        """Empty the prefix cache."""
         self.cache.clear()
 
     async def idle(self) -> None:
@@ -263,7 +269,7 @@ class Engine:
         await self.until(lambda: not self.running)
 
     async def generates_before(self, deadline: float) -> bool:
-        """Whether the engine moves and is out of its pause, or gets there, before a time of the loop's clock."""
+        """Wait until the engine can generate. Return False if it cannot before `deadline`, in the loop's time."""
         remaining = deadline - asyncio.get_running_loop().time()
         try:
             await asyncio.wait_for(self.until(self.generates), max(0.0, remaining))
@@ -272,11 +278,11 @@ class Engine:
         return True
 
     def can_flush(self) -> bool:
-        """Whether no generation holds memory; retracted ones do not."""
+        """Return True if no generation occupies cache memory; retracted ones do not."""
         return all(generation.waiting for generation in self.running.values())
 
     def _rank(self, request: GenerationRequest) -> int | None:
-        """The rank that a request is pinned to, else the next one in turn."""
+        """Return the rank that a request is pinned to, else the next one round-robin; None with a single rank."""
         if self.dp_size == 1:
             return None
         if request.routed_dp_rank is not None and self.heeds_ranks:
@@ -285,7 +291,7 @@ class Engine:
         return rank
 
     def _take_script(self, request: GenerationRequest) -> None:
-        """What this generation is to say, if that was planned."""
+        """Set the request's script: the rest of a script that its prompt continues, else the next planned one."""
         rest = self._rests.pop(context_hash(request.input_ids), None) if self._rests else None
         if rest is not None:
             request.script = rest
@@ -297,7 +303,7 @@ class Engine:
         self.cache.insert(sequence_of(generation)[:-1], cache_key(generation), self.weight_version)
 
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
-        """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
+        """Return how many prompt tokens come from the cache. Positions whose logprobs are requested are recomputed."""
         matched = self.cache.match(request.input_ids, key)
         if request.return_logprob and request.logprob_start_len >= 0:
             return min(matched, request.logprob_start_len)
@@ -313,7 +319,7 @@ class Engine:
         self.pulse()
 
     async def _grow(self, generation: Generation) -> None:
-        """Sample until there may be something to send: one token for a stream, a burst of them otherwise."""
+        """Sample one token for a stream or with latency, else up to `_BURST` tokens."""
         await self.thaw(generation)
         steps = 1 if generation.request.stream or self.token_latency_s or self.slow_down_s else _BURST
         await asyncio.sleep(self.token_latency_s + self.slow_down_s)
@@ -326,28 +332,28 @@ class Engine:
                 generation.flush()
 
     def generates(self) -> bool:
-        """Whether it moves and is out of its pause."""
+        """Return True if the engine is neither paused nor stopped."""
         return self.paused is None and not self.stopped
 
     async def thaw(self, generation: Generation) -> None:
-        """Wait until the engine works on a generation."""
+        """Wait while the engine is stopped or has frozen this generation by a pause."""
         await self.turn()
         if self.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE):
             await self.until(lambda: self.paused is None or generation.finish_reason is not None)
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait for something that `pulse` tells of."""
+        """Wait until the condition is true. It is evaluated after every `pulse`."""
         while not condition():
             await self._changed.wait()
 
     def pulse(self) -> None:
-        """Wake everyone who waits for a change of state; each looks again for itself."""
+        """Wake all tasks in `until`, which evaluate their conditions again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 def cache_key(generation: Generation) -> str:
-    """What shares a prefix: each rank has a cache of its own, and so has each adapter."""
+    """Return the cache key of a generation: only equal keys share prefixes. Each rank and each adapter has its own."""
     request, rank = generation.request, generation.dp_rank
     parts = [request.extra_key or "", *(str(each) for each in (rank, request.lora_path) if each is not None)]
     return "\n".join(parts)

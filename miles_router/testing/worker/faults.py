@@ -1,4 +1,4 @@
-"""Faults on demand: what to do to the next requests, or to all of them until cleared."""
+"""Faults on demand, for the next requests or for all requests until cleared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One misbehaviour. Build it with the methods of `Faults`."""
+    """One fault. Build it with the methods of `Faults`."""
 
     name: str
     status: int = 500
@@ -28,10 +28,11 @@ class _Planned:
 
 
 class Faults:
-    """The plan of a worker's misbehaviour.
+    """The planned faults of a worker.
 
-    Every method plans one fault: for requests on `path` (any path when None), for the next `times` of them (until
-    `clear()` when None). Plans are used in the order they were made. To refuse connections: `SimulatedWorker.refuse()`.
+    Every method plans one fault for the next `times` requests on `path`. With `path=None` it applies to any path, with
+    `times=None` until `clear()`. Faults apply in the order of planning. To refuse connections, call
+    `SimulatedWorker.refuse()`.
     """
 
     def __init__(self) -> None:
@@ -44,19 +45,19 @@ class Faults:
     def slow(
         self, *, first_byte_s: float = 0.0, per_chunk_s: float = 0.0, path: str | None = None, times: int | None = 1
     ) -> None:
-        """Answer rightly, but wait before the first byte and before every further chunk (seconds)."""
+        """Answer correctly, but wait before the first byte and before every further chunk (seconds)."""
         self._add(Fault("slow", first_byte_s=first_byte_s, per_chunk_s=per_chunk_s), path, times)
 
     def reset_in_headers(self, *, path: str | None = None, times: int | None = 1) -> None:
-        """Reset the connection (RST) in the middle of the response's headers."""
+        """Reset the connection (RST) in the middle of the reply's headers."""
         self._add(Fault("reset_in_headers"), path, times)
 
     def reset_in_body(self, *, after_bytes: int = 1, path: str | None = None, times: int | None = 1) -> None:
-        """Answer rightly, but reset the connection (RST) after so many body bytes, at the latest at the end."""
+        """Answer correctly, but reset the connection (RST) after `after_bytes` of the body, or at its end."""
         self._add(Fault("reset_in_body", after_bytes=after_bytes), path, times)
 
     def cut_body(self, *, after_bytes: int = 1, path: str | None = None, times: int | None = 1) -> None:
-        """Like `reset_in_body`, but with an orderly close (FIN) in the middle of the body."""
+        """Answer like `reset_in_body`, but close the connection with a FIN."""
         self._add(Fault("cut_body", after_bytes=after_bytes), path, times)
 
     def status(
@@ -68,7 +69,7 @@ class Faults:
         path: str | None = None,
         times: int | None = 1,
     ) -> None:
-        """Answer with this status and body instead; JSON unless `headers` says otherwise."""
+        """Answer with this status and body. The content type is JSON unless `headers` contains another."""
         given = {"Content-Type": "application/json", **(headers or {})}
         self._add(Fault("status", status=status, body=body, headers=given), path, times)
 
@@ -79,19 +80,19 @@ class Faults:
         path: str | None = None,
         times: int | None = 1,
     ) -> None:
-        """Answer with bytes that are not HTTP, then close."""
+        """Answer with bytes that are not HTTP, then close the connection."""
         self._add(Fault("garbage", body=body), path, times)
 
     def close(self, *, path: str | None = None, times: int | None = 1) -> None:
-        """Read the request and close the connection (FIN) without a byte."""
+        """Read the request and close the connection (FIN) without sending a byte."""
         self._add(Fault("close"), path, times)
 
     def clear(self) -> None:
-        """Behave again. Requests in a fault stay in it."""
+        """Drop all planned faults. Requests that already have a fault keep it."""
         self._plan.clear()
 
     def take(self, path: str) -> Fault | None:
-        """The fault for a request on a path, used up."""
+        """Return the fault for a request on `path`, or None, and count it as used."""
         for planned in self._plan:
             if planned.matches(path):
                 if planned.times is not None:

@@ -1,4 +1,4 @@
-"""A simulated worker for code that has no event loop of its own: it runs in a thread."""
+"""Run a simulated worker in a thread, for code without an event loop."""
 
 import asyncio
 import threading
@@ -13,9 +13,9 @@ _PATIENCE_S = 30.0
 
 @contextmanager
 def worker_in_thread(**options: Any) -> Iterator[SimulatedWorker]:
-    """A started `SimulatedWorker(**options)`; it stops with the block.
+    """Yield a started `SimulatedWorker(**options)`, and stop it when the block ends.
 
-    Looking at `door` and planning `faults` is safe from outside; its coroutines belong to the thread.
+    Other threads may read `door` and plan `faults`, but must not await the worker's coroutines.
     """
     worker = SimulatedWorker(**options)
     loop = asyncio.new_event_loop()

@@ -1,9 +1,10 @@
-"""One half of a prefill/decode pair: the two meet in a room, and the prompt's keys and values go from one to the other.
+"""One half of a simulated prefill/decode pair. The halves find each other by a bootstrap room; the prefill half then
+transfers its result (really the prompt's KV cache) to the decode half.
 
-As SGLang 0.5.23 does (`disaggregation/prefill.py`, `decode.py`, each seen on a running pair): the prefill half samples
-the first token, hands it over and ends with it; the decode half answers once it has it. One half alone waits. A half
-that is aborted tells the other only if it is the decode half. A room is met in once, so that samples of one prompt
-(`n` > 1), which share one, wait for ever.
+It behaves as SGLang 0.5.23 does (`disaggregation/prefill.py`, `decode.py`, observed on a running pair). The prefill
+half samples the first token, transfers it and finishes; the decode half answers once it has the token. A half without
+its partner waits. An aborted decode half notifies the prefill half; an aborted prefill half notifies nothing. A room
+works only once, so samples of one prompt (`n` > 1), which share a room, wait forever.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where the halves of one sample meet."""
+    """The bootstrap room of one sample: the prefill half's address and a number."""
 
     host: str
     port: int
@@ -34,18 +35,21 @@ class Room:
 
 @dataclass(slots=True)
 class _Meeting:
-    """What a prefill half knows of a room."""
+    """The prefill half's state of one room."""
 
     decode: asyncio.StreamWriter | None = None
     taken: bool = False
     said: bytes = b""
-    """By the decode half, once it has what it came for, or was aborted."""
+    """The decode half's message: `DONE` once it has the token, or `ABORT`."""
 
 
 @dataclass
 class Pairing:
-    """What makes a worker one half. `port` is where a prefill half is met; 0 takes a free one. `patience_s` is how long
-    a decode half waits for a prefill half that does not listen, or is gone."""
+    """The settings and state that make a worker one half of a pair.
+
+    `port` is the bootstrap port of a prefill half; 0 takes a free one. `patience_s` is how long a decode half waits for
+    a prefill half that does not listen or is gone.
+    """
 
     mode: Mode
     port: int = 0
@@ -58,19 +62,19 @@ class Pairing:
 
     @property
     def registration(self) -> dict[str, str]:
-        """What a router is told of it, beside its address."""
+        """The parameters of the registration at a router, besides the worker's URL."""
         own = {"bootstrap_port": str(self.port)} if self.mode == "prefill" else {}
         return {"worker_type": self.mode, **own}
 
     async def start(self, engine: Engine) -> None:
-        """Listen, if this is a prefill half."""
+        """Listen on the bootstrap port, if this is a prefill half."""
         self._engine = engine
         if self.mode == "prefill" and self._server is None:
             self._server = await asyncio.start_server(self._meet, self.host, self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """End as a process does: nobody is told why."""
+        """Stop as a process that exits: connections are aborted without a message."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -81,8 +85,12 @@ class Pairing:
     def assign(
         self, engine: Engine, body: Mapping[str, Any], samples: Sequence[GenerationRequest], copies: int
     ) -> None:
-        """Give each sample its room: consecutive ones to the prompts of a list; ValueError without any. The decode half
-        knows a prefill half's rank by the room."""
+        """Set the room of each sample; a list of prompts gets consecutive rooms. With several ranks, a prefill half's
+        room number also determines the rank, so that the decode half can find it.
+
+        Raises:
+            ValueError: the request has no bootstrap room.
+        """
         room = body.get("bootstrap_room")
         if room is None:
             raise ValueError(NO_ROOM.format(rid=samples[0].rid))
@@ -98,13 +106,13 @@ class Pairing:
                 sample.routed_dp_rank = number % engine.dp_size
 
     def outputs(self, engine: Engine, generation: Generation) -> AsyncIterator[None]:
-        """As `Engine.outputs`."""
+        """Run a generation on this half; yield as `Engine.outputs` does."""
         return self._prefill(engine, generation) if self.mode == "prefill" else self._decode(engine, generation)
 
     # Prefill
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A decode half has come, and names its room; later it says how that went."""
+        """Serve a decode half's connection: read its room number, and later its final message."""
         self._open.add(writer)
         meeting = None
         try:
@@ -146,7 +154,7 @@ class Pairing:
         yield
 
     async def _send(self, engine: Engine, generation: Generation, meeting: _Meeting) -> None:
-        """The transfer: it ends when the decode half says so, or this generation is aborted."""
+        """Transfer the first token. Wait until the decode half confirms or aborts, or this generation is aborted."""
         assert meeting.decode is not None
         handed = {"token": generation.output_ids[0], "cached_tokens": generation.cached_tokens}
         if not meeting.decode.transport.is_closing():
@@ -173,7 +181,7 @@ class Pairing:
             yield
 
     async def _handed(self, engine: Engine, generation: Generation) -> dict[str, Any] | None:
-        """What the prefill half gives; None where it does not, and the generation has failed."""
+        """Return what the prefill half transfers. Return None if the transfer fails, and fail the generation."""
         room = generation.request.room
         assert room is not None
         coming = asyncio.ensure_future(self._fetched(room))
@@ -195,7 +203,7 @@ class Pairing:
         return handed
 
     async def _say_aborted(self, room: Room) -> None:
-        """Tell the prefill half, which may not have been met yet."""
+        """Notify the prefill half on a new connection, since there may be none yet."""
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(room.host, room.port)
             writer.write(f"{room.number}\n".encode() + ABORT)

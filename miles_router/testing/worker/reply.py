@@ -1,4 +1,4 @@
-"""How answers leave the worker: whole or streamed, and bent by the fault that was planned for the request."""
+"""Send a simulated worker's replies, whole or streamed, with the fault that is planned for the request."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ from miles_router.testing.worker.faults import Fault
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-# SGLang allows every origin with credentials, which makes its answers say this.
+# SGLang's CORS settings allow every origin with credentials, which adds `vary` to its replies.
 _OWN_HEADERS = {"server": "uvicorn", "vary": "Origin"}
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
 _REPLACING = {"hang", "reset_in_headers", "status", "garbage", "close"}
 
 
 class _ResponseWithoutType(web.Response):
-    """aiohttp names a content type for every body; SGLang does not."""
+    """A response without a content type: aiohttp adds one to every body, SGLang does not."""
 
     async def _prepare_headers(self) -> None:
         await super()._prepare_headers()
@@ -31,7 +31,7 @@ class _ResponseWithoutType(web.Response):
 
 
 class Reply:
-    """The one answer to one request."""
+    """The reply to one request."""
 
     def __init__(
         self, request: web.BaseRequest, exchange: Exchange, fault: Fault | None, *, spaced: bool = False
@@ -43,16 +43,16 @@ class Reply:
         self._response: web.StreamResponse | None = None
         self._sent = 0
         self.cut = False
-        """Whether it was the worker that broke the connection off."""
+        """Whether the worker, not the client, closed the connection."""
         exchange.fault = fault.name if fault else None
 
     @property
     def replaced(self) -> bool:
-        """Whether the fault answers instead of the worker."""
+        """True if the fault replaces the worker's reply completely."""
         return self._fault is not None and self._fault.name in _REPLACING
 
     async def misbehave(self) -> web.StreamResponse:
-        """Play a fault that needs no answer of the worker's."""
+        """Send what the fault prescribes instead of the worker's reply."""
         fault = self._fault
         assert fault is not None
         if fault.name == "status":
@@ -71,7 +71,7 @@ class Reply:
         return await self._whole(status, self._written(value), {"content-type": JSON, **(headers or {})})
 
     async def text(self, text: str, status: int = 200) -> web.StreamResponse:
-        """Answer with plain text, which SGLang gives no content type."""
+        """Answer with plain text and no content type, as SGLang does."""
         return await self._whole(status, text.encode(), {})
 
     async def empty(self, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
@@ -79,7 +79,7 @@ class Reply:
         return await self._whole(status, b"", dict(headers or {}))
 
     async def send(self, chunk: bytes) -> None:
-        """Stream a chunk; the first one starts a 200 event stream."""
+        """Stream a chunk. The first chunk starts an event stream with status 200."""
         if self._response is None:
             await self._start(200, {"content-type": EVENT_STREAM}, None)
         elif self._fault is not None and self._fault.per_chunk_s:
@@ -87,11 +87,11 @@ class Reply:
         await self._write_body(chunk)
 
     async def event(self, value: Any, name: str = "") -> None:
-        """Stream JSON as a server-sent event."""
+        """Stream a JSON value as a server-sent event."""
         await self.send((f"event: {name}\n" if name else "").encode() + b"data: " + self._written(value) + b"\n\n")
 
     def _written(self, value: Any) -> bytes:
-        """JSON as SGLang writes it, or with the spaces that Python's own writer puts between its parts."""
+        """Encode JSON without spaces as SGLang does, or, if `spaced`, with the spaces of Python's `json`."""
         return json.dumps(value, ensure_ascii=False).encode() if self._spaced else orjson.dumps(value)
 
     async def end(self) -> web.StreamResponse:
@@ -138,7 +138,7 @@ class Reply:
         return self._fault is not None and self._fault.name in ("reset_in_body", "cut_body")
 
     async def _finish_cutting(self) -> None:
-        """Break the connection off now, if that is what the fault asks."""
+        """Break the connection if the fault is `reset_in_body` or `cut_body`, and never return then."""
         if not self._cuts:
             return
         assert self._fault is not None
@@ -164,17 +164,17 @@ class Reply:
 
 
 def reset(transport: asyncio.Transport | None) -> None:
-    """Break a connection off with a RST."""
+    """Reset a connection (RST)."""
     if transport is None or transport.is_closing():
         return
     carried = transport.get_extra_info("socket")
-    # uvloop's transports show a socket that refuses options: set it on a second handle of the same one.
+    # uvloop's transports return a socket object that refuses setsockopt: set the option on a duplicated descriptor.
     with socket.socket(fileno=os.dup(carried.fileno())) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
     transport.abort()
 
 
 async def forever() -> NoReturn:
-    """Wait for the cancellation that the connection's end brings."""
+    """Wait until the server cancels the handler, which it does when the connection ends."""
     await asyncio.get_running_loop().create_future()
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""What a simulated worker is told about itself at start."""
+"""The settings of a simulated worker."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
 from miles_router.testing.worker.pairing import Pairing
 
-#: Whose API a worker speaks, mistakes included.
+#: The engine whose API a worker imitates, bugs included.
 ProfileName = Literal["sglang", "sglang-jax"]
 JAX: ProfileName = "sglang-jax"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Facts that the HTTP answers show."""
+    """Settings of a worker that its HTTP answers depend on."""
 
     model_path: str
     served_model_name: str
@@ -30,21 +30,21 @@ class Settings:
     tool_call_parser: str | None
     reasoning_parser: str | None
     health_latency_s: float
-    """SGLang looks for the health token once a second."""
+    """Delay of `/health`. SGLang checks for its health token once per second."""
     health_timeout_s: float
     started_at: int
     startup_s: float
-    """How long the start took, as a process measures it: no two have the same."""
+    """Seconds that the start took; different for each worker, as for real processes."""
     profile: ProfileName = "sglang"
     pairing: Pairing | None = None
-    """What makes it one half of a prefill/decode pair."""
+    """Set if the worker is one half of a prefill/decode pair."""
 
     @property
     def disaggregation_mode(self) -> str:
-        """As SGLang names it."""
+        """SGLang's name of the mode: `null`, `prefill` or `decode`."""
         return self.pairing.mode if self.pairing is not None else "null"
 
     @property
     def has_parser(self) -> bool:
-        """Whether a tool call or reasoning parser was configured, whatever a request asks."""
+        """True if a tool call or reasoning parser is configured, whatever the request contains."""
         return bool(self.tool_call_parser or self.reasoning_parser)

@@ -1,4 +1,5 @@
-"""A SGLang worker without a model: its protocol on a real port, seeded, observable and breakable."""
+"""A simulated SGLang worker without a model. It serves SGLang's protocol on a real port with seeded output; tests can
+inspect its requests and plan faults."""
 
 import asyncio
 import contextlib
@@ -62,10 +63,10 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/responses"): responses,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
-# Other names that SGLang leaves out of its schema.
+# Aliases that SGLang leaves out of its OpenAPI schema.
 _ROUTES.update({("POST", "/tokenize"): tokenize, ("POST", "/detokenize"): detokenize})
 _ROUTES_OF = {"sglang": _ROUTES, JAX: JAX_ROUTES}
-#: What SGLang's HTTP process passes on to the scheduler, besides generations.
+#: Routes that SGLang's HTTP process forwards to the scheduler, besides generations.
 _OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info, jax_server_info}
 _OPEN_WITHOUT_KEY = ("/health", "/ready", "/metrics")
 _MAX_BODY_BYTES = 1 << 40
@@ -73,18 +74,24 @@ _REGISTRATION_RETRY_S = 0.2
 
 
 class SimulatedWorker:
-    """One worker; `async with SimulatedWorker() as worker:` serves at `worker.url` until the block ends.
+    """A simulated worker; `async with SimulatedWorker() as worker:` serves at `worker.url` until the block ends.
 
-    `seed` is the model's weights: workers with one seed and vocabulary sample alike, `replica` only tells apart
-    what requests without a `rid` draw. `profile` is the engine whose API it speaks, mistakes included; with
-    `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
-    `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
-    takes. With `auto_truncate` it cuts prompts that are longer than `context_len`. `script` is what it answers to
-    agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has ended it aborts what bears the
-    stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it `heeds_ranks`, requests that are
-    pinned to one are spread like all others. With a `gpu`, which is of one rank and of no half, it takes the time
-    and the memory of one, on a clock that runs `time_scale` times as fast. With `pairing` it is one half of a
-    prefill/decode pair.
+    Args:
+        seed: stands for the model's weights: workers with the same seed and vocabulary sample the same tokens.
+        replica: varies only the samples of requests without a `rid`.
+        tokenizer: a directory with `tokenizer.json`, a `Tokenizer`, or None for the toy vocabulary.
+        script: the answers to agents, step by step: a `Script` or its steps.
+        router_url: the router with which the worker registers itself, retrying until it answers.
+        auto_truncate: truncate prompts that are longer than `context_len`.
+        mortal: shut down on a prompt that crashes a real worker, instead of answering 400.
+        profile: the engine whose API the worker imitates, bugs included.
+        spaced_json: write JSON with spaces between its parts.
+        stream_abort_s: so long after the end of a stream, abort all generations with its `rid`, as SGLang does.
+        dp_size: data-parallel ranks, each with its own prefix cache.
+        heeds_ranks: if False, requests that are pinned to a rank are distributed like all others.
+        gpu: simulate the time and memory of this GPU; not with several ranks or `pairing`.
+        time_scale: with `gpu`, how many simulated seconds pass in one second.
+        pairing: makes the worker one half of a prefill/decode pair.
     """
 
     def __init__(
@@ -141,7 +148,7 @@ class SimulatedWorker:
             "heeds_ranks": heeds_ranks,
         }
         if gpu is not None and (dp_size > 1 or pairing is not None):
-            raise ValueError("the costs of a GPU are those of one rank, which is no half of a pair")
+            raise ValueError("gpu cannot be combined with dp_size above 1 or with pairing")
         pacer = Pacer(gpu, time_scale) if gpu is not None else None
         self.engine = Engine(weights, **known) if pacer is None else PacedEngine(weights, pacer, **known)
         self.door = Door(door_limit)
@@ -176,7 +183,7 @@ class SimulatedWorker:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, the port a real one once started."""
+        """The worker's URL, `http://host:port`. With port 0 it is valid only after the start."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
@@ -186,22 +193,22 @@ class SimulatedWorker:
 
     @property
     def running(self) -> int:
-        """Generations that the engine works on now."""
+        """The number of running generations."""
         return len(self.engine.running)
 
     def stop_scheduler(self) -> None:
-        """Hang as an engine does whose scheduler process was stopped: connections stay, `/model_info` is answered, and
-        what needs the scheduler is silent: generations, `/health`, `/server_info`, control requests."""
+        """Hang like an engine whose scheduler process is stopped. Connections stay open and `/model_info` is answered,
+        but generations, `/health`, `/server_info` and control requests get no reply."""
         self.engine.stop()
 
     def continue_scheduler(self) -> None:
-        """End that; what waited goes on."""
+        """Undo `stop_scheduler()`; waiting requests continue."""
         self.engine.go_on()
 
     def say(self, answer: str | list[int]) -> None:
-        """Make the next generation answer this, then stop. Repeat it to plan several, each used once.
+        """Plan the output of the next generation. Several calls plan several generations in order.
 
-        A text is encoded; ids are sampled exactly as given. A stop id is added where the end is none.
+        A text is tokenized; ids are used exactly as given. A stop token is appended unless the last token is one.
         """
         ids = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
         ended = bool(ids) and ids[-1] in self.tokenizer.eos_token_ids
@@ -217,7 +224,11 @@ class SimulatedWorker:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen, and register with the router if one was named; OSError when the port is taken."""
+        """Listen, and register with the router in the background if `router_url` is set.
+
+        Raises:
+            OSError: the port is in use.
+        """
         self._server = web.Server(
             self._answer, request_factory=self._make_request, handler_cancellation=True, auto_decompress=False
         )
@@ -227,7 +238,7 @@ class SimulatedWorker:
             self._registration = loop.create_task(self._register(self.router_url), name=f"register {self.url}")
 
     async def stop(self) -> None:
-        """Stop listening, end every connection and leave nothing behind. Harmless when repeated."""
+        """Stop listening, and close all connections and tasks. Further calls do nothing."""
         if self._registration is not None:
             self._registration.cancel()
             await asyncio.wait([self._registration])
@@ -243,7 +254,7 @@ class SimulatedWorker:
             self._reserved = None
 
     async def kill(self) -> None:
-        """Die as a crashed process does: every connection is reset and new ones are refused."""
+        """Simulate a crash: every connection is reset and new ones are refused."""
         await self.refuse()
         await self._leave_pair()
         await self._abort_connections()
@@ -253,19 +264,19 @@ class SimulatedWorker:
             await self.settings.pairing.stop()
 
     async def refuse(self) -> None:
-        """Refuse new connections. Idle ones are closed; requests being answered go on."""
+        """Refuse new connections and close idle ones. Running requests continue."""
         if self._listener is None:
             return
         self._listener.close()
         self._listener = None
-        # Bound but not listening: connections are refused and nobody else gets the port.
+        # A bound socket that does not listen: connections are refused, and no other process can take the port.
         self._reserved = self._bind()
         assert self._server is not None
         self._server.pre_shutdown()
         await asyncio.sleep(0)
 
     async def restart(self) -> None:
-        """Listen again on the same port, after `kill()` or `refuse()`. The engine's state is as it was."""
+        """Listen again on the same port after `kill()` or `refuse()`. The engine keeps its state."""
         if self._listener is not None:
             return
         assert self._server is not None, "start() the worker first"
@@ -290,7 +301,7 @@ class SimulatedWorker:
         assert self._server is not None
         for connection in self._server.connections:
             reset(connection.transport)
-        # Connections leave the list once their handlers have been cancelled.
+        # The server removes a connection from its list once its handler is cancelled.
         for _ in range(100):
             if not self._server.connections:
                 return
@@ -328,7 +339,7 @@ class SimulatedWorker:
         except asyncio.CancelledError:
             exchange.disconnected = not reply.cut
             raise
-        except ConnectionResetError:  # its client has left, and the server is about to cancel this
+        except ConnectionResetError:  # the client has left, and the server is about to cancel this handler
             exchange.disconnected = not reply.cut
             await forever()
         finally:
@@ -365,12 +376,12 @@ class SimulatedWorker:
             return await self._meet_lethal_prompt(reply, error)
 
     async def _meet_lethal_prompt(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
-        """Die of it as SGLang does, if this worker was asked to; else say what would have happened."""
-        logger.error("%s, of which a real worker dies", error)
+        """Shut down as SGLang would, if the worker is `mortal`; else answer 400 with an explanation."""
+        logger.error("a real worker would crash: %s", error)
         if self._mortal:
             reply.cut = True
             await self.kill()
-        return await reply.json({"error": {"message": f"{error}; a real worker dies of this"}}, 400)
+        return await reply.json({"error": {"message": f"{error}; a real worker would crash"}}, 400)
 
     def _authorized(self, request: web.BaseRequest, path: str) -> bool:
         key = self.settings.api_key
@@ -380,7 +391,7 @@ class SimulatedWorker:
 
 
 def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
-    """The toy vocabulary for None; for a directory, the tokenizer in it."""
+    """Return the toy vocabulary for None, the tokenizer in a directory for a string, else `given` itself."""
     if given is None:
         return ToyTokenizer()
     if not isinstance(given, str):
@@ -398,7 +409,7 @@ def _find_route(routes: _Routes, method: str, path: str) -> Route | None:
 
 
 async def _no_route(routes: _Routes, reply: Reply, path: str, target: str) -> web.StreamResponse:
-    """What FastAPI answers where it has no route for the path, or none for the method."""
+    """Answer as FastAPI does if no route matches: 405 for another method, 307 for a trailing slash, else 404."""
     if allowed := [method for method, known in routes if known == path]:
         return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(allowed)})
     if path.endswith("/") and any(known == path.rstrip("/") for _, known in routes):

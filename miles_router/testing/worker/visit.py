@@ -1,4 +1,4 @@
-"""One request on its way through the worker's routes, and how a route refuses it."""
+"""The request context that routes of the simulated worker receive, and the exceptions with which they refuse one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from miles_router.testing.worker.settings import Settings
 
 
 class InternalError(Exception):
-    """SGLang meets a Python error here, and answers 500."""
+    """SGLang raises an unhandled Python error for this request; the answer is 500."""
 
 
 class Refusal(Exception):
-    """Answer with this status and JSON content instead."""
+    """A request is refused with this status and JSON content."""
 
     def __init__(self, status: int, content: Any) -> None:
         super().__init__(content)
@@ -27,7 +27,7 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class Visit:
-    """What a route may use."""
+    """One request, and the parts of the worker that a route may use."""
 
     body: bytes
     query: dict[str, str]
@@ -40,12 +40,16 @@ class Visit:
 
     @property
     def says_json(self) -> bool:
-        """Whether the content type is JSON; FastAPI does not look into any other body."""
+        """True if the content type is JSON; FastAPI does not parse any other body."""
         kind = self.content_type.partition(";")[0].strip().lower()
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object; Refusal with 400 when it is anything else."""
+        """Return the body parsed as a JSON object.
+
+        Raises:
+            Refusal: 400, the body is anything else.
+        """
         if not self.body:
             raise invalid_body({"type": "missing", "loc": ("body",), "msg": "Field required", "input": None})
         value = self._parsed() if self.says_json else self.body
@@ -69,12 +73,16 @@ class Visit:
 
 
 def error_object(message: str, status: int, kind: str = "BadRequestError") -> dict[str, Any]:
-    """SGLang's OpenAI-style error."""
+    """Return SGLang's OpenAI-style error."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
 
 
 def invalid_body(*problems: Mapping[str, Any]) -> Refusal:
-    """What FastAPI's validation errors become in SGLang; each problem has its `type`, `loc` and `msg`."""
+    """Return the 400 into which SGLang turns FastAPI's validation errors.
+
+    Args:
+        problems: FastAPI's errors, each with `type`, `loc` and `msg`.
+    """
     count = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''}"
     message = count + ":" + "".join(f"\n  {dict(problem)}" for problem in problems)
     return Refusal(400, error_object(message, 400, "Bad Request"))

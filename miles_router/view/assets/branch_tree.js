@@ -1,11 +1,11 @@
-// The turns of a session as a tree: a line for turns in a row, indented behind what they branch from.
+// The turns of a session as a tree: one line for consecutive turns, indented below the line they branch from.
 
 import {element, putInto, several} from "./elements.js";
 import {VirtualRows} from "./virtual_rows.js";
 
 const ROW = 48, DEEPEST = 8, MOST_ROWS = 8;
 
-/** The lines from the root to the one that ends with a sample. */
+/** Return the indices of the lines from the root to the line that ends with a sample. */
 function lineage(lines, sample) {
   const found = new Set();
   let at = lines.findIndex((line) => line.samples.includes(sample));
@@ -18,7 +18,7 @@ function lineage(lines, sample) {
   return found;
 }
 
-/** The first sample that goes through a line. */
+/** Return the first sample that goes through a line, or null. */
 function firstSample(lines, place) {
   for (let at = place; at < lines.length && (at === place || lines[at].depth > lines[place].depth); at++) {
     if (lines[at].samples.length) return lines[at].samples[0];
@@ -26,7 +26,7 @@ function firstSample(lines, place) {
   return null;
 }
 
-/** The tree of a session, in its `element`. `choose(sample, turn)` shows another sample from a turn on. */
+/** The tree of a session, in `element`. `choose(sample, turn)` opens another sample at a turn. */
 export class BranchTree {
   constructor(choose) {
     this._lines = [];
@@ -40,8 +40,7 @@ export class BranchTree {
     this._rows = new VirtualRows(this._box, ROW, (index) => this._row(index));
   }
 
-  /** The tree that `sample` is of. Where the lines are those that are shown, and more behind them, they stay: with the
-   * focus, and under the pointer. */
+  /** Show the tree of `sample`. If the lines begin with the shown ones, those stay, with focus and pointer. */
   show({session_id: session, lines}, sample) {
     const keys = lines.map((line) => `${line.first} ${session}`), focused = this._focused();
     const stays = this._keys.every((key, place) => key === keys[place]);
@@ -60,7 +59,7 @@ export class BranchTree {
     }
   }
 
-  /** Once it is in the page: scrolls to where the sample ends. */
+  /** Scroll to the end of the sample. Call it once the element is in the page. */
   reveal() {
     this._rows.reveal(Math.max(0, this._lines.findIndex((line) => line.samples.includes(this._sample))));
   }
@@ -78,7 +77,7 @@ export class BranchTree {
   _row(index) {
     const button = element("button", {type: "button"}, element("span"), element("span", {class: "soft"}));
     button.addEventListener("click", () => {
-      // Where the chosen sample goes through the line it stays.
+      // Keep the current sample if it goes through the line.
       const sample = this._path.has(index) ? this._sample : firstSample(this._lines, index);
       if (sample !== null) this._choose(sample, this._lines[index].first);
     });

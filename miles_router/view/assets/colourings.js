@@ -1,5 +1,5 @@
-// What the colours of tokens may say. Hues are Okabe and Ito's, which colour-blind people tell apart; scales grow in
-// lightness alone. Nothing is said by colour alone: details have it in words, and sampled tokens are underlined.
+// The colourings of tokens. Hues are Okabe and Ito's, which colour-blind people can distinguish; scales vary in
+// lightness. Colour is never the only information: details have it as text, and sampled tokens are underlined.
 
 import {counted} from "./elements.js";
 
@@ -16,7 +16,7 @@ function names(list) {
   return list.length > NAMED ? `${first} and ${counted(list.length - NAMED)} more` : first;
 }
 
-/** Entries of a legend for values in the order in which they appear; what shares a colour shares an entry. */
+/** Return legend entries for values in order of appearance. Values with the same colour share an entry. */
 function byHue(values, title) {
   const entries = [];
   for (let colour = 0; colour < Math.min(HUES, values.length); colour++) {
@@ -46,7 +46,7 @@ function byMask(sheet) {
     legend: [
       {colour: "trained", text: `sampled, in the loss: ${counted(counts.trained)}`},
       {colour: "untrained", text: `sampled, not in the loss: ${counted(counts.untrained)}`},
-      {colour: NONE, text: `given: ${counted(counts[NONE])}`},
+      {colour: NONE, text: `not sampled: ${counted(counts[NONE])}`},
     ],
     at: kind,
   };
@@ -78,7 +78,7 @@ function byEntropy(sheet) {
     legend.push({colour: `step-${step}`, text: `from ${(least + step * size).toFixed(2)} bits`});
   }
   return {
-    legend: [...legend, {colour: NONE, text: "no experts known"}],
+    legend: [...legend, {colour: NONE, text: "experts unknown"}],
     at: (position) => {
       const entropy = sheet.entropyAt(position);
       return entropy === null ? NONE : `step-${Math.min(STEPS - 1, Math.floor((entropy - least) / size))}`;
@@ -88,9 +88,9 @@ function byEntropy(sheet) {
 
 function byTurn(sheet) {
   const values = sheet.turns.map((turn) => turn.turn);
-  const sampled = named(values, "turn", (position) => sheet.turn(position)?.turn, "given behind the last turn");
+  const sampled = named(values, "turn", (position) => sheet.turn(position)?.turn, "not sampled, after the last turn");
   return {
-    legend: [...sampled.legend.slice(0, -1), {colour: "given", text: "given, with a line in its turn's colour"}],
+    legend: [...sampled.legend.slice(0, -1), {colour: "given", text: "prompt, with a line in the colour of its turn"}],
     at: (position) => {
       if (sheet.turn(position) !== null) return sampled.at(position);
       const place = sheet.turns.indexOf(sheet.promptOf(position));
@@ -101,15 +101,15 @@ function byTurn(sheet) {
 
 function byVersion(sheet) {
   const known = distinct([...sheet.versions.map((run) => run.version), ...sheet.facts.version_names]);
-  return named(known, "version", (position) => sheet.version(position), "not sampled, or no version told");
+  return named(known, "version", (position) => sheet.version(position), "not sampled, or version unknown");
 }
 
 function byWorker(sheet) {
   const known = distinct(sheet.turns.map((turn) => turn.worker));
-  return named(known, "", (position) => sheet.worker(position), "not sampled, or no worker told");
+  return named(known, "", (position) => sheet.worker(position), "not sampled, or worker unknown");
 }
 
-/** Every colouring: `fits` says whether a sheet has what it shows, `of` gives a legend and each position's class. */
+/** All colourings. `fits` returns whether a sheet has the data, `of` returns a legend and the class of each position. */
 export const COLOURINGS = [
   {name: "mask", title: "loss mask", fits: (sheet) => sheet.lossMask !== null, of: byMask},
   {name: "logprob", title: "logprob", fits: (sheet) => sheet.logprobs !== null, of: byLogprob},
@@ -124,5 +124,5 @@ export const COLOURINGS = [
   {name: "entropy", title: "expert entropy", fits: (sheet) => (sheet.entropy?.length ?? 0) > 0, of: byEntropy},
 ];
 
-/** No colours, where a sheet has nothing of all that. */
-export const PLAIN = {legend: [{colour: NONE, text: "nothing is told of these tokens"}], at: () => NONE};
+/** No colours, for sheets without any of these data. */
+export const PLAIN = {legend: [{colour: NONE, text: "the file has no data to colour these tokens by"}], at: () => NONE};

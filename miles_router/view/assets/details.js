@@ -1,10 +1,10 @@
-// Everything that is known of one position, in words.
+// The details of one position as text.
 
 import {counted} from "./elements.js";
 import {exactly} from "./sheet.js";
 import {visibleJson} from "./visible.js";
 
-const UNKNOWN = "not told", NONE = "none", HIDDEN = "hidden";
+const UNKNOWN = "unknown", NONE = "none", HIDDEN = "hidden";
 
 function maskText(sheet, position) {
   if (sheet.lossMask === null) return UNKNOWN;
@@ -41,7 +41,7 @@ function textOf({kind, text}) {
   return kind === "id" ? UNKNOWN : visibleJson(JSON.stringify(text));
 }
 
-/** `[field, title, text]` of each. */
+/** Return `[field, title, text]` of each detail. */
 export function detailsOf(sheet, pieces, position) {
   const id = sheet.id(position), piece = pieces.of(id), logprob = sheet.logprob(position);
   const entropy = sheet.entropyAt(position);
@@ -61,7 +61,7 @@ export function detailsOf(sheet, pieces, position) {
   ];
 }
 
-/** The same as one sentence, without what is not known. */
+/** Join known details into one sentence for screen readers. */
 export function spoken(details) {
   const known = details.filter(([, , text]) => text !== UNKNOWN && text !== NONE);
   return known.map(([, title, text]) => `${title} ${text}`).join("; ");

@@ -1,8 +1,8 @@
-// Two texts and where they differ.
+// The difference of two texts.
 
 const MOST = 400;
 
-/** Runs `[kind, text]` that make up both: "same", "held" (only in the first) and "sent" (only in the second). */
+/** Return runs `[kind, text]`: "same", "held" (only in the first text) and "sent" (only in the second). */
 export function difference(held, sent) {
   const first = [...held], second = [...sent];
   let begin = 0, end = 0;
@@ -18,7 +18,7 @@ function same(character) {
   return ["same", character];
 }
 
-/** By the longest common subsequence, where that is cheap. */
+/** Compare by the longest common subsequence, if the texts are short enough. */
 function between(first, second) {
   const whole = [...first.map((each) => ["held", each]), ...second.map((each) => ["sent", each])];
   if (first.length > MOST || second.length > MOST) return whole;

@@ -1,11 +1,11 @@
-// Elements whose texts are texts, all of which is seen: nothing here, and nothing that uses it, makes markup out of a
-// string. Nobody else writes a text into a page.
+// Creation of elements. Strings only ever become text, never markup, and invisible characters are made visible. All
+// other modules write text into pages only by these functions.
 
 import {visible} from "./visible.js";
 
 const READ = new Set(["title", "aria-label"]);
 
-/** An element with attributes (null and false are left out) and children, which are elements or texts. */
+/** Create an element. Attributes that are null or false are left out; children are elements or texts. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -20,14 +20,14 @@ function child(content) {
   return content instanceof Element ? content : visible(String(content));
 }
 
-/** Content in the place of another, unless it reads the same: what a finger is on stays there, and nothing is read out
- * again. */
+/** Replace the content unless its text is the same, so that an element being touched stays and screen readers do not
+ * repeat it. */
 export function putInto(place, content) {
   const made = child(content);
   if (place.textContent !== (made.textContent ?? made)) place.replaceChildren(made);
 }
 
-/** These children and no others. Those that stay are not touched: they keep the focus, and where they are scrolled to. */
+/** Set the children. Children that remain are not touched, so they keep focus and scroll position. */
 export function haveInside(place, children) {
   for (const each of [...place.children]) if (!children.includes(each)) each.remove();
   children.forEach((each, at) => {
@@ -35,17 +35,17 @@ export function haveInside(place, children) {
   });
 }
 
-/** The title of the page. */
+/** Set the title of the page. */
 export function entitle(title) {
   document.title = visible(title);
 }
 
-/** A number as people read it. */
+/** Format a number with thousands separators. */
 export function counted(number) {
   return number.toLocaleString("en-US");
 }
 
-/** So many things of a kind. */
+/** Format a number with a singular or plural noun. */
 export function several(number, one) {
   return `${counted(number)} ${one}${number === 1 ? "" : "s"}`;
 }

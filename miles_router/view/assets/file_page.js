@@ -1,4 +1,4 @@
-// The page of a file: its samples, of which one is open.
+// The page of a samples file: the list of samples, and the open one.
 
 import {entitle, putInto, several} from "./elements.js";
 import {Pieces} from "./pieces.js";
@@ -23,7 +23,7 @@ async function open() {
   const choose = async (place, turn = null) => {
     wanted = place;
     const sheet = new Sheet(await readBlock(`sample-${place}`));
-    if (wanted !== place) return; // somebody has chosen another one meanwhile
+    if (wanted !== place) return; // the user has chosen another sample meanwhile
     const tree = trees.get(index.samples[place].session_id) ?? null;
     view.show(sheet, pieces, {tree, sample: place, turn});
     list.mark(place);

@@ -1,8 +1,8 @@
-// Which tokens stand in which row: pieces side by side as far as they fit, and a new row behind a line break.
+// The layout of tokens in rows: as many as fit, with a new row after a line break.
 
 const PADDING = 6, GAP = 2, LEAST = 10;
 
-/** The width of each token of a sheet, in pixels, as `font` has it; each piece is measured once. */
+/** The widths of tokens in pixels, in `font`. Each text is measured once. */
 export class Widths {
   constructor(font) {
     this._pen = document.createElement("canvas").getContext("2d");
@@ -10,7 +10,7 @@ export class Widths {
     this._known = new Map();
   }
 
-  /** Of a piece, whose texts are alike. */
+  /** Return the width of a token shown as this text. */
   of(shown) {
     let width = this._known.get(shown);
     if (width === undefined) {
@@ -21,7 +21,7 @@ export class Widths {
   }
 }
 
-/** Rows of at most `room` pixels: `starts` has the first position of each, and the number of positions behind them. */
+/** Lay out rows of at most `room` pixels. Return the first position of each row, then the number of positions. */
 export function rowsOf(sheet, pieces, widths, room) {
   const starts = [0];
   let used = 0;
@@ -42,7 +42,7 @@ export function rowsOf(sheet, pieces, widths, room) {
   return Int32Array.from(starts);
 }
 
-/** The row of a position. */
+/** Return the row of a position. */
 export function rowAt(starts, position) {
   let low = 0, high = starts.length - 2;
   while (low < high) {

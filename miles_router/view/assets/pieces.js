@@ -1,4 +1,4 @@
-// What tokens spell, and how that is shown: text as text, what is no whole character as bytes.
+// The texts of tokens, and how they are shown: as text, or as bytes if they are not complete characters.
 
 import {marked} from "./visible.js";
 
@@ -6,8 +6,7 @@ function hex(bytes, between) {
   return Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(between);
 }
 
-/** Each token's bytes, by id. `vocabulary` is null where nobody knows them: ids are shown then, but where these are
- * hidden too. */
+/** The bytes of tokens, by id. If `vocabulary` is null they are unknown, and ids are shown, unless hidden too. */
 export class Pieces {
   constructor(vocabulary, {hidden = false} = {}) {
     this.hidden = hidden;
@@ -19,8 +18,8 @@ export class Pieces {
     ids.forEach((id, place) => this._known.set(id, bytes.subarray(place ? ends[place - 1] : 0, ends[place])));
   }
 
-  /** `text`: what it spells, null where that is no whole text; `bytes`: as hexadecimal, null where not known; `shown`:
-   * what stands in the view; `kind`: "text", "bytes", "empty", "id" or "hidden"; `breaks`: whether a line ends with it. */
+  /** Return `text`, null if not complete characters; `bytes` as hexadecimal, null if unknown; `shown`, the text in the
+   * view; `kind`: "text", "bytes", "empty", "id" or "hidden"; `breaks`: whether the token contains a line break. */
   of(id) {
     let found = this._shown.get(id);
     if (found === undefined) {

@@ -1,4 +1,4 @@
-// Why turns begin something new: the reason, and the two messages with their difference marked.
+// The reasons why turns begin branches or segments, with the two messages and their marked difference.
 
 import {difference} from "./difference.js";
 import {element, putInto, several} from "./elements.js";
@@ -7,17 +7,17 @@ import {marked} from "./visible.js";
 const WORDS = new Map([
   ["retry", "the same messages were sent again"],
   ["choice", "one of several answers to one request"],
-  ["parallel", "asked while another was under way behind the same turn"],
-  ["edited_history", "messages behind an earlier turn, or from the beginning, are others now"],
+  ["parallel", "sent while another request after the same turn was running"],
+  ["edited_history", "messages after an earlier turn, or from the beginning, have changed"],
   ["compaction", "a shorter history under the same first message"],
   ["sub_agent", "another first message"],
   ["changed_tools", "the same history with other tools or template settings"],
-  ["text_prompt", "a text that goes on from a held one"],
-  ["batch", "one of several prompts"],
+  ["text_prompt", "a text that continues a recorded one"],
+  ["batch", "one of several prompts in one request"],
 ]);
 const MOST = 50;
 
-/** One text, with what the other has not marked: line breaks and tabs as signs there. */
+/** Show one text with the parts marked that the other lacks; there, line breaks and tabs are visible signs. */
 function compared(runs, kind, title) {
   const tag = kind === "held" ? "del" : "ins", seen = (part) => marked(part).replaceAll("↵", "↵\n");
   const parts = runs.filter(([each]) => each === "same" || each === kind);
@@ -34,7 +34,7 @@ function editOf({message, field, held, sent}) {
     "div",
     {class: "edit"},
     element("p", {}, where),
-    held === null ? element("p", {}, "One more message was sent.") : compared(runs, "held", "held"),
+    held === null ? element("p", {}, "One more message was sent.") : compared(runs, "held", "recorded"),
     sent === null ? element("p", {}, "The message was left out.") : compared(runs, "sent", "sent"),
   );
 }
@@ -47,7 +47,7 @@ function lineOf(turn, go) {
   return element("li", {}, line, ...(turn.edit ? [editOf(turn.edit)] : []));
 }
 
-/** The reasons of a sheet's turns, in its `element`. `go(position)` shows a place. */
+/** The reasons of a sheet's turns, in `element`. `go(position)` scrolls to a position. */
 export class Reasons {
   constructor(go) {
     this._go = go;
@@ -59,13 +59,13 @@ export class Reasons {
       const first = this._list.children.length;
       this._most = Infinity;
       this._draw();
-      this._list.children[first].querySelector("button").focus(); // this one is gone
+      this._list.children[first].querySelector("button").focus(); // this button is hidden now
     });
-    const title = element("h3", {}, "Why it begins anew");
+    const title = element("h3", {}, "Why a branch or segment begins");
     this.element = element("section", {class: "card", "aria-label": "Reasons"}, title, this._list, this._rest);
   }
 
-  /** Whether the sheet has any. Those that are shown already stay. */
+  /** Show the reasons of a sheet, keeping those already shown. Return whether there are any. */
   show(sheet) {
     const turns = sheet.turns.filter((turn) => turn.reason !== null && turn.reason !== undefined);
     const keys = turns.map((turn) => JSON.stringify([turn.turn, turn.start, turn.reason, turn.edit]));

@@ -1,11 +1,11 @@
-// The samples of a file: searched and filtered, one of them chosen.
+// The list of a file's samples with search and filters.
 
 import {counted, element, putInto, several} from "./elements.js";
 import {VirtualRows} from "./virtual_rows.js";
 
 const ROW = 44, MOST_ROWS = 6;
 
-/** The text of a sample's line. */
+/** Return the two texts of a sample's line. */
 function lineOf(sample, place) {
   const trained = sample.trained === null ? "" : `, ${counted(sample.trained)} in the loss`;
   const turns = sample.turns ? `, ${several(sample.turns, "turn")}` : "";
@@ -14,7 +14,7 @@ function lineOf(sample, place) {
   return [`sample ${place}`, `${sample.status}, ${reward}, ${tokens}${trained}${turns}`];
 }
 
-/** Samples as the page's index has them; `choose(place)` opens one. */
+/** The list of samples from the page's index. `choose(place)` opens one. */
 export class SampleList {
   constructor(samples, choose) {
     this._samples = samples;
@@ -61,12 +61,12 @@ export class SampleList {
   _selection(id, any, values) {
     const known = [...new Set(values)].sort();
     const made = element("select", {id}, element("option", {value: ""}, any));
-    // A prefix keeps a value that is empty apart from "any".
+    // The prefix distinguishes an empty value from "any".
     made.append(...known.map((value) => element("option", {value: `=${value}`}, value)));
     return made;
   }
 
-  /** Marks the sample that is shown. */
+  /** Mark the open sample. */
   mark(place) {
     this._chosen = place;
     const index = this._matches.indexOf(place);

@@ -1,4 +1,4 @@
-// A sample with all that belongs to it: its tokens, the tree that it is a branch of, why its segments begin, its facts.
+// One sample: its tokens, the tree of its session, the reasons of its segments, and its metadata.
 
 import {BranchTree} from "./branch_tree.js";
 import {element, haveInside, putInto} from "./elements.js";
@@ -8,11 +8,13 @@ import {visibleJson} from "./visible.js";
 
 function notesOf(sheet, pieces) {
   const notes = [...sheet.facts.notes];
-  if (!pieces.spelled && !pieces.hidden) notes.push("Ids alone are shown: no tokenizer was given (--hf-checkpoint).");
+  if (!pieces.spelled && !pieces.hidden) {
+    notes.push("Only token ids are shown: no tokenizer was given (--hf-checkpoint).");
+  }
   return notes.map((note) => element("p", {class: "notice"}, note));
 }
 
-/** Draws into its `element`. `choose(sample, turn)` is asked for another sample, from where a turn begins. */
+/** The view of a sample, in `element`. `choose(sample, turn)` opens another sample at a turn. */
 export class SampleView {
   constructor(choose) {
     this.tokens = new TokenView();
@@ -25,8 +27,8 @@ export class SampleView {
     this.element = element("div", {class: "sample-view"}, this._notes, this.tokens.element, this._beside);
   }
 
-  /** Another sheet, from a turn or else from its beginning; or the same one `grown`: what is open, has the focus or is
-   * seen stays. `tree` is its session's, or null, in which it stands as `sample`. */
+  /** Show another sheet, at a turn or at its beginning. If the same sheet has `grown`, keep focus, scroll position and
+   * what is open. `tree` is the session's tree, which contains this sheet as `sample`, or null. */
   show(sheet, pieces, {tree = null, sample = 0, turn = null, grown = false} = {}) {
     haveInside(this._notes, notesOf(sheet, pieces));
     if (tree !== null) this._branches.show(tree, sample);

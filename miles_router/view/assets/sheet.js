@@ -1,13 +1,13 @@
-// A sample, token by token: what a position is, in every respect that the view knows.
+// A sample, token by token.
 
-/** Which of `runs`, in order and each with `start` and `end`, each of `length` positions is in; -1 for none. */
+/** Return for each position the index of the run (`start` to `end`) that contains it; -1 if none does. */
 function owners(runs, length) {
   const found = new Int32Array(length).fill(-1);
   runs.forEach(({start, end}, place) => found.fill(place, start, end));
   return found;
 }
 
-/** Which turn's prompt each position is part of that no turn sampled; -1 behind the last. */
+/** Return for each unsampled position the index of the turn whose prompt it belongs to; -1 after the last turn. */
 function prompts(turns, length) {
   const found = new Int32Array(length).fill(-1);
   let before = 0;
@@ -18,7 +18,7 @@ function prompts(turns, length) {
   return found;
 }
 
-/** One sample as the token view reads it: `tensors` as in `TokenSheet`, with what is not known left out. */
+/** One sample for the token view. `tensors` are those of `TokenSheet`; unknown ones are left out. */
 export class Sheet {
   constructor({tensors, facts}) {
     this.tokens = tensors.tokens ?? null; // null: the ids are hidden
@@ -35,57 +35,57 @@ export class Sheet {
     this._prompt = prompts(facts.turns, this.length);
   }
 
-  /** Its id, or null where it is hidden. */
+  /** Return the token id, or null if ids are hidden. */
   id(position) {
     return this.tokens === null ? null : this.tokens[position];
   }
 
-  /** Whether the engine sampled it; null where nobody says. */
+  /** Return whether the engine sampled the token; null if unknown. */
   isSampled(position) {
     return this.sampled === null ? null : this.sampled[position] === 1;
   }
 
-  /** Of a sampled token; else null. Where nobody says what was sampled, of those of the response. */
+  /** Return the logprob of a sampled token, else null. If unknown what was sampled, use the whole response. */
   logprob(position) {
     const sampled = this.isSampled(position) ?? position >= this.length - this.facts.response_length;
     return this.logprobs !== null && sampled ? this.logprobs[position] : null;
   }
 
-  /** Bits; null where no experts are known. */
+  /** Return the expert entropy in bits; null if unknown. */
   entropyAt(position) {
     return this.entropy !== null && position < this.entropy.length ? this.entropy[position] : null;
   }
 
-  /** The place of its run among `versions`, or -1. */
+  /** Return the index of the token's run in `versions`, or -1. */
   versionRun(position) {
     return this._version[position];
   }
 
-  /** The name of the weights that sampled it, or null. */
+  /** Return the weight version that sampled the token, or null. */
   version(position) {
     const run = this.versions[this._version[position]];
     if (run !== undefined) return run.version;
-    // Who names one version says nothing of positions, and need not.
+    // A file with a single version need not assign it to positions.
     return this.isSampled(position) && this.facts.version_names.length === 1 ? this.facts.version_names[0] : null;
   }
 
-  /** The turn that sampled it, or null. */
+  /** Return the turn that sampled the token, or null. */
   turn(position) {
     return this.turns[this._turn[position]] ?? null;
   }
 
-  /** The turn whose prompt it was given in, or null. */
+  /** Return the turn to whose prompt the token belongs, or null. */
   promptOf(position) {
     return this.turns[this._prompt[position]] ?? null;
   }
 
-  /** The worker that sampled it, or null. */
+  /** Return the worker that sampled the token, or null. */
   worker(position) {
     return this.turn(position)?.worker ?? null;
   }
 }
 
-/** A logprob in as few digits as say which number of its type it is. */
+/** Format a logprob with the fewest digits that identify the number in its type. */
 export function exactly(value, array) {
   if (!(array instanceof Float32Array)) return String(value);
   for (let digits = 1; digits <= 9; digits++) {

@@ -1,10 +1,10 @@
-// safetensors files, and the blocks of a page that hold them.
+// Reading of safetensors files, and of the page's blocks that contain them.
 
 const ARRAYS = {
   F64: Float64Array, F32: Float32Array, I32: Int32Array, U16: Uint16Array, I16: Int16Array, U8: Uint8Array,
 };
 
-/** The tensors of a file, flat, by name, and its metadata: `facts` is JSON there. */
+/** Return the flat tensors of a file by name, and the parsed `facts` of its metadata. */
 export function readTensors(buffer) {
   const length = Number(new DataView(buffer).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, length)));
@@ -17,7 +17,7 @@ export function readTensors(buffer) {
   return {tensors, facts: metadata.facts === undefined ? null : JSON.parse(metadata.facts)};
 }
 
-/** The same of the block with this id in the page: base64 of a deflated file. */
+/** Read the block of the page with this id: base64 of a deflated file. */
 export async function readBlock(id) {
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (character) => character.charCodeAt(0));
   const inflated = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));

@@ -1,4 +1,4 @@
-// The token view: every token of one sample, coloured by what one asks, with details by pointer and by keyboard.
+// The token view: the tokens of one sample with a choice of colourings, and details by pointer and keyboard.
 
 import {COLOURINGS, PLAIN} from "./colourings.js";
 import {detailsOf, spoken} from "./details.js";
@@ -9,7 +9,7 @@ import {visibleJson} from "./visible.js";
 
 const ROW = 28;
 
-/** Draws a sheet into its `element`, and what is known of a token into `details`. `show` gives it another sheet. */
+/** The view of a sheet, in `element`, and of one token's details, in `details`. `show` sets the sheet. */
 export class TokenView {
   constructor() {
     this._sheet = this._pieces = this._widths = null;
@@ -66,7 +66,7 @@ export class TokenView {
     new ResizeObserver(() => this._arrange()).observe(this._box);
   }
 
-  /** Another sheet, from a position on. */
+  /** Show another sheet at a position. */
   show(sheet, pieces, position = 0) {
     this._take(sheet, pieces, position);
     this._arrange();
@@ -74,7 +74,7 @@ export class TokenView {
     this._describe(this._current);
   }
 
-  /** The same sheet, grown: what is seen stays where it is, and what is told of. */
+  /** Show the same sheet after it has grown. The scroll position and the described token stay. */
   grow(sheet, pieces) {
     this._take(sheet, pieces, this._current);
     this._arrange({reveal: false});
@@ -93,14 +93,14 @@ export class TokenView {
     this._paint();
   }
 
-  /** Other colours. */
+  /** Choose another colouring. */
   colour(name) {
     this._wanted = name;
     this._paint();
     this._rows.redraw();
   }
 
-  /** Another current token, which is read out. */
+  /** Set the current token and announce it to screen readers. */
   go(position) {
     if (!this._sheet?.length) return;
     this._current = Math.max(0, Math.min(position, this._sheet.length - 1));
@@ -110,7 +110,7 @@ export class TokenView {
     putInto(this._live, spoken(this._describe(this._current)));
   }
 
-  /** The colours that were asked for, or the first that this sheet has. */
+  /** Apply the chosen colouring, or the first that this sheet supports. */
   _paint() {
     const fitting = COLOURINGS.filter(({fits}) => fits(this._sheet));
     const chosen = fitting.find(({name}) => name === this._wanted) ?? fitting[0];
@@ -120,7 +120,7 @@ export class TokenView {
       element("li", {}, element("span", {class: `swatch ${colour}`, "aria-hidden": "true"}, "a"), text.trim())));
   }
 
-  /** Rows as wide as there is room. */
+  /** Lay out the rows in the available width. */
   _arrange({reveal = true} = {}) {
     const room = this._box.clientWidth - 8;
     if (this._sheet === null || room <= 0 || room === this._room) return;
@@ -198,7 +198,7 @@ export class TokenView {
     this.go(move());
   }
 
-  /** The position in another row that stands nearest to the current one. */
+  /** Return the position in another row that is horizontally nearest to the current one. */
   _beneath(row) {
     if (row < 0 || row > this._starts.length - 2) return this._current;
     const middle = this._left(this._current);
@@ -209,7 +209,7 @@ export class TokenView {
     return found;
   }
 
-  /** Pixels in front of a position in its row. */
+  /** Return the pixels before a position in its row. */
   _left(position) {
     let left = 0;
     for (let before = this._starts[rowAt(this._starts, position)]; before < position; before++) {

@@ -1,10 +1,10 @@
-// A list of rows of one height, of which only those are drawn that are seen, and a few around them.
+// A list of rows of equal height that draws only the visible rows and a few around them.
 
 import {element} from "./elements.js";
 
 const AROUND = 6;
 
-/** Draws rows into `scroller`, which scrolls; `draw(index)` gives the element of one. */
+/** A virtual list in the scrolling element `scroller`. `draw(index)` returns the element of a row. */
 export class VirtualRows {
   constructor(scroller, rowHeight, draw) {
     this.scroller = scroller;
@@ -19,43 +19,43 @@ export class VirtualRows {
     new ResizeObserver(() => this._soon()).observe(scroller);
   }
 
-  /** Other rows: everything is drawn anew. */
+  /** Show other rows: redraw everything. */
   reset(count) {
     this._drawn.clear();
     this._space.replaceChildren();
     this.resize(count);
   }
 
-  /** More rows or fewer behind the same: what is drawn stays. */
+  /** Change the number of rows. Rows already drawn stay. */
   resize(count) {
     this._count = count;
     this._space.style.height = `${count * this.rowHeight}px`;
     this.update();
   }
 
-  /** `[index, row]` of those that are drawn. */
+  /** The drawn rows as `[index, row]`. */
   get drawn() {
     return [...this._drawn];
   }
 
-  /** The same rows, drawn anew. */
+  /** Redraw all rows. */
   redraw() {
     this.reset(this._count);
   }
 
-  /** One row that is drawn, drawn anew. */
+  /** Redraw one row that is drawn. */
   renew(index) {
     this._drawn.get(index).remove();
     this._drawn.delete(index);
     this._place(index);
   }
 
-  /** Rows that fit into what is seen. */
+  /** How many rows fit the visible area. */
   get fitting() {
     return Math.max(1, Math.floor(this.scroller.clientHeight / this.rowHeight));
   }
 
-  /** Scrolls until a row is seen, and draws it. */
+  /** Scroll until a row is visible, and draw it. */
   reveal(index) {
     const top = index * this.rowHeight, {scrollTop, clientHeight} = this.scroller;
     if (top < scrollTop) this.scroller.scrollTop = top;
@@ -65,7 +65,7 @@ export class VirtualRows {
     this.update();
   }
 
-  /** Draws what is seen now. */
+  /** Draw the rows that are visible now. */
   update() {
     const first = Math.max(0, Math.floor(this.scroller.scrollTop / this.rowHeight) - AROUND);
     const last = Math.min(this._count, first + this.fitting + 2 * AROUND + 1);
@@ -84,7 +84,7 @@ export class VirtualRows {
     const row = this._draw(index);
     row.classList.add("row");
     row.style.transform = `translateY(${index * this.rowHeight}px)`;
-    let before = null; // in the order of the rows, which is the order in which they are read out
+    let before = null; // keep document order equal to row order, for screen readers
     for (let next = index + 1; before === null && next <= index + this.fitting + 2 * AROUND + 1; next++) {
       before = this._drawn.get(next) ?? null;
     }

@@ -1,8 +1,8 @@
-// Texts of others as one can see all of them. What is not seen, turns the writing's direction, looks like a space and is
-// none, or has no glyph is shown by its number; line breaks and tabs do what they are for.
+// Make untrusted text fully visible. Characters that are invisible, change the writing direction, look like a space, or
+// have no glyph are shown by their code point. Line breaks and tabs keep their function.
 
 const UNSEEN = /[[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}\p{Zs}\p{Default_Ignorable_Code_Point}\u2800]--[ ]]/gv;
-// Marks upon one letter: more of them reach over what stands around, and thousands stop a browser.
+// Combining marks on one letter: many of them cover the text around, and thousands hang a browser.
 const PILED = /(\p{M}{8})(\p{M}+)/gu;
 const KEPT = new Set(["\n", "\t"]);
 const MARKS = new Map([["\n", "↵"], ["\r", "␍"], ["\t", "⇥"]]);
@@ -19,12 +19,12 @@ function escaped(character) {
   return Array.from({length: character.length}, (_, at) => `\\u${number(character[at])}`).join("");
 }
 
-/** A text to read. `element` shows every text so. */
+/** Return a text with such characters made visible. `element` applies it to every text. */
 export function visible(text) {
   return unpiled(text.replace(UNSEEN, (each) => (KEPT.has(each) ? each : mark(each))));
 }
 
-/** The same with marks for line breaks and tabs too. */
+/** Do the same, and show signs for line breaks and tabs too. */
 export function marked(text) {
   return unpiled(text.replace(UNSEEN, mark));
 }
@@ -33,7 +33,7 @@ function unpiled(text) {
   return text.replace(PILED, (_, first, more) => `${first}⟨${[...more].length} more marks⟩`);
 }
 
-/** JSON, which stays JSON of the same. */
+/** Escape such characters in JSON, which stays the same JSON value. */
 export function visibleJson(json) {
   return json.replace(UNSEEN, (each) => (KEPT.has(each) ? each : escaped(each)));
 }

@@ -1,1 +1,1 @@
-"""Samples files of training frameworks, a file for each of them."""
+"""Readers of the samples files of training frameworks, one module for each framework."""

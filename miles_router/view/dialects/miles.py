@@ -1,8 +1,8 @@
-"""miles' form of samples, read (radixark/miles at 31f1ca961, `rollout/session/samples/codec.py`).
+"""Read the samples files of miles (radixark/miles at 31f1ca961, `rollout/session/samples/codec.py`).
 
-One safetensors file. Of sample i the tensors `tokens.i`, and over its response `loss_mask.i` and `rollout_log_probs.i`;
-`rollout_routed_experts.i` where there are some. Everything else is JSON in the tensor `_samples_meta`: `samples`, which
-name in `nulls` the tensors they have not, and `empty_reason`.
+The format is one safetensors file. Sample i has the tensors `tokens.i`, and over its response `loss_mask.i` and
+`rollout_log_probs.i`; optionally `rollout_routed_experts.i`. Everything else is JSON in the tensor `_samples_meta`: the
+list `samples`, each with the names of its missing tensors in `nulls`, and `empty_reason`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from miles_router.trajectory.trajectory import checked_arrays
 from miles_router.view.sheets import TURNS, TokenSheet, entropy_of, fitting_turns, sampled_positions
 
 META = "_samples_meta"
-#: Where the metadata of a sample has what the router says of it.
+#: Key of a sample's metadata that holds the metadata written by the router.
 ROUTER = "router"
 MASK, LOGPROBS, EXPERTS = "loss_mask", "rollout_log_probs", "rollout_routed_experts"
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def read(arrays: Arrays) -> tuple[list[dict[str, Any]], str | None]:
-    """What the file says of each sample, and why it has none.
+    """Return the JSON description of each sample, and the file's reason for having no samples, if it has one.
 
     Raises:
-        Malformed: it has another form.
+        Malformed: the file does not have this format.
     """
     try:
         meta = orjson.loads(arrays[META].tobytes())
@@ -37,16 +37,16 @@ def read(arrays: Arrays) -> tuple[list[dict[str, Any]], str | None]:
     except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no samples in {META}: {error!r}") from None
     if not isinstance(samples, list) or not all(isinstance(each, dict) for each in samples):
-        raise Malformed(f"the samples in {META} are no list of objects")
+        raise Malformed(f"the samples in {META} are not a list of objects")
     return samples, None if reason is None else str(reason)
 
 
 def sheets_of(arrays: Arrays, samples: list[dict[str, Any]]) -> Iterator[TokenSheet]:
-    """The samples, one at a time.
+    """Yield the samples, one at a time.
 
     Raises:
-        Malformed: a tensor that it promises is missing, or a value is of the wrong kind.
-        InvalidTrajectory: arrays that no rollout can have.
+        Malformed: a tensor is missing that `nulls` does not name, or a value has the wrong type.
+        InvalidTrajectory: the arrays contradict each other.
     """
     for place, told in enumerate(samples):
         try:
@@ -94,7 +94,7 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
 
 
 def _over_all(array: npt.NDArray[Any] | None, response: int, length: int) -> npt.NDArray[Any] | None:
-    """An array over the response as one over all tokens."""
+    """Pad an array over the response with zeros for the prompt, so that it covers all tokens."""
     if array is None:
         return None
     if array.shape != (response,):

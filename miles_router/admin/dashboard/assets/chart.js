@@ -1,10 +1,10 @@
-// Lines over time, drawn by uPlot. Colours come from the style sheet, so that they follow the system's.
+// Line charts over time, drawn by uPlot. Colours come from the style sheet, so that they follow the system theme.
 
 import uPlot from "../uplot/uPlot.esm.js";
 import {element, putInto, several} from "../view/elements.js";
 
 const HEIGHT = 190, SLIM = 2, MOST_NAMED = 8, LEAST_S = 60;
-// The clock of the day, and the date where it changes: marks that lie seconds, hours, days apart.
+// Time labels of the axis: the time of day, and the date where it changes.
 const MARKS = [
   [86400, "{YYYY}-{MM}-{DD}", null, null, null, null, null, null, 1],
   [60, "{HH}:{mm}", "\n{YYYY}-{MM}-{DD}", null, "\n{YYYY}-{MM}-{DD}", null, null, null, 1],
@@ -12,14 +12,14 @@ const MARKS = [
 ];
 const STEPS = [1, 5, 10, 15, 30, 60, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
-/** A colour of the style sheet. */
+/** Return a colour of the style sheet. */
 export function styleOf(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name);
 }
 
 const hues = new Map();
 
-/** A colour for each name, in the order in which they appear; steps of the golden angle keep any number apart. */
+/** Return the colour of a name, assigned in order of appearance. Steps of the golden angle keep hues distinct. */
 export function colourOf(name) {
   if (!hues.has(name)) hues.set(name, (210 + hues.size * 137.508) % 360);
   return `hsl(${hues.get(name).toFixed(0)} 62% ${styleOf("--lightness")})`;
@@ -34,10 +34,10 @@ function short(value) {
   return Intl.NumberFormat("en-US", {notation: "compact", maximumFractionDigits: 1}).format(value);
 }
 
-/** Draws into its `element`: a figure with what it shows in words. */
+/** A chart in `element`, with a text alternative. */
 export class TimeChart {
   constructor(title, {least = 4} = {}) {
-    this._least = least; // of what the axis reaches to
+    this._least = least; // minimum upper end of the axis
     this._names = null;
     this._plot = null;
     this._bands = [];

@@ -1,4 +1,4 @@
-// One episode: what it is, its turns, and its tokens as the token view shows them, live.
+// The page of one episode: its facts, its turns, and its tokens in the token view, refreshed live.
 
 import {counted, element, putInto} from "../view/elements.js";
 import {Pieces} from "../view/pieces.js";
@@ -13,7 +13,7 @@ import {WindowedTable} from "./windowed_table.js";
 import {ago, clock, duration, hostOf} from "./words.js";
 
 const ROW = 32, MOST_ROWS = 8;
-const HIDDEN = "Texts, token ids and bytes are hidden: this router shows them to nobody (--dashboard-text off).";
+const HIDDEN = "Texts, token ids and bytes are hidden: the router runs with --dashboard-text off.";
 
 const COLUMNS = [
   {title: "Turn", kind: "number-cell", cell: (turn) => String(turn.turn)},
@@ -46,11 +46,11 @@ function pairsOf(episode) {
     ["group", group === null ? "none" : element("a", {href: groupAddress(group)}, group)],
     ["label", episode.label ?? "none"],
     ["model", episode.model ?? "unknown"],
-    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} under way` : "")],
+    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} running` : "")],
     ["segments, leaves", `${counted(episode.segments)}, ${counted(episode.leaves)}`],
     ["tokens", counted(tokens.all)],
     ["sampled", counted(tokens.sampled)],
-    ["trained", tokens.trained === null ? "not known" : counted(tokens.trained)],
+    ["trained", tokens.trained === null ? "unknown" : counted(tokens.trained)],
     ["waited", duration(episode.waited_s)],
     ["forks", reasonsOf(episode.reasons) || "none"],
     ["versions", episode.weight_versions.join(", ") || "none"],
@@ -62,7 +62,7 @@ function pairsOf(episode) {
   ];
 }
 
-/** The leaf that goes on from a turn: itself, or the last one behind it. */
+/** Return the leaf that continues a turn: the turn itself, or the last leaf below it. */
 function leafBehind(turns, leaves, turn) {
   const parents = new Map(turns.map((each) => [each.turn, each.parent]));
   const goesThrough = (leaf) => {
@@ -72,13 +72,13 @@ function leafBehind(turns, leaves, turn) {
   return leaves.includes(turn) ? turn : leaves.filter(goesThrough).at(-1) ?? leaves.at(-1) ?? null;
 }
 
-/** `open` takes an id, `refresh` reads the episode, and its tokens where they have changed. */
+/** The view of one episode. `open` sets its id, `refresh` loads the episode, and its tokens if they have changed. */
 export class EpisodeView {
   constructor({lookAgain}) {
     this.title = "Episode";
     this._lookAgain = lookAgain;
     this._id = this._leaf = this._episode = null;
-    this._drawn = ""; // which state of which leaf the tokens are of
+    this._drawn = ""; // identifies the leaf and the state whose tokens are shown
     this._from = null; // the turn to begin at
     this._heading = element("h2", {id: "episode-id"});
     this._facts = element("dl", {class: "details", id: "facts"});
@@ -107,7 +107,7 @@ export class EpisodeView {
     this._drawn = "";
     putInto(this._heading, id);
     this._tokens.hidden = true;
-    this._facts.replaceChildren(); // of another one, they would stand under this name until its own are known
+    this._facts.replaceChildren(); // else another episode's facts would be shown under this id until its own are loaded
     putInto(this._about, "");
     this._turns.rewind();
     this._turns.show([]);
@@ -153,7 +153,7 @@ export class EpisodeView {
     this._lookAgain();
   }
 
-  /** The tokens up to a leaf, where they are others than those that are shown. */
+  /** Load and show the tokens up to the chosen leaf, if they differ from those shown. */
   async _drawLeaf(signal) {
     const {tree, leaf_turns: leaves, turns, tokens, started_at: began} = this._episode, leaf = this._leaf;
     const state = JSON.stringify([this._id, began, leaf, leaves, turns.length, tokens]);

@@ -1,4 +1,4 @@
-// The episodes: searched and filtered, live, and those of one group side by side.
+// The list of episodes with search and filters, refreshed live, and the episodes of one group side by side.
 
 import {counted, element, putInto, several} from "../view/elements.js";
 import {EpisodePages} from "./episode_pages.js";
@@ -19,7 +19,7 @@ const ROW = 40, MOST_ROWS = 14, NEAR = 40;
 export const addressOf = (id) => `#/episodes/${encodeURIComponent(id)}`;
 export const groupAddress = (group) => `#/episodes?${new URLSearchParams({group})}`;
 
-/** Reasons and how often each. */
+/** Format reasons with their counts. */
 export function reasonsOf(counts) {
   return Object.entries(counts).map(([reason, count]) => (count === 1 ? reason : `${reason} ×${count}`)).join(", ");
 }
@@ -54,12 +54,12 @@ function textOf(row) {
   return [...names, ...Object.keys(row.reasons)].filter(Boolean).join(" ").toLowerCase();
 }
 
-/** `open` takes filters out of the address, `refresh` reads what is seen. */
+/** The view of the list. `open` reads the filters from the address, `refresh` reloads the visible rows. */
 export class EpisodesView {
   constructor() {
     this.title = "Episodes";
     this._pages = new EpisodePages({});
-    this._failure = null; // why the last reading on was none
+    this._failure = null; // the error of the last background load
     this._build();
     this._table.onScroll(() => {
       if (this._table.seen[1] + NEAR > this._shown.length && !this._pages.whole) this._readOn();
@@ -83,7 +83,7 @@ export class EpisodesView {
     for (const name of FILTERS) this._fields[name].addEventListener("change", () => this._filter());
     this._count = element("p", {class: "count", role: "status", id: "count"});
     this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true},
-      "Labels are hidden: this router shows no texts (--dashboard-text off).");
+      "Labels are hidden: the router runs with --dashboard-text off.");
     this._group = element("section", {class: "card", "aria-label": "Side by side", hidden: true});
     this._shown = [];
     this._table = new WindowedTable({
@@ -102,28 +102,28 @@ export class EpisodesView {
       ...values.map((value) => element("option", {value}, value)));
   }
 
-  /** The filters of an address. */
+  /** Set the filters from an address. */
   open(_, parameters) {
     const filters = Object.fromEntries(FILTERS.map((name) => [name, parameters.get(name) ?? ""]));
     for (const name of FILTERS) this._set(this._fields[name], filters[name]);
     if (JSON.stringify(filters) === JSON.stringify(this._pages.filters)) return;
     this._pages = new EpisodePages(filters);
     this._failure = null;
-    this._shown = []; // what others have is none of these
+    this._shown = []; // rows of the old filters
     this._table.rewind();
     putInto(this._count, "");
-    // Until their own are known, those of others are seen as such.
+    // Until the new rows are loaded, mark the old ones as outdated.
     this._table.element.classList.add("old");
     this._group.hidden = true;
     this._grouped = undefined;
   }
 
-  /** It is in the page again. */
+  /** Restore the state after the view is shown again. */
   back() {
     this._table.back();
   }
 
-  /** A value that nobody knows is a filter all the same: the router says what is wrong with it. */
+  /** Set a filter. An unknown value is kept, and the router's answer explains what is wrong. */
   _set(field, value) {
     const options = [...(field.options ?? [])];
     if (field.options && !options.some((option) => option.value === value)) field.append(element("option", {value}, value));
@@ -147,7 +147,7 @@ export class EpisodesView {
     if (failure !== null) throw failure;
   }
 
-  /** Reads on, and while somebody searches to the end. */
+  /** Load the next page; during a search, all pages. */
   async _readOn() {
     const pages = this._pages;
     if (this._reading === pages) return;
@@ -158,19 +158,19 @@ export class EpisodesView {
         if (pages === this._pages) this._found();
       } while (pages === this._pages && this._search.value.trim() && !pages.whole);
     } catch (error) {
-      if (pages === this._pages) this._failure = error; // the next look says it, and no sooner: this may fail each time
+      if (pages === this._pages) this._failure = error; // reported by the next refresh: each load may fail
     } finally {
       if (this._reading === pages) this._reading = null;
     }
   }
 
-  /** Shows what a search leaves of the rows that were read. */
+  /** Show the loaded rows that match the search. */
   _found() {
     const words = this._search.value.toLowerCase().split(/\s+/).filter(Boolean), {rows, whole, ends, text} = this._pages;
     const fits = (row) => words.every((word) => textOf(row).includes(word));
-    this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
+    this._shown = rows.filter(fits); // a new list: the table compares it with the previous one
     this._hidden.hidden = text;
-    const read = ends ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
+    const read = ends ? several(rows.length, "episode") : `${counted(rows.length)} episodes loaded, more available`;
     putInto(this._count, words.length ? `${counted(this._shown.length)} of ${read}` : read);
     this._table.element.classList.remove("old");
     this._table.show(this._shown);
@@ -178,7 +178,7 @@ export class EpisodesView {
     if (words.length && !whole) this._readOn();
   }
 
-  /** Side by side, drawn anew where one of them has changed. */
+  /** Show the group side by side, redrawn only if one of its rows has changed. */
   _showGroup() {
     const rows = this._pages.filters.group ? this._shown : null, state = JSON.stringify(rows);
     if (state === this._grouped) return;

@@ -1,8 +1,8 @@
-// What the fleet was while this page looked: loads, changes of state. The router keeps no history of them.
+// The history of loads and state changes while this page is open. The router keeps none.
 
 const KEPT_S = 300, MOST_CHANGES = 50;
 
-/** Takes what `GET /router/info` says, time after time. */
+/** A history built from successive answers of `GET /router/info`. */
 export class FleetMemory {
   constructor() {
     this._seen = []; // {at, workers: Map of url -> worker}, oldest first
@@ -19,7 +19,7 @@ export class FleetMemory {
     while (this._seen[0].at < at - KEPT_S) this._seen.shift();
   }
 
-  /** Nothing is known of the time up to now: lines break here. */
+  /** Record a gap, so that the lines break here. */
   interrupt() {
     if (this._seen.at(-1)?.workers.size) this._seen.push({at: this._seen.at(-1).at + 0.001, workers: new Map()});
   }
@@ -28,7 +28,7 @@ export class FleetMemory {
     return this._seen.map(({at}) => at);
   }
 
-  /** A line for each worker that was there, null where it was not. */
+  /** Return a line for each worker, with null while it was absent. */
   lines(field) {
     const urls = new Set(this._seen.flatMap(({workers}) => [...workers.keys()]));
     return [...urls].map((url) => ({

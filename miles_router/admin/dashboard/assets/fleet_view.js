@@ -1,4 +1,4 @@
-// The fleet: who the workers are, what they have to do, and why some of them take nothing.
+// The fleet: the workers, their load, and why some are out of rotation.
 
 import {counted, element, putInto, several} from "../view/elements.js";
 import {TimeChart, colourOf} from "./chart.js";
@@ -35,7 +35,7 @@ function rowOf(worker, most) {
   ];
 }
 
-/** How many workers have each weight version, most first. */
+/** Count the workers of each weight version, most first. */
 function versionsOf(workers) {
   const counts = new Map();
   for (const {weight_version: version} of workers) {
@@ -52,7 +52,7 @@ function stepsOf(layers) {
   return [...steps, element("li", {}, element("span", {class: "chip"}, "worker"))];
 }
 
-/** `element` with all of it; `show` is given what `GET /router/info` says. */
+/** The view of the fleet, in `element`. `refresh` gets the answer of `GET /router/info`. */
 export class FleetView {
   constructor({memory}) {
     this.title = "Fleet";
@@ -78,7 +78,7 @@ export class FleetView {
       numberCard("workers", "Routable workers"),
       numberCard("in-flight", "Requests in flight"),
       numberCard("tokens", "Load in tokens"),
-      numberCard("hit-rate", "Prompt tokens found cached"),
+      numberCard("hit-rate", "Prompt tokens from the prefix cache"),
       numberCard("weights", "Fleet weight version"),
       numberCard("uptime", "Uptime"),
     );
@@ -91,7 +91,7 @@ export class FleetView {
       section("Out of rotation", this._out),
       section("Weight versions", this._versions),
       this._pools,
-      section("A request's way, outermost first", this._stack),
+      section("Middlewares, outermost first", this._stack),
     );
   }
 
@@ -102,7 +102,8 @@ export class FleetView {
     const {workers} = info, most = Math.max(0, ...workers.map((worker) => worker.in_flight));
     refill(this._workers, workers.length
       ? table("Workers", TITLES, workers.map((worker) => rowOf(worker, most)), {id: "workers-table"})
-      : element("p", {class: "soft"}, "None is registered. Workers register with POST /add_worker?url=http://HOST:PORT"));
+      : element("p", {class: "soft"},
+        "No worker is registered. Register one with POST /add_worker?url=http://HOST:PORT"));
     this._versions.replaceChildren(...versionsOf(workers).map(([version, count]) =>
       element("li", {}, element("b", {}, version), `: ${several(count, "worker")}`)));
     this._stack.replaceChildren(...stepsOf(info.middlewares));
@@ -124,7 +125,7 @@ export class FleetView {
     set("uptime", duration(Math.floor(info.uptime_seconds)));
   }
 
-  /** Who takes nothing and why, and what changed while this page looked. */
+  /** Show the workers out of rotation with their reasons, and the state changes while the page was open. */
   _outOfRotation(workers) {
     const out = workers.filter(({state}) => state !== "ready");
     const rows = out.map((each) => [nameOf(each), stateChip(each.state, STATES), ago(each.since), each.reason]);
@@ -133,8 +134,8 @@ export class FleetView {
     refill(
       this._out,
       rows.length ? table("Workers out of rotation", ["Worker", "State", "Since", "Reason"], rows, {id: "out"})
-        : element("p", {class: "soft"}, "No worker is."),
-      ...(changes.length ? [element("h4", {}, "Changes that this page has seen"),
+        : element("p", {class: "soft"}, "No worker is out of rotation."),
+      ...(changes.length ? [element("h4", {}, "State changes while this page was open"),
         table("Changes of state", ["At", "Worker", "State", "Reason"], changes, {id: "changes"})] : []),
     );
   }

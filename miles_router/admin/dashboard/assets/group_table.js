@@ -1,4 +1,4 @@
-// The episodes of one group side by side: a column for each, a line for each fact.
+// The episodes of one group side by side: one column for each, one row for each fact.
 
 import {counted, element} from "../view/elements.js";
 import {bar, scroller, stateChip} from "./tables.js";
@@ -25,10 +25,10 @@ function facts(rows) {
   ];
 }
 
-/** A heading, and a table of the first of these rows. */
+/** Return a heading and a table of the first `MOST` rows. */
 export function groupTable(rows) {
   const some = rows.slice(0, MOST);
-  if (!some.length) return [element("p", {class: "soft"}, "No episode of this group is held.")];
+  if (!some.length) return [element("p", {class: "soft"}, "The router holds no episode of this group.")];
   const head = element("tr", {}, element("td"), ...some.map((row) =>
     element("th", {scope: "col"}, element("a", {href: `#/episodes/${encodeURIComponent(row.id)}`}, row.id))));
   const lines = facts(some).map(([title, cell]) =>

@@ -1,4 +1,4 @@
-// The tokens of one line of an episode, up to a leaf: read slice by slice, and put together.
+// Load the tokens of an episode up to a leaf in slices, and join them.
 
 import {readTensors} from "../view/tensors.js";
 import {pathOf, readBytes} from "./router_client.js";
@@ -15,7 +15,7 @@ function joined(parts, name) {
   return whole;
 }
 
-/** What the ids of all slices spell, each id at least once; null where nobody knows. */
+/** Join the vocabularies of all slices; ids may repeat. Return null if the bytes are unknown. */
 function vocabularyOf(parts) {
   if (parts.some(({tensors}) => tensors.ids === undefined)) return null;
   let behind = 0;
@@ -28,7 +28,7 @@ function vocabularyOf(parts) {
   return {ids: joined(parts, "ids"), ends: joined(places, "ends"), bytes: joined(parts, "bytes")};
 }
 
-/** `tensors` and `facts` as a `Sheet` takes them, and the `vocabulary` of `Pieces`. */
+/** Return `tensors` and `facts` for a `Sheet`, and the `vocabulary` for `Pieces`. */
 export async function readLine(id, leaf, signal) {
   const parts = [], at = `router/episodes/${encodeURIComponent(id)}/tokens`;
   let start = 0, length = 0;

@@ -1,4 +1,4 @@
-// The dashboard: which view is shown, the key that the router asks for, and one beat for all that is live.
+// The dashboard: navigation between views, the administration key, and one timer for all live data.
 
 import {entitle, putInto} from "../view/elements.js";
 import {EpisodeView} from "./episode_view.js";
@@ -9,7 +9,8 @@ import {KeyNeeded, keepKey, readJson} from "./router_client.js";
 import {RunView} from "./run_view.js";
 import {ago, clock, keepTime} from "./words.js";
 
-// A look of one second is followed by nine in which nothing is asked; one during which the machine slept by a minute.
+// After a refresh that took t, wait 9 t, so that the page costs the router little. At most a minute: the machine may
+// have slept during the refresh.
 const BEAT_MS = 2000, REST = 9, MOST_REST_MS = 60_000;
 const $ = (id) => document.getElementById(id);
 
@@ -24,7 +25,7 @@ const makers = {
 const views = new Map();
 let view = null, asking = null, timer = 0, lastSeen = null;
 
-/** `#/episodes/<id>?turn=3` as the view's name, the id, and the parameters. */
+/** Parse an address such as `#/episodes/<id>?turn=3` into the view's name, the id and the parameters. */
 function addressed() {
   const [path, ...rest] = location.hash.slice(1).split("?");
   const [name, ...more] = path.split("/").filter(Boolean);
@@ -58,7 +59,7 @@ function turn() {
   beat();
 }
 
-/** Ask for everything that is seen, and again a while later; nothing is asked while nobody looks. */
+/** Refresh the visible view, and set the timer for the next refresh unless the page is hidden. */
 async function beat() {
   clearTimeout(timer);
   asking?.abort();
@@ -83,7 +84,7 @@ function restAfter(took) {
 }
 
 function live(hash) {
-  if ($("login").contains(document.activeElement)) $("main").focus({preventScroll: true}); // before it goes
+  if ($("login").contains(document.activeElement)) $("main").focus({preventScroll: true}); // before the form is hidden
   $("login").hidden = true;
   problem("");
   $("view").hidden = false;
@@ -99,14 +100,14 @@ function showState({version, gate}) {
   $("gate").hidden = !text;
 }
 
-/** Why generations wait, since when and how many; empty while they do not. */
+/** Describe why, since when and how many requests wait; empty if the gate is open. */
 function gateText(gate) {
   if (!gate.closed) return "";
   const reasons = [];
   if (gate.paused_since !== null) reasons.push(`The fleet was paused (${gate.mode}) at ${clock(gate.paused_since)}`);
-  if (gate.asleep_since !== null) reasons.push(`The fleet fell asleep at ${clock(gate.asleep_since)}`);
+  if (gate.asleep_since !== null) reasons.push(`The fleet was put to sleep at ${clock(gate.asleep_since)}`);
   if (gate.workers_paused_since !== null) {
-    reasons.push(`Every worker was paused by somebody else, seen at ${clock(gate.workers_paused_since)}`);
+    reasons.push(`Another program paused every worker, seen at ${clock(gate.workers_paused_since)}`);
   }
   return `${reasons.join(". ")}. ${gate.held} ${gate.held === 1 ? "request waits" : "requests wait"}.`;
 }
@@ -123,7 +124,7 @@ function failed(error) {
   putInto($("live"), lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`);
   if (error instanceof KeyNeeded) keyNeeded(error.message);
   else if (error.name === "TimeoutError" || error instanceof TypeError) {
-    problem(`The router cannot be reached (${error.message}). Asking again and again.`);
+    problem(`The router cannot be reached (${error.message}). Retrying.`);
   } else problem(error.message);
 }
 
@@ -145,7 +146,7 @@ $("login").addEventListener("submit", (event) => {
   beat();
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // its address is that of no view
+  event.preventDefault(); // `#main` is not the address of a view
   $("main").focus();
 });
 addEventListener("hashchange", turn);

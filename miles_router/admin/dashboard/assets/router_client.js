@@ -1,15 +1,15 @@
-// The router's own routes, asked with the key that somebody has given.
+// Requests to the router's own routes, with the key that the user entered.
 
 const KEY = "miles-router-key", PATIENCE_MS = 10_000, WRITABLE = /^[\x21-\x7e]+$/;
 
-/** The router wants a key, or another one. */
+/** The router requires a key, or rejected the given one. */
 export class KeyNeeded extends Error {
   constructor(given) {
     super(given ? "The router did not accept this key." : "");
   }
 }
 
-/** What the router said in place of an answer. */
+/** The router answered with an error status. */
 export class Refused extends Error {
   constructor(path, status, said) {
     super(`The router answered ${status} to GET /${path.split("?")[0]}${said ? `: ${said}` : "."}`);
@@ -17,12 +17,12 @@ export class Refused extends Error {
   }
 }
 
-/** Keeps the key for as long as the tab is open. */
+/** Store the key while the tab is open. */
 export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** A path with its parameters; those that are null, or "" are left out. */
+/** Return a path with query parameters. Null, undefined and "" are left out. */
 export function pathOf(path, parameters) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
@@ -30,7 +30,7 @@ export function pathOf(path, parameters) {
 
 async function ask(path, signal, accept = "application/json") {
   const key = sessionStorage.getItem(KEY);
-  if (key && !WRITABLE.test(key)) { // no header can have it, so that it is no key
+  if (key && !WRITABLE.test(key)) { // a header cannot contain it, so it is not a valid key
     sessionStorage.removeItem(KEY);
     throw new KeyNeeded(true);
   }
@@ -56,12 +56,12 @@ async function saidBy(answer) {
   }
 }
 
-/** The JSON at a path. */
+/** Request a path and parse the answer as JSON. */
 export async function readJson(path, signal) {
   return (await ask(path, signal)).json();
 }
 
-/** The bytes at a path. */
+/** Request a path and return the answer's bytes. */
 export async function readBytes(path, signal) {
   return (await ask(path, signal, "application/octet-stream")).arrayBuffer();
 }

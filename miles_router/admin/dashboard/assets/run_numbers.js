@@ -1,11 +1,11 @@
-// What the intervals of `GET /router/run` add up to.
+// Sums and rates of the intervals of `GET /router/run`.
 
-/** Of an object of numbers. */
+/** Sum the values of an object. */
 export function total(counts) {
   return Object.values(counts).reduce((sum, count) => sum + count, 0);
 }
 
-/** The sums of an object of numbers that each of `parts` has under `name`. */
+/** Add up, key by key, the objects that the `parts` have under `name`. */
 export function added(parts, name) {
   const sums = new Map();
   for (const part of parts) {
@@ -14,7 +14,7 @@ export function added(parts, name) {
   return sums;
 }
 
-/** The intervals of the last `span` seconds that are over, those in which nothing happened among them. */
+/** The complete intervals of the last `span` seconds, including empty ones. */
 export class Seconds {
   constructor({now, since, interval_s: length, intervals}, span) {
     const last = Math.floor(now / length) * length - length, first = last - Math.floor(span / length) * length;
@@ -24,8 +24,8 @@ export class Seconds {
     this.times = Array.from({length: (last - first) / length + 1}, (_, place) => first + place * length);
   }
 
-  /** For each of `times` what the intervals that begin there have of something, a second; null where the router does
-   * not know: before its start, and of what it has forgotten. */
+  /** Return the rate per second at each of `times`: the sum of `of(interval)` by the interval's length. Null before the
+   * router's start, and for intervals that it has dropped. */
   rate(of) {
     const sums = new Map(this.times.map((time) => [time, time < this._since ? null : 0]));
     for (const interval of this.intervals) {
@@ -36,16 +36,16 @@ export class Seconds {
   }
 }
 
-const REASONS = {paused: "paused", asleep: "asleep", workers_paused: "paused by others"};
+const REASONS = {paused: "paused", asleep: "asleep", workers_paused: "paused by another program"};
 
-/** Tokens sampled a second, of the whole intervals within the last `span` seconds and what has begun behind them. */
+/** Return the tokens sampled per second in the last `span` seconds, which begin at the next interval boundary. */
 export function recentRate({now, interval_s: length, intervals}, span) {
   const first = Math.ceil((now - span) / length) * length;
   const tokens = intervals.filter(({start}) => start >= first).reduce((sum, {sampled}) => sum + total(sampled), 0);
   return tokens / (now - first);
 }
 
-/** When the fleet was paused or asleep, as charts shade it. */
+/** Return the pauses and sleeps of the fleet as bands for charts. */
 export function bandsOf({now, pauses}) {
   return pauses.map(({start, end, reason, model_id: model}) => ({
     start, end: end ?? now, text: model === null ? REASONS[reason] : `${REASONS[reason]} (${model})`,

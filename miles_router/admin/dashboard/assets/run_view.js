@@ -1,4 +1,4 @@
-// The run: what was sampled and what of it is trained, forks, staleness, and the time that went into waiting.
+// The run: tokens sampled and trained, forks, staleness, and time spent waiting.
 
 import {counted, element, putInto} from "../view/elements.js";
 import {TimeChart} from "./chart.js";
@@ -9,7 +9,10 @@ import {ago, duration, percent} from "./words.js";
 
 const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
 const RATE_S = 60;
-const TITLES = ["Version", "Since", "Sampled", "Trained", "Share", "Given", "Reused", "Cached", "Turns", "Forks", "Waited"];
+const TITLES = [
+  "Version", "Since", "Sampled", "Trained", "Share", "New prompt", "Reused prompt", "Cached", "Turns", "Forks",
+  "Waited",
+];
 
 function rowOf(version, most) {
   return [
@@ -27,16 +30,16 @@ function rowOf(version, most) {
   ];
 }
 
-/** Lines with a bar each, in an order of their own. */
+/** Return a table of counts with bars, sorted by `order`. */
 function barList(id, label, titles, counts, order) {
   const entries = [...counts].sort(order), most = Math.max(0, ...entries.map(([, count]) => count));
   if (!entries.length) return element("p", {class: "soft", id}, "None.");
   return table(label, titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
 }
 
-/** The mean of what each version was given, newest first. */
+/** Return a table of the mean reward of each weight version, newest first. */
 function rewardTable(rewards) {
-  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample was read with a reward.");
+  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample with a reward was read.");
   const means = rewards.map(({sum, count}) => sum / count), most = Math.max(0, ...means);
   const rows = rewards.map(({weight_version: version, count}, at) => [
     version ?? "unknown",
@@ -47,20 +50,20 @@ function rewardTable(rewards) {
 }
 
 function inWords(rate) {
-  return rate === null ? "nobody knows how many" : rate.toFixed(1);
+  return rate === null ? "unknown" : rate.toFixed(1);
 }
 
 const mostFirst = ([, a], [, b]) => b - a;
-// "unknown" is no number, and comes last.
+// "unknown" is not a number and comes last.
 const byNumber = ([a], [b]) => (Number.isNaN(Number(a)) ? 1 : Number.isNaN(Number(b)) ? -1 : Number(a) - Number(b));
 
-/** `refresh` reads `GET /router/run`. */
+/** The view of the run. `refresh` loads `GET /router/run`. */
 export class RunView {
   constructor() {
     this.title = "Run";
     this._span = SPANS[0][0];
-    this._rates = new TimeChart("Tokens a second");
-    this._waits = new TimeChart("Generations that wait, in the mean", {least: 1});
+    this._rates = new TimeChart("Tokens per second");
+    this._waits = new TimeChart("Waiting generations, mean", {least: 1});
     this._staleness = element("div");
     this._forks = element("div");
     this._versions = element("div");
@@ -75,13 +78,13 @@ export class RunView {
     this._numbers = element(
       "div",
       {class: "cards"},
-      numberCard("rate", "Tokens a second, in the last minute"),
+      numberCard("rate", "Tokens sampled per second, last minute"),
       numberCard("sampled", "Tokens sampled"),
-      numberCard("trained", "Of these, trained"),
-      numberCard("reused", "Given again as recorded: no drift"),
-      numberCard("cached", "Prompt tokens found cached"),
+      numberCard("trained", "Sampled tokens in the loss"),
+      numberCard("reused", "Prompt tokens reused as recorded"),
+      numberCard("cached", "Prompt tokens from the prefix cache"),
       numberCard("forks-total", "Forks"),
-      numberCard("waited", "Time lost to waits"),
+      numberCard("waited", "Time spent waiting"),
     );
     this.element = element(
       "div",
@@ -126,10 +129,10 @@ export class RunView {
     const seconds = new Seconds(this._run, this._span), bands = bandsOf(this._run);
     const sampled = seconds.rate(({sampled: each}) => total(each)), trained = seconds.rate(({trained: each}) => total(each));
     const waiting = seconds.rate(({waited_s: each}) => each);
-    const times = [...seconds.times, this._run.now]; // what is not over has bands, and no rate yet
+    const times = [...seconds.times, this._run.now]; // the current interval is incomplete: it shows bands but no rate
     const line = (name, values) => ({name, values: [...values, null]});
     this._rates.draw(times, [line("sampled", sampled), line("trained", trained)], bands,
-      `the last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
+      `last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
     this._waits.draw(times, [line("waiting", waiting)], bands);
     const stale = added(seconds.intervals, "staleness");
     refill(this._staleness, barList("staleness", "Staleness of trained tokens", ["Behind", "Tokens"], stale, byNumber));

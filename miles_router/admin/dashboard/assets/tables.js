@@ -2,30 +2,30 @@
 
 import {element, haveInside} from "../view/elements.js";
 
-/** A card with one number under its name; `id` finds it. */
+/** Return a card with a title and one number, whose element has this `id`. */
 export function numberCard(id, title) {
   return element("div", {class: "card"}, element("h3", {}, title), element("p", {class: "number", id}));
 }
 
-/** A section with a heading and what stands in it. */
+/** Return a section with a heading. */
 export function section(title, ...children) {
   return element("section", {class: "card", "aria-label": title}, element("h3", {}, title), ...children);
 }
 
-/** What may be wider than the page: it scrolls sideways by itself, with keys too. */
+/** Wrap content that may be wider than the page, so that it scrolls sideways, by keyboard too. */
 export function scroller(label, wide) {
   return element("div", {class: "wide", tabindex: "0", role: "region", "aria-label": label}, wide);
 }
 
-/** A table of texts or elements under a name. */
+/** Return a table of texts or elements with an accessible name. */
 export function table(label, titles, rows, attributes = {}) {
   const head = element("tr", {}, ...titles.map((title) => element("th", {scope: "col"}, title)));
   const body = rows.map((cells) => element("tr", {}, ...cells.map((cell) => element("td", {}, cell))));
   return scroller(label, element("table", attributes, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
-/** These in the place of others. A scroller of the same name stays, scrolled as it is, and with the focus: its own, or a
- * link's in it. */
+/** Replace the contents of `place`. A scroller with the same name keeps its scroll position and the focus, its own or
+ * that of a link in it. */
 export function refill(place, ...contents) {
   const nameOf = (each) => (each.matches(".wide") ? each.getAttribute("aria-label") : null);
   const before = new Map([...place.children].map((each) => [nameOf(each), each]));
@@ -44,7 +44,7 @@ function refillScroller(scroller, contents) {
   (link ?? scroller).focus({preventScroll: true});
 }
 
-/** A bar as long as its share of the most, with its number in front. */
+/** Return a bar for `value` of `most`, with its number before it. */
 export function bar(value, most, text, colour = null) {
   const fill = element("i"), track = element("span", {class: "track", "aria-hidden": "true"}, fill);
   fill.style.width = `${most > 0 ? 100 * value / most : 0}%`;
@@ -52,7 +52,7 @@ export function bar(value, most, text, colour = null) {
   return element("span", {class: "load"}, element("b", {}, text), track);
 }
 
-/** A state as a word with a colour; what is no known state is a word alone. */
+/** Return a state as a word, coloured if it is known. */
 export function stateChip(state, known) {
   return element("span", {class: known.includes(state) ? `state ${state}` : "state"}, state);
 }

@@ -1,10 +1,10 @@
-// A table of any length, of which only those rows are drawn that are seen; gone through by keys.
+// A table of any length that draws only its visible rows and supports keyboard navigation.
 
 import {element, putInto} from "../view/elements.js";
 import {VirtualRows} from "../view/virtual_rows.js";
 
-/** Columns are `{title, kind, cell}`: `cell(row)` gives an element or a text, `kind` is a class of the style sheet.
- * `keyOf(row)` names a row for good, `choose(row)` opens one. */
+/** A windowed table. Columns are `{title, kind, cell}`: `cell(row)` returns an element or a text, `kind` is a CSS class.
+ * `keyOf(row)` returns a row's permanent key, `choose(row)` opens a row. */
 export class WindowedTable {
   constructor({id, label, columns, rowHeight, mostRows, keyOf, choose = null}) {
     this._id = id;
@@ -15,7 +15,7 @@ export class WindowedTable {
     this._choose = choose;
     this._data = [];
     this._current = null;
-    this._top = 0; // how far it is scrolled
+    this._top = 0; // last scroll position
     const head = element("div", {role: "row", class: "head", "aria-rowindex": 1}, ...columns.map(({title, kind}) =>
       element("span", {role: "columnheader", class: kind}, title)));
     this._box = element("div", {class: "rows", role: "rowgroup"});
@@ -33,30 +33,30 @@ export class WindowedTable {
     });
   }
 
-  /** First and last place that is seen. */
+  /** The indices of the first and last visible row. */
   get seen() {
     const first = Math.floor(this._box.scrollTop / this._height);
     return [first, first + this._rows.fitting];
   }
 
-  /** When rows are scrolled. */
+  /** Call `act` at every scroll. */
   onScroll(act) {
     this._box.addEventListener("scroll", act, {passive: true});
   }
 
-  /** To the first row. */
+  /** Scroll to the first row. */
   rewind() {
     this._box.scrollTop = this._top = 0;
     this._current = null;
   }
 
-  /** To where it was: what has left the page and is back in it is scrolled to its beginning. */
+  /** Restore the scroll position, which an element loses when it leaves the page. */
   back() {
     this._box.scrollTop = this._top;
     this._rows.update();
   }
 
-  /** Other rows, or the same with other values; what is seen stays where it is. */
+  /** Show new data. Visible rows keep their place on the screen. */
   show(data) {
     const top = this._box.scrollTop, moved = top > 0 ? this._moved(data) : 0;
     this._data = data;
@@ -71,7 +71,7 @@ export class WindowedTable {
     this._mark();
   }
 
-  /** By how many places other rows have moved the first of those that are seen and still there. */
+  /** Return by how many rows the first visible row that still exists has moved. */
   _moved(data) {
     const [first, last] = this.seen;
     for (const [place, row] of this._data.slice(first, last + 1).entries()) {
@@ -81,7 +81,7 @@ export class WindowedTable {
     return 0;
   }
 
-  /** Draws anew what reads otherwise, cell by cell: what is clicked on meanwhile stays there. */
+  /** Redraw only cells whose text has changed, so that an element being clicked stays in place. */
   _renew() {
     for (const row of [...this._box.querySelectorAll("[data-place]")]) {
       const index = Number(row.dataset.place), data = this._data[index];
@@ -148,5 +148,5 @@ export class WindowedTable {
 
 function fill(cell, content) {
   putInto(cell, content);
-  cell.title = cell.textContent; // what is cut off
+  cell.title = cell.textContent; // shows text that is cut off
 }

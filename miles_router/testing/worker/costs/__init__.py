@@ -1,1 +1,1 @@
-"""What time and memory an answer would take on a real GPU: prices, prefix cache, batches, and the clock they run by."""
+"""A cost model of a real GPU, for time and memory: prices, prefix cache, batch schedule, and its clock."""

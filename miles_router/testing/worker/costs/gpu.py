@@ -1,4 +1,4 @@
-"""What one GPU takes for one model: seconds of prefill and decode, and room for keys and values.
+"""The costs of one model on one GPU: seconds of prefill and decode, and memory for the KV cache.
 
 `QWEN3_8B_H100` is Qwen3-8B in bfloat16 on one H100 80 GB SXM. Its seconds are least-squares fits, in relative error,
 to a public data set: github.com/tgarg01/silybench-data (CC BY 4.0), run 20260924T125045Z_h100-80gbx1_qwen3-8b_bf16,
@@ -6,21 +6,21 @@ to a public data set: github.com/tgarg01/silybench-data (CC BY 4.0), run 2026092
 
 - decode: median time between tokens, 30 points of 1 to 256 sequences with 192 to 8,448 tokens each, up to 16 at the
   longest, before requests queued. The fit is within 5.5 % of each, 1.8 % in the mean square. The price of a token in
-  context is what the hardware says: 147,456 bytes of keys and values (36 layers x 8 heads x 128 x 2 x 2 bytes) over
-  3.35 TB/s are 44 ns, fitted are 50.
+  context agrees with the hardware: 147,456 bytes of KV cache (36 layers x 8 heads x 128 x 2 x 2 bytes) over 3.35 TB/s
+  take 44 ns, the fit has 50.
 - prefill: time to the first token (95th percentile) of one user with 128, 1,024, 2,048 and 8,192 tokens, within 2 %.
-- `kv_tokens` is what that run had for keys and values.
+- `kv_tokens` is the KV cache size of that run.
 
 That run was vLLM 0.30. SGLang 0.5.3 takes the same within 2 % where both were published: 7.04 ms between tokens with 4
-users of some 230 tokens in and 220 out (github.com/gpustack/gpustack, docs/performance-lab/qwen3-8b/h100-latency.md),
-fitted are 6.94. Batches are formed as SGLang 0.5.23 does it, with its defaults for this GPU (`Schedule`).
+users of about 230 tokens in and 220 out (github.com/gpustack/gpustack, docs/performance-lab/qwen3-8b/h100-latency.md);
+the fit has 6.94. Batches are formed as in SGLang 0.5.23, with its defaults for this GPU (`Schedule`).
 
-`QWEN3_30B_A3B_H100` is the shape of Qwen3-30B-A3B with random bfloat16 weights on one H100 80 GB, SGLang 0.5.23 with
-attention in Triton and graphs for prefill. `python -m tests.gpu.fit` makes its prices from `tests/gpu/data/cost.json`
-and prints how far off they are. A straight line fits a mixture of experts badly: a batch of one reads 8 experts a layer
-and one of 64 nearly all 128. The fit is that of 8 to 128 sequences, within 23 %, 14 % in the mean square; fewer take
-less than it says, a lone short one a third. `kv_tokens` is the engine's `max_total_num_tokens`, with
-`--mem-fraction-static 0.84`.
+`QWEN3_30B_A3B_H100` has the shape of Qwen3-30B-A3B with random bfloat16 weights on one H100 80 GB, SGLang 0.5.23 with
+Triton attention and CUDA graphs for prefill. `python -m tests.gpu.fit` computes its prices from
+`tests/gpu/data/cost.json` and prints their errors. A linear model fits a mixture of experts badly: a batch of one reads
+8 experts per layer, a batch of 64 nearly all 128. The fit covers 8 to 128 sequences, within 23 %, 14 % in the mean
+square. Smaller batches take less than the fit, a single short sequence a third of it. `kv_tokens` is the engine's
+`max_total_num_tokens`, with `--mem-fraction-static 0.84`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Prices in seconds, and sizes in tokens.
+    """The prices of a model on a GPU in seconds, and its sizes in tokens.
 
-    A prefill of several parts costs `prefill_s`, and for each part `prefill_token_s` a token and `prefill_pair_s` for
-    each pair of a token and one before it. A decode step costs `decode_s`, `decode_sequence_s` a sequence, and
-    `decode_context_s` for each token in the sequences' contexts.
+    A prefill batch costs `prefill_s`, plus for each part `prefill_token_s` per token and `prefill_pair_s` per pair of a
+    token and an earlier one. A decode step costs `decode_s`, plus `decode_sequence_s` per sequence and
+    `decode_context_s` per token in the sequences' contexts.
     """
 
     prefill_s: float
@@ -49,12 +49,16 @@ class Gpu:
     chunk_tokens: int = 8192
     """SGLang's `chunked_prefill_size` for a GPU of 80 GB."""
     max_running: int = 4096
-    """SGLang's `max_running_requests`: 512 for each context that `kv_tokens` hold, from 2,048 to 4,096."""
+    """SGLang's `max_running_requests`: 512 for each full context that fits `kv_tokens`, bounded to 2,048 to 4,096."""
     page_tokens: int = 1
-    """SGLang's `page_size`: the prefix cache knows whole pages."""
+    """SGLang's `page_size`: the prefix cache stores whole pages."""
 
     def scaled(self, factor: float) -> Gpu:
-        """A GPU that is `factor` times as fast, with the same memory; ValueError unless that is above 0."""
+        """Return a GPU that is `factor` times as fast, with the same memory.
+
+        Raises:
+            ValueError: the factor is not above 0.
+        """
         if not factor > 0:
             raise ValueError(f"a GPU's speed must be above 0, got {factor}")
         return replace(
@@ -68,7 +72,11 @@ class Gpu:
         )
 
     def prefill_seconds(self, parts: Iterable[tuple[int, int]]) -> float:
-        """One prefill of parts: how many tokens are computed, and behind how many others of their sequence."""
+        """Return the seconds of one prefill batch.
+
+        Args:
+            parts: pairs of how many tokens are computed, and how many tokens of the sequence come before them.
+        """
         seconds = self.prefill_s
         for tokens, before in parts:
             pairs = tokens * before + tokens * tokens / 2
@@ -76,18 +84,19 @@ class Gpu:
         return seconds
 
     def decode_seconds(self, steps: int, sequences: int, context: int) -> float:
-        """So many steps of a batch, whose context has `context` tokens at the first and grows with each."""
+        """Return the seconds of `steps` decode steps of a batch. Its sequences have `context` tokens together at the
+        first step, and each grows by one per step."""
         growth = self.decode_context_s * sequences
         return steps * self._first_step(sequences, context) + growth * steps * (steps - 1) / 2
 
     def decode_steps(self, seconds: float, sequences: int, context: int) -> int:
-        """How many steps of such a batch end within `seconds`; the inverse of `decode_seconds`."""
+        """Return how many decode steps of such a batch end within `seconds`; the inverse of `decode_seconds`."""
         first, growth = self._first_step(sequences, context), self.decode_context_s * sequences
         # steps * first + growth * steps * (steps - 1) / 2 = seconds
         linear = first - growth / 2
         root = (math.sqrt(linear * linear + 2 * growth * seconds) - linear) / growth if growth else seconds / first
         steps = max(0, math.floor(root))
-        # The root is inexact; a step counts when its own sum does.
+        # The root is inexact: correct it so that it agrees with `decode_seconds`.
         while self.decode_seconds(steps + 1, sequences, context) <= seconds:
             steps += 1
         while steps and self.decode_seconds(steps, sequences, context) > seconds:
@@ -119,12 +128,16 @@ QWEN3_30B_A3B_H100 = Gpu(
     max_running=2048,
 )
 
-#: By the name that `miles-router-worker --gpu` takes.
+#: The GPUs by their names in `miles-router-worker --gpu`.
 GPUS = {"qwen3-8b-h100": QWEN3_8B_H100, "qwen3-30b-a3b-h100": QWEN3_30B_A3B_H100}
 
 
 def gpu_named(name: str) -> Gpu:
-    """ValueError with the names that there are."""
+    """Return the GPU with this name.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+    """
     if name not in GPUS:
         raise ValueError(f"no GPU is called {name!r}: {', '.join(sorted(GPUS))}")
     return GPUS[name]

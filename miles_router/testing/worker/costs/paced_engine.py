@@ -1,4 +1,4 @@
-"""An engine whose tokens come when a schedule says, and whose prefix cache is the schedule's tree."""
+"""An engine whose tokens arrive at the times of a GPU's schedule, and whose prefix cache is the schedule's tree."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from miles_router.testing.worker.costs.schedule import Job
 from miles_router.testing.worker.engine import Engine, Load, PauseMode, cache_key
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest, Model
 
-#: A stream is sent on this often; SGLang's `stream_interval` is 1, which would be an event for each token.
+#: Tokens between two events of a stream. SGLang's default `stream_interval` is 1, an event for each token.
 STREAM_INTERVAL = 32
 
 
 class PacedEngine(Engine):
-    """An `Engine` that takes the time of a GPU.
+    """An `Engine` that takes the time and memory of a GPU.
 
-    All that a generation will say is known when it begins. It is said at its end, or for a stream every few tokens.
+    It computes all output ids when a generation begins, and appends them at its end, or for a stream every few tokens.
     """
 
     def __init__(self, model: Model, pacer: Pacer, **options: Any) -> None:
@@ -29,7 +29,11 @@ class PacedEngine(Engine):
         super().__init__(model, **options)
 
     def begin(self, request: GenerationRequest) -> Generation:
-        """Queue a generation; ValueError when it exceeds the memory."""
+        """Queue a generation and return it.
+
+        Raises:
+            ValueError: it needs more memory than the GPU has.
+        """
         self._take_script(request)
         ids = planned(self.model, request)
         if request.sampling.max_new_tokens != 0:
@@ -68,8 +72,10 @@ class PacedEngine(Engine):
             self._extend(generation)
 
     def load(self, rank: int = 0) -> Load:
-        """What the schedule has, which is of one rank, in the model's time; `waiting_uncached_tokens` is SGLang's guess
-        by the hit rate."""
+        """Return the load of the schedule, which has a single rank; seconds are in simulated time.
+
+        `waiting_uncached_tokens` is estimated from the cache hit rate, as in SGLang.
+        """
         self.pacer.catch_up()
         schedule, counts = self.pacer.schedule, self.pacer.schedule.counts
         waiting = sum(job.tokens for job in schedule.waiting)
@@ -111,7 +117,7 @@ class PacedEngine(Engine):
             generation.step(self.weight_version)
 
     def _extend(self, generation: Generation) -> None:
-        """Say what it should have said by now."""
+        """Append the ids that the schedule has produced by now."""
         job = self._jobs[generation.request.rid]
         generation.cached_tokens = job.cached or 0
         generation.retractions, generation.waiting = job.retractions, job.waiting

@@ -1,4 +1,4 @@
-"""A schedule in real time: who waits for which token, and one timer for what comes next."""
+"""Run a schedule in real time: events that wake the jobs' waiters, and one timer for the schedule's next event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miles_router.testing.worker.costs.schedule import Job, Schedule
 
 
 class Pacer:
-    """Lets a schedule run `time_scale` times as fast as the clock; what it counts in seconds is the model's time."""
+    """A driver that runs a schedule `time_scale` times as fast as the clock. The schedule's seconds are simulated."""
 
     def __init__(self, gpu: Gpu, time_scale: float = 1.0) -> None:
         if not time_scale > 0:
@@ -24,19 +24,23 @@ class Pacer:
         self._behind = 0.0
 
     def enter(self, job: Job) -> None:
-        """Queue a job; ValueError when it exceeds the memory."""
+        """Queue a job.
+
+        Raises:
+            ValueError: it needs more memory than the GPU has.
+        """
         self.schedule.enter(job, self._now())
         self._news[job] = asyncio.Event()
         self._look()
 
     def leave(self, job: Job) -> None:
-        """Let go of a job, done or not."""
+        """Remove a job, done or not."""
         if self._news.pop(job, None) is not None:
             self.schedule.leave(job, self._now())
             self._look()
 
     async def news(self, job: Job) -> int:
-        """Wait for a job's next milestone, or `wake`; gives how many tokens it has said."""
+        """Wait for a job's next milestone or `wake`. Return how many tokens it has generated."""
         event = self._news[job]
         await event.wait()
         event.clear()
@@ -44,16 +48,16 @@ class Pacer:
         return job.made
 
     def wake(self, job: Job) -> None:
-        """Have its owner look at a job now."""
+        """Wake the task that waits for a job."""
         if event := self._news.get(job):
             event.set()
 
     def catch_up(self) -> None:
-        """Bring what every job has said up to date."""
+        """Bring the token counts of all jobs up to date."""
         self._hear()
 
     def stand_still(self, *, retract: bool) -> None:
-        """Stop the model's time. With `retract` nothing holds memory from now on."""
+        """Stop the simulated time. With `retract`, retract all jobs, so that none occupies memory."""
         if self._stopped_at is None:
             now = self._now()
             if retract:
@@ -62,7 +66,7 @@ class Pacer:
             self._look()
 
     def go_on(self) -> None:
-        """End that."""
+        """Continue the simulated time after `stand_still`."""
         if self._stopped_at is not None:
             self._behind += self._clock() - self._behind - self._stopped_at
             self._stopped_at = None
@@ -70,10 +74,10 @@ class Pacer:
             self._look()
 
     def _clock(self) -> float:
-        return time.monotonic() * self.time_scale  # a loop's own clock may stand still within a turn of the loop
+        return time.monotonic() * self.time_scale  # an event loop's own clock may not advance within one iteration
 
     def _now(self) -> float:
-        """The model's time."""
+        """Return the simulated time in seconds."""
         return self._clock() - self._behind if self._stopped_at is None else self._stopped_at
 
     def _hear(self) -> None:
@@ -87,10 +91,11 @@ class Pacer:
         ends = self.schedule.ends
         if ends is not None and self._stopped_at is None:
             delay = max(0.0, (ends - self._now()) / self.time_scale)
-            # In whole milliseconds, which is what loops wait for: one that rings too early would ring again and again.
+            # Rounded up to whole milliseconds, the resolution of event loops: a timer that fires too early would be
+            # set again and again.
             self._timer = asyncio.get_running_loop().call_later(math.ceil(delay * 1000) / 1000, self._look)
 
     def _look(self) -> None:
-        """Tell who is to hear, which a change may have brought about, and wait for what comes next."""
+        """Wake the waiters of jobs at a milestone, and set the timer for the schedule's next event."""
         self._hear()
         self._rearm()

@@ -1,4 +1,4 @@
-"""What a generation will say, known before it begins: a schedule needs to know how long it is."""
+"""Compute the output of a generation before it begins, since the schedule needs its length."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import numpy.typing
 from miles_router.testing.worker.model.constrained import stop_id
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest, Model
 
-#: The key of `custom_labels` that says how many tokens an answer has, the stop id among them. A client of a real engine
-#: does not know that; it tells `max_new_tokens`, which is what routers and schedules may go by. The field is SGLang's,
-#: for metrics, and one of few that sglang-router 0.3.2 passes on as it came (it drops `custom_params`).
+#: Key of `custom_labels` with the number of tokens of the answer, stop id included. A real client does not know it, so
+#: routers and schedules may use only `max_new_tokens`. `custom_labels` is SGLang's field for metrics, and one of few
+#: that sglang-router 0.3.2 forwards unchanged (it drops `custom_params`).
 OUTPUT_TOKENS = "output_tokens"
-#: The key that says how long the prompt was in front of such an answer: of a request whose prompt is longer, the rest
-#: of the prompt is a part of the answer that has been said.
+#: Key of `custom_labels` with the length of the prompt before such an answer. If the request's prompt is longer, its
+#: rest is the part of the answer that was generated earlier.
 PROMPT_TOKENS = "prompt_tokens"
 
 
 def planned(model: Model, request: GenerationRequest) -> list[int]:
-    """The ids that will be sampled, at least one; ValueError for an `output_tokens` or a `prompt_tokens` that is no
-    count."""
+    """Return the ids that will be sampled, at least one.
+
+    Raises:
+        ValueError: `output_tokens` or `prompt_tokens` is not a positive integer.
+    """
     labels = request.custom_labels or {}
     if OUTPUT_TOKENS in labels:
         wanted = _count(OUTPUT_TOKENS, labels[OUTPUT_TOKENS])
@@ -31,7 +34,7 @@ def planned(model: Model, request: GenerationRequest) -> list[int]:
     ahead = Generation(model, request)
     while ahead.finish_reason is None:
         ahead.step("")
-    return ahead.output_ids or [stop_id(model.tokenizer)]  # a budget of 0 samples one all the same
+    return ahead.output_ids or [stop_id(model.tokenizer)]  # even with a limit of 0 one id is sampled
 
 
 def _count(name: str, told: str) -> int:
@@ -41,7 +44,8 @@ def _count(name: str, told: str) -> int:
 
 
 def _made_up(model: Model, request: GenerationRequest, wanted: int) -> list[int]:
-    """So many ids, within the budget: any but stop ids, then one of those. Far quicker than sampling."""
+    """Return `wanted` random ids that end with a stop id, or `max_new_tokens` ids without one if that is less. This is
+    much faster than sampling."""
     most = request.sampling.max_new_tokens
     count = wanted if most is None else max(1, min(wanted, most))
     chosen = numpy.random.default_rng(request.noise).choice(
@@ -53,5 +57,5 @@ def _made_up(model: Model, request: GenerationRequest, wanted: int) -> list[int]
 
 @lru_cache(maxsize=8)
 def _ordinary(size: int, stops: frozenset[int]) -> numpy.typing.NDArray[numpy.int_]:
-    """The ids that end nothing."""
+    """Return all ids that are not stop ids."""
     return numpy.setdiff1d(numpy.arange(size), list(stops))

@@ -1,7 +1,7 @@
-"""The prefix cache of an engine: a radix tree over ids in whole pages, least recently used leaves leave first.
+"""The prefix cache of an engine: a radix tree over ids in whole pages, which evicts least recently used leaves.
 
-As SGLang's `RadixCache`: a node in use is locked together with all above it, and only leaves that nobody has locked
-can be evicted. Ids are packed, `ID_BYTES` each, so that comparing them costs a memcmp.
+As in SGLang's `RadixCache`, a node in use is locked together with its ancestors, and only unlocked leaves can be
+evicted. Ids are packed, `ID_BYTES` each, so that comparing them is a memcmp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ ID_BYTES = 4
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Ids as the tree compares them; OverflowError for one below 0 or above 32 bits."""
+    """Pack ids for the tree.
+
+    Raises:
+        OverflowError: an id is negative or needs more than 32 bits.
+    """
     return array("I", ids).tobytes()
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of ids behind its parent's."""
+    """A run of ids that follows its parent's."""
 
     parent: Node | None
     run: bytes = b""
@@ -36,7 +40,7 @@ class Node:
 
 
 class PrefixTree:
-    """`size` tokens in all, of which `locked` cannot be evicted."""
+    """A radix tree with `size` tokens, of which `locked` cannot be evicted."""
 
     def __init__(self, page_tokens: int = 1) -> None:
         self._page = page_tokens * ID_BYTES
@@ -44,11 +48,11 @@ class PrefixTree:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, locks included: only an engine at rest may."""
+        """Remove everything, locks included. Call it only while no request runs."""
         self._roots: dict[str, Node] = {}
         self.size = 0
         self.locked = 0
-        # Leaves that could be evicted, by when they were last used; looked at again when they come up.
+        # Heap of leaves that may be evictable, by last use. An entry may be stale and is checked when it is popped.
         self._leaves: list[tuple[int, int, Node]] = []
 
     @property
@@ -56,8 +60,10 @@ class PrefixTree:
         return self.size - self.locked
 
     def match(self, ids: bytes, key: str = "") -> tuple[Node, int]:
-        """The node at the end of the longest known prefix, in whole pages, and the prefix's tokens. Only sequences of
-        the same `key` share one."""
+        """Return the node at the end of the longest cached prefix in whole pages, and the prefix's number of tokens.
+
+        Only sequences with the same `key` share prefixes.
+        """
         self._uses += 1
         node, at = self._roots.setdefault(key, Node(None)), 0
         while (child := node.children.get(ids[at : at + self._page])) is not None:
@@ -69,7 +75,7 @@ class PrefixTree:
         return node, at // ID_BYTES
 
     def insert(self, ids: bytes, key: str = "") -> tuple[Node, int]:
-        """Know `ids` up to their last whole page: the node at their end, and how many tokens of them are new."""
+        """Add `ids` up to their last whole page. Return the node at their end, and how many of the tokens are new."""
         node, known = self.match(ids, key)
         run = ids[known * ID_BYTES : len(ids) // self._page * self._page]
         if not run:
@@ -81,7 +87,7 @@ class PrefixTree:
         return leaf, leaf.tokens
 
     def lock(self, node: Node) -> None:
-        """Keep a node and all above it."""
+        """Lock a node and its ancestors against eviction."""
         above: Node | None = node
         while above is not None:
             if above.locks == 0:
@@ -100,7 +106,7 @@ class PrefixTree:
             above = above.parent
 
     def evict(self, tokens: int) -> None:
-        """Forget leaves, least recently used first, until so many tokens are gone or nothing can go."""
+        """Evict leaves, least recently used first, until `tokens` tokens are removed or nothing is evictable."""
         goal = self.size - tokens
         while self.size > goal and self._leaves:
             used, _, leaf = heapq.heappop(self._leaves)
@@ -119,7 +125,7 @@ class PrefixTree:
         self._list(parent)
 
     def _split(self, child: Node, length: int) -> Node:
-        """Cut a node's run: the new upper node has its first `length` bytes."""
+        """Split a node and return the new upper node, which has the first `length` bytes of its run."""
         parent = child.parent
         assert parent is not None
         upper = Node(parent, child.run[:length], locks=child.locks, used=child.used)
@@ -135,12 +141,12 @@ class PrefixTree:
     def _list(self, node: Node) -> None:
         if self._can_go(node) and not node.listed:
             node.listed = True
-            self._listings += 1  # so that no two entries are equal
+            self._listings += 1  # makes heap entries unique, since nodes cannot be compared
             heapq.heappush(self._leaves, (node.used, self._listings, node))
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Bytes that both begin with."""
+    """Return the length of the common prefix in bytes."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high

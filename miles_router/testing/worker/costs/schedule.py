@@ -1,15 +1,18 @@
-"""Who runs when on one GPU: waiting queue, chunked prefill, decode batches, retraction. Pure, by a clock given to it.
+"""The schedule of one GPU: waiting queue, chunked prefill, decode batches, retraction. No I/O; callers pass the time.
 
-As SGLang 0.5.23 with its defaults (`Scheduler.get_next_batch_to_run`, `PrefillAdder`, `ScheduleBatch.retract_decode`):
+It follows SGLang 0.5.23 with its defaults (`Scheduler.get_next_batch_to_run`, `PrefillAdder`,
+`ScheduleBatch.retract_decode`):
 
-- first come, first served; whoever can be admitted is prefilled before anybody decodes, at most `chunk_tokens` at once;
-- a job is admitted while its own tokens, and what it and the running ones may still say, fit what is free or evictable.
-  What they may say is estimated: `max_new_tokens`, at most 4,096, times a ratio that sinks with every step and is set
-  anew by a retraction. Once one does not fit, nobody is tried until a running one leaves;
-- a job finds cached what the tree has when it is admitted, and leaves in it what it has computed;
-- when the next step has no room, the jobs that have said least go back to the queue's end and lose what they said.
+- Jobs are served in order of arrival. Jobs that can be admitted are prefilled before any decode step, at most
+  `chunk_tokens` at once.
+- A job is admitted if its tokens, plus the expected output of it and the running jobs, fit the free and evictable
+  memory. The expected output is `max_new_tokens`, at most 4,096, times a ratio for running jobs. The ratio sinks with
+  every step and is set again by a retraction. After a job that does not fit, none is tried until a running job leaves.
+- A job uses the cache's content at its admission, and adds to it what it has computed.
+- If the next step does not fit the memory, the jobs with the fewest generated tokens are retracted: they return to the
+  end of the queue, and their KV entries are lost.
 
-Steps are not simulated one by one: nothing happens between two events, and the time until the next is a sum.
+Steps are not simulated one by one: nothing changes between two events, so their time is computed as a sum.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ _STEPS_AFTER_RETRACTION = 20
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One sequence: `prompt` ids that are given, then those that it will say, all packed.
+    """One sequence: `prompt` ids, then the ids that it will generate, all packed in `ids`.
 
-    `interval` is after how many tokens its owner wants to hear of it; 0 is at its end alone, else the first counts too.
+    Its owner is notified every `interval` generated tokens and at the first one; with 0, only at the end.
     """
 
     ids: bytes
@@ -38,28 +41,28 @@ class Job:
     max_new_tokens: int
     interval: int = 0
     key: str = ""
-    """Only jobs with the same one find each other's tokens cached."""
+    """The cache key: only jobs with equal keys share cached tokens."""
     made: int = 0
-    """Tokens said so far."""
+    """Tokens generated so far."""
     cached: int | None = None
-    """Prompt tokens that were found in the cache at the first admission; None before."""
+    """Prompt tokens found in the cache at the first admission; None before."""
     retractions: int = 0
     computed: int = 0
-    """Tokens whose keys and values exist."""
+    """Tokens whose KV entries exist."""
     own: int = 0
-    """Those of them that are not in the tree."""
+    """Those of the computed tokens that are not in the tree."""
     node: Node | None = None
     left: bool = False
-    """Whether its owner has let go of it."""
+    """Whether its owner has removed it."""
     joined: int = 0
-    """The step since which it decodes without a break, and what it had said then."""
+    """The step at which it joined the decode batch, and its `made` at that step."""
     made_then: int = 0
     told: int = 0
-    """Tokens of which its owner has heard."""
+    """The value of `made` at the last notification of its owner."""
 
     @property
     def length(self) -> int:
-        """How many tokens it will say."""
+        """The number of tokens that it will generate."""
         return len(self.ids) // ID_BYTES - self.prompt
 
     @property
@@ -76,7 +79,7 @@ class Job:
 
     @property
     def milestone(self) -> int:
-        """How many tokens it will have said when its owner is to hear of it."""
+        """The value of `made` at which its owner is notified next."""
         if not self.interval:
             return self.length
         return min(self.length, self.told + self.interval if self.told else 1)
@@ -99,7 +102,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """Sums since the start."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -110,14 +113,14 @@ class Counts:
 
 @dataclass(slots=True)
 class _Batch:
-    """The jobs that decode, and whose milestone comes at which step."""
+    """The jobs in the decode batch, and a heap of their next milestones by step."""
 
     jobs: dict[Job, None] = field(default_factory=dict)
     due: list[tuple[int, int, Job]] = field(default_factory=list)
 
 
 class Schedule:
-    """`enter`, `leave` and `advance` take the time, in seconds, which never goes back."""
+    """The state of the GPU. `enter`, `leave` and `advance` take the time in seconds, which must not decrease."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -138,12 +141,12 @@ class Schedule:
 
     @property
     def running(self) -> int:
-        """Jobs that decode."""
+        """The number of jobs in the decode batch."""
         return len(self._batch.jobs)
 
     @property
     def unprefilled(self) -> int:
-        """Tokens of the job that is prefilled in several chunks, behind those that are."""
+        """Tokens not yet prefilled of the job that is prefilled in several chunks."""
         return self._chunked.tokens - self._chunked.computed if self._chunked else 0
 
     @property
@@ -157,18 +160,22 @@ class Schedule:
 
     @property
     def tokens_per_second(self) -> float:
-        """What the batch says now; 0 while nobody decodes."""
+        """Tokens per second that the batch generates now; 0 while no decode step runs."""
         if not isinstance(work := self._work, _Decode):
             return 0.0
         return work.sequences / self.gpu.decode_seconds(1, work.sequences, self._context)
 
     @property
     def ends(self) -> float | None:
-        """When what is being done is over; None at rest."""
+        """When the current work ends; None if idle."""
         return self._work.ends if self._work else None
 
     def enter(self, job: Job, at: float) -> None:
-        """Queue a job; ValueError for one that would not fit the memory alone."""
+        """Queue a job.
+
+        Raises:
+            ValueError: it would not fit the memory even alone.
+        """
         if job.tokens + job.length + self.gpu.page_tokens > self.gpu.kv_tokens:
             raise ValueError(f"{job.prompt} + {job.length} tokens exceed the memory of {self.gpu.kv_tokens}")
         self._pass(at)
@@ -178,7 +185,7 @@ class Schedule:
         self._go_on()
 
     def leave(self, job: Job, at: float) -> None:
-        """Let go of a job, wherever it is; what it computed stays cached. Harmless for one that is done."""
+        """Remove a job in any state; its computed tokens stay cached. Does nothing for a finished job."""
         self._pass(at)
         if job.left or (job.done and job.node is None):
             return
@@ -189,14 +196,14 @@ class Schedule:
             self._cut()
 
     def advance(self, to: float) -> list[Job]:
-        """Let time pass. Gives the jobs that have reached a milestone since the last call, in order."""
+        """Advance the time. Return the jobs that have reached a milestone since the last call, in order."""
         self._pass(to)
         heard, self._heard = self._heard, []
         return heard
 
     def retract_all(self, at: float) -> None:
-        """Send everything that holds memory to the queue's front, as `/pause_generation` with `retract`; what was
-        prefilled just now is lost. Nothing begins before `resume`."""
+        """Retract all jobs to the front of the queue, as `/pause_generation` with `retract` does. A running prefill is
+        lost. No work begins before `resume`."""
         self._pass(at)
         work, self._work = self._work, None
         if isinstance(work, _Decode):
@@ -217,7 +224,7 @@ class Schedule:
     # Work
 
     def _go_on(self) -> None:
-        """Begin the next work, unless there is some."""
+        """Begin the next prefill or decode, if idle."""
         if self._work is not None:
             return
         if parts := self._admit():
@@ -238,7 +245,7 @@ class Schedule:
                 self._end_decode(work)
             self._go_on()
         self.now = max(self.now, to)
-        if isinstance(self._work, _Decode):  # so that `made` is right in the middle of it
+        if isinstance(self._work, _Decode):  # keeps `made` right in the middle of the decode steps
             step = self._step + self._steps_taken(self._work)
             for job in self._batch.jobs:
                 job.made = job.made_then + step - job.joined
@@ -248,12 +255,12 @@ class Schedule:
         steps = self._batch.due[0][0] - self._step
         steps = min(steps, max(1, (self.free + self.tree.evictable) // sequences))
         if self.waiting and not self._full:
-            steps = 1  # a retraction has made room: they are tried again right away
+            steps = 1  # a retraction has freed memory: try the waiting jobs again at once
         seconds = self.gpu.decode_seconds(steps, sequences, self._context)
         return _Decode(self.now + seconds, self.now, steps, sequences, self._context)
 
     def _cut(self) -> None:
-        """End decoding with the step that is being taken: somebody came or left."""
+        """End decoding after the current step, because a job has come or left."""
         if isinstance(work := self._work, _Decode):
             work.steps = min(work.steps, self._steps_taken(work) + 1)
             work.ends = work.begins + self.gpu.decode_seconds(work.steps, work.sequences, work.context)
@@ -277,7 +284,7 @@ class Schedule:
         due = self._batch.due
         while due and due[0][0] <= self._step:
             job = heapq.heappop(due)[2]
-            if job in self._batch.jobs and job.made >= job.milestone:  # else it was retracted since
+            if job in self._batch.jobs and job.made >= job.milestone:  # else it was retracted meanwhile
                 self._hear(job)
 
     def _end_prefill(self, work: _Prefill) -> None:
@@ -299,7 +306,7 @@ class Schedule:
         self._context += job.tokens
 
     def _hear(self, job: Job) -> None:
-        """Tell of a job if it is at a milestone, and plan the next; one that is done leaves."""
+        """Report a job that is at a milestone, and plan its next one. Release a finished job."""
         if job.made >= job.milestone:
             job.told = job.made
             self._heard.append(job)
@@ -312,7 +319,7 @@ class Schedule:
     # Memory
 
     def _admit(self) -> list[tuple[Job, int]]:
-        """Who is prefilled next, and how many tokens of each; their memory is taken."""
+        """Choose the jobs of the next prefill and allocate their memory. Return (job, number of tokens) pairs."""
         parts: list[tuple[Job, int]] = []
         if self._chunked is not None:
             job, self._chunked = self._chunked, None
@@ -334,7 +341,7 @@ class Schedule:
         return parts
 
     def _find(self, job: Job, promised: float, alone: bool) -> bool:
-        """Look a job up in the cache and lock what it finds there; False if it does not fit."""
+        """Find a job's cached prefix and lock it. Return False, with no lock, if the job does not fit."""
         # The last token is always computed, since the next is sampled from it.
         node, known = self.tree.match(job.ids[: (job.tokens - 1) * ID_BYTES], job.key)
         self.tree.lock(node)
@@ -350,7 +357,8 @@ class Schedule:
         return True
 
     def _take(self, parts: list[tuple[Job, int]], job: Job, chunk: int) -> int:
-        """Memory for the next of a job's tokens; those that exceed the chunk come with the next prefill."""
+        """Allocate memory for a job's next tokens, at most `chunk`, and return their number. The rest waits for the
+        next prefill."""
         missing = job.tokens - job.computed
         tokens = min(chunk, missing)
         if tokens < missing:
@@ -366,7 +374,7 @@ class Schedule:
             self.tree.evict(lacking)
 
     def _make_room(self) -> None:
-        """Retract until the next step fits."""
+        """Retract jobs until the next step fits the memory."""
         batch = self._batch.jobs
         if self.free + self.tree.evictable >= len(batch):
             return
@@ -382,19 +390,19 @@ class Schedule:
         self._ratio = min(1.0, (said + _STEPS_AFTER_RETRACTION * len(order)) / (allowed + 1))
 
     def _share(self, job: Job) -> None:
-        """Put what a job has computed into the tree, where others find it; what is there already is freed."""
+        """Move a job's computed tokens into the tree, for other jobs to use. Free those that the tree already has."""
         assert job.node is not None
         node, _ = self.tree.insert(job.ids[: job.computed * ID_BYTES], job.key)
         self.tree.lock(node)
         self.tree.unlock(job.node)
         job.node = node
-        # What is behind the last whole page stays its own.
+        # Tokens after the last whole page stay the job's own.
         rest = job.computed % self.gpu.page_tokens
         self._own += rest - job.own
         job.own = rest
 
     def _release(self, job: Job, *, keep: bool) -> None:
-        """Free a job's memory; with `keep` others may find what it computed."""
+        """Free a job's memory. With `keep`, its computed tokens stay in the cache."""
         assert job.node is not None
         if job in self._batch.jobs:
             del self._batch.jobs[job]
@@ -408,5 +416,5 @@ class Schedule:
 
 
 def _may_say(job: Job) -> int:
-    """What a job is feared to say yet."""
+    """Return the number of further tokens that are reserved for a job."""
     return min(max(job.max_new_tokens - job.made, 0), _CLIP)

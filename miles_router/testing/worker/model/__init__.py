@@ -1,1 +1,1 @@
-"""The simulated model: its vocabulary, and what it samples. No I/O."""
+"""The simulated model: vocabulary, sampling, parsers. No I/O except for reading tokenizers and scripts."""

@@ -1,4 +1,4 @@
-"""The toy vocabulary's chat template: ChatML with tools, the shape Qwen models use."""
+"""The toy vocabulary's chat template: ChatML with tools, as Qwen models use it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _TOOLS_OUTRO = (
 
 
 def render_chatml(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> str:
-    """Text of a conversation up to and including the assistant's header."""
+    """Render a conversation up to and including the assistant's header."""
     rest = list(messages)
     parts: list[str] = []
     system = _text_of(rest.pop(0)) if rest and rest[0].get("role") == "system" else None
@@ -54,7 +54,7 @@ def _tool_call_text(call: Mapping[str, Any]) -> str:
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """A message's text; of content given as parts, the text parts joined."""
+    """Return a message's text; for a list of content parts, the joined text parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

@@ -1,4 +1,4 @@
-"""Constrained sampling without a grammar engine: make up a text that fits, then spell it in unusual tokens."""
+"""Constrained sampling without a grammar engine: generate a matching text, then tokenize it in an unusual way."""
 
 import importlib
 import random
@@ -16,9 +16,10 @@ _MOST_REPEATS = 8
 
 
 def script_for(sampling: SamplingParams, tokenizer: Tokenizer, seed: int) -> list[int] | None:
-    """Ids that satisfy the request's `json_schema` or `regex`, with a stop id at the end; None when it has neither.
+    """Return ids that satisfy the request's `json_schema` or `regex`, with a stop id at the end, or None without these.
 
-    ValueError for `ebnf` and `structural_tag`, which are not simulated.
+    Raises:
+        ValueError: the request has `ebnf` or `structural_tag`, which are not simulated.
     """
     source = random.Random(seed)
     if sampling.json_schema is not None:
@@ -33,12 +34,12 @@ def script_for(sampling: SamplingParams, tokenizer: Tokenizer, seed: int) -> lis
 
 
 def stop_id(tokenizer: Tokenizer) -> int:
-    """The id that ends a made-up text."""
+    """Return the stop id for scripted answers."""
     return max(tokenizer.eos_token_ids)
 
 
 def spelled(text: str, tokenizer: Tokenizer, source: random.Random) -> list[int]:
-    """Ids of a text cut at random places: a spelling that encoding the text would rarely give."""
+    """Encode a text in random pieces, which gives ids that encoding the whole text would rarely give."""
     ids: list[int] = []
     start = 0
     while start < len(text):
@@ -49,7 +50,7 @@ def spelled(text: str, tokenizer: Tokenizer, source: random.Random) -> list[int]
 
 
 def instance_of(schema: Mapping[str, Any], source: random.Random) -> Any:
-    """A value that a JSON schema admits; it understands types, properties, items, enum, const and anyOf."""
+    """Return a random value that fits a JSON schema. Supported: types, properties, items, enum, const, anyOf, oneOf."""
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:
@@ -80,8 +81,12 @@ def _instance_of_type(kind: str, schema: Mapping[str, Any], source: random.Rando
 
 
 def text_matching(pattern: str, source: random.Random) -> str:
-    """A text that a regular expression matches from end to end; ValueError for what it does not understand."""
-    # The parser of `re` has moved; its old name warns.
+    """Return a random text that a regular expression matches completely.
+
+    Raises:
+        ValueError: the expression uses an unsupported feature.
+    """
+    # Python 3.11 moved the parser of `re`; the old module name raises a warning.
     module = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
     return _text_of_parts(module.parse(pattern), source)
 

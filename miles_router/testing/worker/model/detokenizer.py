@@ -1,17 +1,17 @@
-"""Incremental detokenization the way SGLang does it: unfinished characters are held back until they are whole."""
+"""Incremental detokenization as in SGLang: incomplete characters are held back."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from miles_router.testing.worker.model.vocabulary import Tokenizer
 
-# SGLang decodes the new ids behind this many prompt ids, so that a character begun in the prompt joins up.
+# SGLang decodes new ids after so many prompt ids, so that a character that began in the prompt is completed.
 PROMPT_TAIL = 5
 REPLACEMENT = "\ufffd"
 
 
 def printable_prefix(text: str) -> str:
-    """The part of a text with an unfinished end that SGLang sends already: whole words, or up to a CJK character."""
+    """Return the part of an unfinished text that SGLang already sends: complete words, or up to a CJK character."""
     if text.endswith("\n"):
         return text
     if text and _is_cjk(text[-1]):
@@ -29,7 +29,7 @@ def _is_cjk(character: str) -> bool:
 
 
 class IncrementalDetokenizer:
-    """Text of one growing generation. `text` is what the client has been given so far."""
+    """The detokenizer of one generation. `text` is the text sent to the client so far."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         self.text = ""
 
     def push(self, new_ids: Sequence[int]) -> None:
-        """Take the ids sampled since the last call."""
+        """Add the ids sampled since the last call, and extend `text`."""
         self._ids.extend(new_ids)
         new_text = self._new_text(self._ids[self._context_start :])
         pending = self._sent - len(self._committed)
@@ -57,7 +57,11 @@ class IncrementalDetokenizer:
         self.text += new_text[pending:]
 
     def finish(self, new_ids: Sequence[int], matched: Any, *, no_stop_trim: bool) -> None:
-        """Take the last ids; `matched` is the stop string (trimmed from the text) or stop id (not decoded)."""
+        """Decode the last ids. A `matched` stop string is cut from the text, a `matched` stop id is not decoded.
+
+        Args:
+            no_stop_trim: keep the stop string or stop id in the text.
+        """
         self._ids.extend(new_ids)
         readable = self._ids[self._context_start :]
         if isinstance(matched, int) and not no_stop_trim:
@@ -72,7 +76,7 @@ class IncrementalDetokenizer:
         return self._decode(readable)[len(context) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        """Ids that the tokenizer does not have are shown as id 0."""
+        """Decode ids. Ids that the tokenizer does not have are replaced by id 0."""
         if not ids:
             return ""
         size = self._tokenizer.size

@@ -1,4 +1,4 @@
-"""One sample being generated: ids, logprobs, versions, text and the reason it ended. No I/O."""
+"""One sample during its generation: ids, logprobs, weight versions, text and finish reason. No I/O."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
-# SGLang detokenizes a request that nobody streams this often; it is visible in texts cut by stop strings.
+# SGLang detokenizes an unstreamed request after every so many tokens. Texts that a stop string ends depend on it.
 FORCED_OUTPUT_INTERVAL = 50
 
 
-#: Tokens of the context window that a prompt may not take.
+#: Tokens of the context window that a prompt must leave free.
 HEADROOM = 6
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What one sample was asked for; `input_ids` are final."""
+    """The request for one sample; `input_ids` are final."""
 
     rid: str
     input_ids: list[int]
@@ -44,27 +44,27 @@ class GenerationRequest:
     return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
     told_ids: list[int] | None = None
-    """The prompt as the answer tells it, where less of it is read."""
+    """The prompt as the answer reports it, if the engine truncates it further."""
     lora_path: str | None = None
     extra_key: str | None = None
     custom_labels: dict[str, str] | None = None
     script: list[int] | None = None
     room: Room | None = None
-    """Where the halves of a pair meet."""
+    """The bootstrap room of a prefill/decode pair."""
     asked_for_none: bool = False
-    """No token was asked for, and its engine samples one all the same."""
+    """The request had `max_new_tokens` 0, but SGLang-Jax samples one token."""
     routed_dp_rank: int | None = None
 
     @property
     def asks_alone(self) -> bool:
-        """Whether logprobs are asked for without top ones, those of the prompt or of given ids."""
+        """True if only output logprobs are requested: no top logprobs, none of the prompt or of given ids."""
         more = self.top_logprobs_num or self.token_ids_logprob or self.logprob_start_len >= 0
         return self.return_logprob and not more
 
 
 @dataclass(slots=True)
 class VersionSpan:
-    """Output positions `start .. end - 1` were sampled by weights `version`."""
+    """A run of output positions `start .. end - 1` sampled by weights `version`."""
 
     version: str
     start: int
@@ -73,7 +73,7 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Model:
-    """What every generation of a worker shares."""
+    """The tokenizer, weights and limits that all generations of a worker share."""
 
     tokenizer: Tokenizer
     sampler: Sampler
@@ -84,7 +84,7 @@ class Model:
     def seeded(
         cls, tokenizer: Tokenizer, seed: int, stop_probability: float, context_len: int, auto_truncate: bool = False
     ) -> Model:
-        """A model over a vocabulary whose weights are the seed."""
+        """Return a model over this vocabulary whose weights are determined by the seed."""
         sampler = Sampler(
             seed=seed,
             vocab_size=tokenizer.vocab_size,
@@ -95,23 +95,23 @@ class Model:
 
 
 class Generation:
-    """Grows by `step()` until `finish_reason` is set; `output_ids` includes the token that stopped it."""
+    """A generation that grows by `step()` until `finish_reason` is set. `output_ids` include the stop token."""
 
     def __init__(self, model: Model, request: GenerationRequest) -> None:
         self.request = request
         self.output_ids: list[int] = []
         self.contexts: list[int] = []
-        self._logprobs: list[float] = []  # as far as they were asked for: each event of a stream has all of them
+        self._logprobs: list[float] = []  # cache of `logprobs`, since each stream event contains all of them
         self.spans: list[VersionSpan] = []
         self.finish_reason: dict[str, Any] | None = None
         self.cached_tokens = 0
         self.dp_rank: int | None = None
-        """Which rank samples it; None where there is one."""
+        """The data-parallel rank; None if the worker has only one."""
         self.prompt_tokens = len(request.input_ids)
         self.waiting = False
         self.retractions = 0
         self.recomputed = 0
-        """Output that was there when it was retracted last."""
+        """The number of output tokens at the last retraction."""
         self._model = model
         self._to_finish: dict[str, Any] | None = None
         self._hash: int | None = None
@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def aborted(self) -> bool:
-        """Whether it ends with its next token, for that reason."""
+        """True if it is aborted and ends with its next token."""
         return self._to_finish is not None and self.finish_reason is None
 
     @property
@@ -135,29 +135,30 @@ class Generation:
 
     @property
     def logprobs(self) -> list[float]:
-        """One per output id."""
+        """The logprobs, one per output id."""
         logprob, known = self._model.sampler.logprob, self._logprobs
         for place in range(len(known), len(self.output_ids)):
             known.append(logprob(self.contexts[place], self.output_ids[place]))
         return known
 
     def abort(self, reason: dict[str, Any] = ABORTED) -> None:
-        """End at the next step, which still yields a token, as in SGLang."""
+        """End at the next step, which still samples a token, as in SGLang."""
         self._to_finish = reason
 
     def abort_waiting(self) -> None:
-        """End a retracted generation: the client gets what had been sent on to it before, and no more."""
+        """End a retracted generation now. Output that was not sent before is dropped."""
         self.finish_reason = dict(ABORTED_WAITING)
         self._withdraw(self._pushed)
 
     def step(self, version: str) -> None:
-        """Sample one id with the given weights and see whether it ends the generation."""
+        """Sample one id with the given weights and check whether it ends the generation."""
         token = self._choose()
         self._append(token, version)
         self._check_finish(token)
 
     def extend(self, count: int, version: str) -> None:
-        """`step` so many times, or until the end; at once where a script says what comes and no logprob is wanted."""
+        """Call `step` up to `count` times. With a script and without logprobs, stop strings or abort, append all ids
+        at once, which is faster."""
         script, done = self.request.script, len(self.output_ids)
         if script is None or self.request.return_logprob or self._looks_at_text or self._to_finish is not None:
             for _ in range(count):
@@ -171,35 +172,36 @@ class Generation:
             self._check_finish(known[end - 1])
 
     def hand_over(self, version: str) -> None:
-        """Sample the one id that a prefill half samples; it ends nothing."""
+        """Sample the one id that a prefill half samples, without checking for an end."""
         self._append(self._choose(), version)
 
     def adopt(self, token: int, version: str) -> None:
-        """Go on from the id that a prefill half has sampled, whatever its weights: it is noted under this version."""
+        """Continue from the id that a prefill half sampled. It is recorded under this version, whatever its weights."""
         self._choose()
         self._append(token, version)
         self._check_finish(token)
 
     @property
     def ending(self) -> bool:
-        """It has ended, or was aborted."""
+        """True if it has ended or is aborted."""
         return self.finish_reason is not None or self._to_finish is not None
 
     def end_early(self) -> None:
-        """End now if it was aborted, with what there is."""
+        """End now with the output so far, as aborted unless it has a finish reason."""
         self.finish_reason = self.finish_reason or dict(self._to_finish or ABORTED)
 
     def fail(self, message: str, status: int) -> None:
-        """End by a failure of the engine's."""
+        """End with an engine failure."""
         self.finish_reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
     def due_for_forced_output(self) -> bool:
-        """Whether SGLang would detokenize now although nobody streams."""
+        """Return True if SGLang would detokenize this unstreamed request now."""
         unseen = self.finish_reason is None and not self.request.stream
         return unseen and len(self.output_ids) % FORCED_OUTPUT_INTERVAL == 0
 
     def flush(self) -> bool:
-        """Bring `text` up to date; False while SGLang would hold this output back (a stop string may be forming)."""
+        """Bring `text` up to date. Return False if SGLang would hold back this output of a stream, because it may be
+        the start of a stop string."""
         if self.finish_reason is not None:
             if self.finish_reason != ABORTED_WAITING:
                 self._flush_last()
@@ -227,7 +229,7 @@ class Generation:
         return self._model.tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids or ())
 
     def _measure_stop_strings(self) -> int:
-        """How many last ids SGLang decodes when it looks for a stop string."""
+        """Return how many of the last ids SGLang decodes to look for a stop string."""
         encode = self._model.tokenizer.encode
         lengths = [len(encode(stop)) for stop in self.request.sampling.stop_strings]
         return max(lengths, default=-1) + 1
@@ -249,7 +251,7 @@ class Generation:
         return lambda: sampler.sampled(self._context, noise, len(self.output_ids))
 
     def _without_early_stop(self, noise: int) -> int:
-        """While `min_new_tokens` are not reached, stop ids are never chosen."""
+        """Return the next id, which is not a stop id before `min_new_tokens` are reached."""
         sampler, done = self._model.sampler, len(self.output_ids)
         token = sampler.greedy(self._context)
         if not self.request.sampling.greedy:
@@ -269,17 +271,17 @@ class Generation:
 
     @property
     def _looks_at_text(self) -> bool:
-        """Whether a stop string or a pattern can end it."""
+        """True if a stop string or stop regex can end it."""
         return bool(self._stop_windows) or self.request.sampling.stop_regex is not None
 
     def _append(self, token: int, version: str) -> None:
-        """Say one, and know its context."""
+        """Append one id and update the context hash."""
         self.contexts.append(self._context)
         self._hash = context_hash((token,), self._context)
         self._take([token], version)
 
     def _take(self, tokens: list[int], version: str) -> None:
-        """Say these, of which only the last can end it."""
+        """Append ids that were sampled by this version."""
         self.output_ids += tokens
         self._note_version(version, len(tokens))
 
@@ -291,10 +293,10 @@ class Generation:
             self.spans.append(VersionSpan(version, count - new, count))
 
     def _check_finish(self, token: int) -> None:
-        """SGLang's order: an abort, then stop strings, then stop ids, then the budget."""
+        """Set the finish reason in SGLang's order: abort, stop strings, stop ids, then the token limit."""
         if self._to_finish is not None:
             self.finish_reason = self._to_finish
-        elif not self.max_new_tokens:  # what is sampled all the same is no end
+        elif not self.max_new_tokens:  # with a limit of 0, the sampled token must not count as a stop
             self._end_at_length()
         elif (matched := self._matched_stop_string()) is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
@@ -308,16 +310,16 @@ class Generation:
             self.finish_reason = {"type": "stop", "matched": token}
 
     def _script_ended(self) -> bool:
-        """Whether a made-up answer is complete, which ends it even when stop ids are ignored."""
+        """Return True if the script is complete, which ends the generation even with `ignore_eos`."""
         return self.request.script is not None and len(self.output_ids) >= len(self.request.script)
 
     def _end_at_length(self) -> None:
-        """A budget of 0 still samples one id, which is then dropped."""
+        """End with reason length. With a limit of 0 one id was sampled, which is dropped."""
         self.finish_reason = {"type": "length", "length": self.max_new_tokens}
         self._withdraw(self.max_new_tokens)
 
     def _withdraw(self, kept: int) -> None:
-        """Forget the output beyond its first `kept` ids. Without output one empty span is left."""
+        """Drop the output after its first `kept` ids. Without output, one empty span remains."""
         del self.output_ids[kept:], self.contexts[kept:], self._logprobs[kept:]
         self.spans = [span for span in self.spans if span.start < kept or span.start == 0]
         for span in self.spans:
@@ -333,7 +335,7 @@ class Generation:
         return next((stop for stop in self.request.sampling.stop_strings if stop in tail), None)
 
     def _matched_stop_regex(self) -> str | None:
-        """The pattern found in the output; it is named, and nothing is trimmed for it."""
+        """Return the stop regex that matches the output, or None. The match is not trimmed from the text."""
         if self.request.sampling.stop_regex is None:
             return None
         text = self._model.tokenizer.decode(self.output_ids)
@@ -349,5 +351,5 @@ class Generation:
 
 
 def sequence_of(generation: Generation) -> Sequence[int]:
-    """Every id of a generation: what was given, then what was sampled."""
+    """Return all ids of a generation: the prompt, then the output."""
     return [*generation.request.input_ids, *generation.output_ids]

@@ -1,4 +1,4 @@
-"""A real vocabulary from a directory: `tokenizer.json`, and the chat template beside it.
+"""A real tokenizer from a model directory: `tokenizer.json` and the chat template.
 
 Needs the packages `tokenizers` and `jinja2` (`pip install "miles-router[tito]"`); nothing is downloaded.
 """
@@ -11,7 +11,7 @@ import orjson
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: what is printable stands for itself, the rest moves up from U+0100."""
+    """Return GPT-2's map from characters to bytes. Printable bytes stand for themselves, others begin at U+0100."""
     own = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in own]
     return {**{chr(value): value for value in own}, **{chr(256 + rank): value for rank, value in enumerate(others)}}
@@ -21,7 +21,11 @@ _BYTE_OF = _byte_alphabet()
 
 
 class DirectoryTokenizer:
-    """The tokenizer of a model directory. FileNotFoundError when it has no `tokenizer.json`."""
+    """The tokenizer of a model directory.
+
+    Raises:
+        FileNotFoundError: the directory has no `tokenizer.json`.
+    """
 
     def __init__(self, directory: str) -> None:
         from tokenizers import Tokenizer as FastTokenizer
@@ -32,7 +36,7 @@ class DirectoryTokenizer:
         self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
         self._config = _json_of(path / "tokenizer_config.json")
         model = _json_of(path / "config.json")
-        # A model's embedding is often padded beyond the tokenizer: such ids can be sampled and decode to nothing.
+        # A model's embedding is often larger than the tokenizer. Such ids can be sampled and decode to nothing.
         self.vocab_size = int(model.get("vocab_size") or self._fast.get_vocab_size(with_added_tokens=True))
         self.eos_token_ids = self._find_eos(model, _json_of(path / "generation_config.json"))
         self.model_max_length = int(self._config.get("model_max_length") or 32768)
@@ -82,12 +86,12 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str:
-    """A token's text, which configurations write plainly or as an object."""
+    """Return a token's text, which configurations contain as a string or as an object."""
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> Any:
-    """The compiled template, in the environment that transformers gives templates; None without one."""
+    """Return the compiled chat template, in the same environment as in transformers, or None."""
     file = path / "chat_template.jinja"
     source = file.read_text() if file.is_file() else config.get("chat_template")
     if isinstance(source, list):

@@ -1,4 +1,4 @@
-"""Positions that a simulated model with sparse attention chooses."""
+"""The positions that a simulated model with sparse attention attends to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """A model's sparse attention: `layers` indexers, each choosing `top_k` positions."""
+    """The sparse attention of a model: `layers` indexers, each choosing `top_k` positions."""
 
     layers: int
     top_k: int
@@ -20,7 +20,11 @@ class IndexerShape:
 
     @classmethod
     def parse(cls, text: str) -> "IndexerShape":
-        """From `LAYERSxTOPK`, for example `2x4`; ValueError when it is not that."""
+        """Parse `LAYERSxTOPK`, for example `2x4`.
+
+        Raises:
+            ValueError: the text does not have this form.
+        """
         parts = text.lower().split("x")
         if len(parts) != 2 or not all(part.isdigit() for part in parts):
             raise ValueError(f"expected LAYERSxTOPK such as 2x4, got {text!r}")
@@ -28,10 +32,10 @@ class IndexerShape:
 
 
 def choose(shape: IndexerShape, ids: Sequence[int]) -> NDArray[np.int32]:
-    """Positions that each token but the last attends to, int32 `[len(ids) - 1, layers, top_k]`, distinct within a row
-    and none behind it; -1 where there are fewer.
+    """Return the positions that each token but the last attends to, int32 `[len(ids) - 1, layers, top_k]`.
 
-    A row is a function of the position and its id, so a prefix has the same rows in every request.
+    They are distinct within a layer and not after the token; -1 fills up if there are fewer than `top_k`. A row is a
+    function of the position and its id, so a prefix has the same rows in every request.
     """
     rows = np.arange(max(0, len(ids) - 1), dtype=np.int64)[:, None, None]
     tokens = np.asarray(ids, dtype=np.int64)[: len(rows), None, None]

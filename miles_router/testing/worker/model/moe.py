@@ -1,4 +1,4 @@
-"""Routed experts of a simulated mixture-of-experts model."""
+"""The routed experts of a simulated mixture-of-experts model."""
 
 import base64
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MoeShape:
-    """A model's routing: `layers` routers, each choosing `top_k` of `experts`."""
+    """The routing of a model: `layers` routers, each choosing `top_k` of `experts`."""
 
     layers: int
     experts: int
@@ -22,7 +22,11 @@ class MoeShape:
 
     @classmethod
     def parse(cls, text: str) -> "MoeShape":
-        """From `LAYERSxEXPERTSxTOPK`, for example `4x8x2`; ValueError when it is not that."""
+        """Parse `LAYERSxEXPERTSxTOPK`, for example `4x8x2`.
+
+        Raises:
+            ValueError: the text does not have this form.
+        """
         parts = text.lower().split("x")
         if len(parts) != 3 or not all(part.isdigit() for part in parts):
             raise ValueError(f"expected LAYERSxEXPERTSxTOPK such as 4x8x2, got {text!r}")
@@ -30,7 +34,7 @@ class MoeShape:
 
 
 def route(shape: MoeShape, ids: Sequence[int], start: int = 0) -> NDArray[np.int32]:
-    """Experts of positions `start .. len(ids) - 2`, int32 `[rows, layers, top_k]`, distinct within a row.
+    """Return the experts of positions `start .. len(ids) - 2`, int32 `[rows, layers, top_k]`, distinct within a layer.
 
     The last position has no row: its token was sampled, not fed through the model. A row is a function of the
     position and its id, so a prefix has the same rows in every request.
@@ -40,7 +44,7 @@ def route(shape: MoeShape, ids: Sequence[int], start: int = 0) -> NDArray[np.int
     layers = np.arange(shape.layers, dtype=np.uint64)
     seeds = (tokens * np.uint64(0x9E3779B97F4A7C15) + positions * np.uint64(0xBF58476D1CE4E5B9))[:, None]
     seeds = seeds ^ (layers * np.uint64(0x94D049BB133111EB))[None, :]
-    for shift in (30, 27):  # as splitmix64 ends: layers that differ by a constant must not choose alike
+    for shift in (30, 27):  # splitmix64's finaliser: layers must not choose the same experts
         seeds = (seeds ^ (seeds >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
     seeds = seeds >> np.uint64(17)
     first = (seeds % np.uint64(shape.experts))[:, :, None]
@@ -49,5 +53,5 @@ def route(shape: MoeShape, ids: Sequence[int], start: int = 0) -> NDArray[np.int
 
 
 def encode_routes(routes: NDArray[np.int32]) -> str:
-    """As SGLang sends them: base64 of the row-major int32 bytes."""
+    """Encode expert rows as SGLang does: base64 of the row-major int32 bytes."""
     return base64.b64encode(np.ascontiguousarray(routes).tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""How much of a prompt a real engine would find in its prefix cache."""
+"""A model of an engine's prefix cache: how many tokens of a prompt it would find."""
 
 import zlib
 from array import array
@@ -10,18 +10,20 @@ _BLOCK = 16 * _ID_BYTES
 
 
 class PrefixCache:
-    """Token-exact longest-prefix lengths over the sequences seen lately; bounded in tokens, oldest dropped. Only those
-    of the same `key` share a prefix."""
+    """The token prefixes of recent sequences, at most `max_tokens` of them; the oldest are dropped.
+
+    Only sequences with the same `key` share prefixes.
+    """
 
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
-        # The hash of every known prefix. Whole blocks are looked up at once, so that long prompts stay cheap.
-        # With the weight version that computed its last token's keys and values.
+        # Hash of every known prefix -> the weight version that computed the KV entry of its last token.
+        # Lookups go block by block first, so that long prompts stay cheap.
         self._prefixes: OrderedDict[int, str] = OrderedDict()
         self._versions: set[str] = set()
 
     def match(self, ids: Sequence[int], key: str = "") -> int:
-        """Tokens of `ids` that are cached; never all of them, since the last must be computed to sample from."""
+        """Return how many tokens of `ids` are cached; never all, since sampling needs the last one computed."""
         raw = array("q", ids).tobytes()
         known, prefix = self._known_blocks(raw, key)
         while known < len(raw):
@@ -32,19 +34,19 @@ class PrefixCache:
         return min(known // _ID_BYTES, len(ids) - 1)
 
     def versions(self, ids: Sequence[int], key: str = "") -> list[str]:
-        """The weight versions that computed these, all of which are cached, in the order of their first tokens."""
+        """Return the weight versions that computed these cached tokens, in the order of their first tokens."""
         if len(self._versions) < 2:
             return list(self._versions) if ids else []
         raw, prefix = array("q", ids).tobytes(), _begun(key)
         found: dict[str, None] = {}
         for start in range(0, len(raw), _ID_BYTES):
             prefix = _extended(prefix, raw[start : start + _ID_BYTES])
-            if prefix in self._prefixes:  # else it has made room already
+            if prefix in self._prefixes:  # else it was evicted meanwhile
                 found[self._prefixes[prefix]] = None
         return list(found)
 
     def insert(self, ids: Sequence[int], key: str = "", version: str = "") -> None:
-        """Remember a sequence whose keys and values have been computed, those that are new by this version."""
+        """Add a sequence whose KV entries exist. New ones count as computed by `version`."""
         raw = array("q", ids).tobytes()
         known, prefix = self._known_blocks(raw, key)
         self._versions.add(version)
@@ -59,7 +61,7 @@ class PrefixCache:
         self._versions.clear()
 
     def _known_blocks(self, raw: bytes, key: str) -> tuple[int, int]:
-        """Bytes of the longest cached prefix in whole blocks, and its hash."""
+        """Return the length in bytes of the longest cached prefix in whole blocks, and its hash."""
         known, prefix = 0, _begun(key)
         while known + _BLOCK <= len(raw):
             longer = _extended(prefix, raw[known : known + _BLOCK])
@@ -70,10 +72,10 @@ class PrefixCache:
 
 
 def _begun(key: str) -> int:
-    """The hash of the empty prefix."""
+    """Return the hash of the empty prefix under a key."""
     return _extended(0, key.encode()) if key else 0
 
 
 def _extended(prefix: int, raw: bytes) -> int:
-    """The hash of a prefix and what follows it; two checksums, as either alone confuses some sequences."""
+    """Return the hash of a prefix extended by `raw`. It combines two checksums, since either alone has collisions."""
     return (zlib.crc32(raw, prefix >> 32) << 32) | zlib.adler32(raw, prefix & 0xFFFFFFFF)

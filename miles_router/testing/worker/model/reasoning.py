@@ -1,4 +1,4 @@
-"""Reasoning in generated text, as SGLang's `qwen3` parser separates it: up to `</think>`, or up to a tool call."""
+"""Separate reasoning from generated text as SGLang's `qwen3` parser does: up to `</think>` or a tool call."""
 
 from miles_router.testing.worker.model.tool_calls import overlap
 
@@ -7,12 +7,15 @@ _MARKERS = (_BEGIN, _END, _CALL)
 
 
 def separated(text: str, *, thinking: bool) -> tuple[str, str]:
-    """(reasoning, rest) of a finished text; `thinking`: it begins inside of its reasoning."""
+    """Split a finished text into (reasoning, rest). With `thinking`, the text begins inside its reasoning."""
     return ReasoningStream(thinking=thinking).push(text, last=True)
 
 
 class ReasoningStream:
-    """Splits a growing text into reasoning and the rest; what may become a marker is held back."""
+    """A streaming parser that splits text into reasoning and the rest.
+
+    It holds back text that may be the start of a marker.
+    """
 
     def __init__(self, *, thinking: bool) -> None:
         self._thinking = thinking
@@ -20,7 +23,7 @@ class ReasoningStream:
         self._buffer = ""
 
     def push(self, delta: str, *, last: bool) -> tuple[str, str]:
-        """What is added to either; `last` lets go of what was held back."""
+        """Parse more text. Return the new reasoning and the new rest. `last` releases held-back text."""
         self._buffer += delta
         if not last and any(marker != self._buffer and marker.startswith(self._buffer) for marker in _MARKERS):
             return "", ""

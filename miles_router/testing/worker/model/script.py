@@ -1,4 +1,4 @@
-"""A script: what a worker answers to an agent, step by step, in place of sampling.
+"""Scripts: fixed answers of a worker to an agent, step by step, instead of sampling.
 
     script = [
         {"reasoning": "I look first.", "calls": [{"name": "read", "arguments": {"path": "a.txt"}}]},
@@ -6,13 +6,13 @@
         "Done.",
     ]
 
-Which step is played, a request itself says, so that retries, branches and agents side by side get what they should:
+The request alone determines the step, so that retries, branches and parallel agents get the right answers:
 
-- a step with `when` answers a request that has this text behind its last answer;
-- any other step answers a request with as many answers in its history as there are such steps before it;
-- a step with calls answers a request that has these tools: side calls (titles, summaries) have none.
+- A step with `when` answers a request that contains this text after its last assistant message.
+- Step n of the others answers a request with n assistant messages, counted from 0.
+- A step with calls answers only a request with these tools: side calls (titles, summaries) have none.
 
-What no step answers is sampled. A request whose ids end with the beginning of its step is given the rest of it.
+If no step fits, the answer is sampled. If the prompt's ids end with the beginning of the step, the answer is the rest.
 """
 
 import json
@@ -30,7 +30,10 @@ FIELDS = frozenset({"text", "reasoning", "calls", "when"})
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One answer: name and arguments of each call; arguments that are a text are written as they are."""
+    """One answer of a script.
+
+    `calls` are (name, arguments) pairs; arguments given as a string are written unchanged.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -39,7 +42,11 @@ class Step:
 
     @classmethod
     def read(cls, given: object) -> "Step":
-        """A step as JSON writes it: a text, or an object of `FIELDS`. ValueError for anything else."""
+        """Parse a step from JSON: a string, or an object with `FIELDS`.
+
+        Raises:
+            ValueError: it is anything else.
+        """
         if isinstance(given, str):
             return cls(given)
         if not isinstance(given, Mapping) or not given or given.keys() - FIELDS:
@@ -48,11 +55,11 @@ class Step:
         calls = given.get("calls", [])
         named = isinstance(calls, Sequence) and all(isinstance(call, Mapping) and "name" in call for call in calls)
         if not named or not all(isinstance(text, str) for text in texts.values()):
-            raise ValueError(f"a step has texts, and calls with a name: {given!r}")
+            raise ValueError(f"a step's fields must be strings, and its calls objects with a name: {given!r}")
         return cls(**texts, calls=tuple((call["name"], call.get("arguments", {})) for call in calls))
 
     def written(self, *, thinks: bool = False) -> str:
-        """The step as a model of the family writes it. One that thinks also says when it has nothing to think."""
+        """Return the step as the model's text. With `thinks`, a step without reasoning gets an empty think block."""
         nothing = "<think></think>" if thinks else ""
         thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else nothing
         parts = [self.text, *(written_call(name, arguments) for name, arguments in self.calls)]
@@ -60,7 +67,11 @@ class Step:
 
 
 class Script:
-    """The steps of a worker's answers. ValueError where one of them is none."""
+    """A worker's scripted answers.
+
+    Raises:
+        ValueError: a step is malformed.
+    """
 
     def __init__(self, steps: Iterable[object]) -> None:
         read = [Step.read(each) for each in steps]
@@ -69,7 +80,12 @@ class Script:
 
     @classmethod
     def from_file(cls, path: str) -> "Script":
-        """A JSON list of steps. ValueError where it holds something else, OSError where it cannot be read."""
+        """Read a script from a JSON list of steps.
+
+        Raises:
+            ValueError: the file does not contain a list of steps.
+            OSError: it cannot be read.
+        """
         try:
             steps = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -79,10 +95,10 @@ class Script:
         return cls(steps)
 
     def step(self, request: Mapping[str, Any]) -> Step | None:
-        """The step that answers a chat request."""
+        """Return the step that answers a chat request, or None."""
         messages = list(request["messages"])
         if request.get("continue_final_message") and messages[-1].get("role") == "assistant":
-            messages.pop()  # the beginning of the answer that is asked for
+            messages.pop()  # the beginning of the requested answer
         answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
         appended = "\n".join(map(_text, messages[answers[-1] + 1 if answers else 0 :]))
         steps = [step for step in self._matched if step.when in appended]
@@ -93,7 +109,7 @@ class Script:
     def play(
         self, request: Mapping[str, Any], input_ids: Sequence[int], tokenizer: Tokenizer, *, thinks: bool = False
     ) -> list[int] | None:
-        """The ids that answer a chat request with this prompt, with a stop id at the end; None to sample."""
+        """Return the ids that answer a chat request, with a stop id at the end, or None to sample."""
         step = self.step(request)
         if step is None:
             return None

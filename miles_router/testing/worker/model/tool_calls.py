@@ -1,4 +1,4 @@
-"""Tool calls in generated text, in the format of SGLang's `qwen25` parser, and making one up when one is required."""
+"""Parse tool calls in generated text, in the format of SGLang's `qwen25` parser, and generate required ones."""
 
 import json
 import random
@@ -17,18 +17,18 @@ _END = "\n</tool_call>"
 
 
 def written_call(name: str, arguments: object) -> str:
-    """A call as models write it; arguments that are a text stand in it as they are."""
+    """Return a call as models write it. Arguments given as a string are inserted unchanged."""
     spelled_out = arguments if isinstance(arguments, str) else spaced(arguments)
     return f'{_BEGIN}{{"name": {spaced(name)}, "arguments": {spelled_out}}}{_END}'
 
 
 def spaced(value: object) -> str:
-    """JSON as SGLang's parsers write it."""
+    """Encode JSON as SGLang's parsers do, with spaces after `:` and `,`."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def required_call(tools: Sequence[Mapping[str, Any]], choice: Any, tokenizer: Tokenizer, seed: int) -> list[int]:
-    """Ids of a well-formed call of one of the tools (or of the one named), with a stop id at the end."""
+    """Return the ids of a valid call, with a stop id at the end. It calls the tool in `choice`, else a random one."""
     source = random.Random(seed)
     names = [tool["function"]["name"] for tool in tools]
     wanted = choice["function"]["name"] if isinstance(choice, Mapping) else source.choice(names)
@@ -40,9 +40,9 @@ def required_call(tools: Sequence[Mapping[str, Any]], choice: Any, tokenizer: To
 
 
 def parse_calls(text: str, names: Collection[str]) -> tuple[str, list[dict[str, Any]] | None]:
-    """(text outside calls, calls) of a finished text; None and the whole text when no call begins in it.
+    """Split a finished text into (text before the calls, calls). Without a call return (the whole text, None).
 
-    What is no well-formed call of a tool in `names` is dropped, as SGLang drops it.
+    A malformed call, or one of a tool not in `names`, is dropped as in SGLang.
     """
     if _BEGIN not in text:
         return text, None
@@ -70,7 +70,10 @@ def _call_id() -> str:
 
 
 class ToolCallStream:
-    """Splits a growing text into visible text and deltas of tool calls; what may begin a call is held back."""
+    """A streaming parser that splits text into visible text and tool call deltas.
+
+    It holds back text that may be the start of a call.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -81,7 +84,7 @@ class ToolCallStream:
         self.calls = 0
 
     def push(self, delta: str, *, last: bool) -> list[str | dict[str, Any]]:
-        """Visible texts and call deltas, in order; `last` lets go of text that was held back."""
+        """Parse more text. Return visible texts and call deltas in order. `last` releases held-back text."""
         self._buffer += delta
         parts: list[str | dict[str, Any]] = []
         while True:
@@ -91,8 +94,8 @@ class ToolCallStream:
                 return parts
 
     def closed(self) -> list[dict[str, Any]]:
-        """What SGLang adds where an answer ends within the arguments of a call: it closes them, though nobody has
-        sampled that."""
+        """Return the delta that SGLang adds if an answer ends within the arguments of a call: it closes their JSON,
+        although the model did not sample that."""
         end = self._arguments.end() if self._inside and self._named else ""
         return [self._delta(None, None, end)] if end else []
 
@@ -106,11 +109,11 @@ class ToolCallStream:
             if self.calls and not visible[:shown].strip():
                 shown = 0
             visible, self._buffer = visible[:shown], visible[shown:]
-        between = self.calls and not visible.strip()  # calls stand on lines of their own
+        between = self.calls and not visible.strip()  # white space between calls is not shown
         return [visible] if visible and not between else []
 
     def _inside_call(self) -> list[str | dict[str, Any]]:
-        """First a delta with the name, then deltas whose arguments join to the call's."""
+        """Return a delta with the name first, then deltas whose arguments join to the call's."""
         parts: list[str | dict[str, Any]] = []
         head = None if self._named else _HEAD.match(self._buffer)
         if head and head[1] in self._names:
@@ -124,7 +127,8 @@ class ToolCallStream:
         return parts
 
     def _take_arguments(self) -> str:
-        """What is certainly part of the arguments: not the object's closing brace, nor the end of the call."""
+        """Remove from the buffer and return text that is certainly part of the arguments: neither the closing brace of
+        the call's object nor the end marker."""
         block, end, rest = self._buffer.partition(_END)
         if end:
             self._buffer, self._inside = rest, False
@@ -142,15 +146,15 @@ class ToolCallStream:
 
 
 class _SpacedArguments:
-    """Growing JSON as `spaced` writes the whole of it, but for the spelling of numbers."""
+    """A converter of streamed JSON to the form of `spaced`. It keeps the spelling of numbers."""
 
     def __init__(self) -> None:
         self._all = ""
-        self._rest = ""  # the beginning of an escape
+        self._rest = ""  # an incomplete escape
         self._in_string = False
 
     def end(self) -> str:
-        """What makes JSON of all that was added; nothing where that is not enough."""
+        """Return the quotes and brackets that complete the JSON so far, or "" if they do not make it valid."""
         opened: list[str] = []
         for character in _STRING.sub("", self._all):
             if character in "{[":
@@ -165,7 +169,7 @@ class _SpacedArguments:
         return end
 
     def push(self, piece: str) -> str:
-        """What is added."""
+        """Convert the next piece of JSON."""
         added = self._added(piece)
         self._all += added
         return added
@@ -189,16 +193,16 @@ class _SpacedArguments:
 
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
-# A character, or all of an escape; an escape that is not all there is matched by none.
+# A character or a complete escape. It does not match an incomplete escape.
 _JSON_PIECE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u]|[^\\]", re.DOTALL
 )
-# Closing braces and whatever may follow the last of them.
+# Closing braces, and what may follow the last one: a part of the end marker.
 _POSSIBLE_TAIL = re.compile(r"[}\s]+[</a-z_>]*$")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 
 
 def overlap(text: str, marker: str) -> int:
-    """How much of the marker the text ends with, short of all of it."""
+    """Return the length of the longest proper prefix of `marker` with which `text` ends."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

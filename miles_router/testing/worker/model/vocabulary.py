@@ -1,8 +1,8 @@
-"""Token ids and the text they spell: the tokenizer protocol and a built-in toy vocabulary.
+"""The tokenizer protocol of the simulated engine, and a built-in toy vocabulary.
 
-The toy vocabulary needs no files. It has the properties that make text -> ids re-encoding lossy in real
-vocabularies: most texts have many spellings, some tokens hold part of a character, special tokens are hidden from
-the visible text, and a few ids decode to nothing at all.
+The toy vocabulary needs no files. It has the properties that make re-encoding text lossy in real vocabularies: most
+texts have several tokenizations, some tokens contain part of a character, special tokens are hidden from the visible
+text, and a few ids decode to nothing.
 """
 
 import re
@@ -52,39 +52,39 @@ _CHARACTER_RUNS = ("你好", "世界", "中国", "日本", "한국", "приве
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the simulated engine needs of a vocabulary."""
+    """A tokenizer, as the simulated engine needs it."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model can sample: `0 .. vocab_size - 1`."""
+        """The number of ids that the model can sample: `0 .. vocab_size - 1`."""
 
     @property
     def size(self) -> int:
-        """How many of them the tokenizer has; a model with a padded vocabulary can sample ids behind its last."""
+        """The number of ids that the tokenizer has. A model with a padded vocabulary can sample ids beyond them."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a generation unless `ignore_eos`."""
+        """The ids that end a generation unless `ignore_eos` is set."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; special tokens spelled out in it become their ids.
+        """Return the ids of `text`. Special tokens written out in it become their ids.
 
         Args:
-            add_special_tokens: whether those go around it that the tokenizer puts around every text.
+            add_special_tokens: add the special tokens that the tokenizer puts around every text, such as BOS.
         """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of `ids`; bytes that are no character are U+FFFD."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one id stands for, special tokens included."""
+        """Return the bytes of one id, special tokens included."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The chat template's text, ready for the assistant's turn."""
+        """Render the chat template, with the generation prompt at the end."""
 
 
 def _fragments_of_characters() -> list[bytes]:
-    """Pieces that begin, end or straddle characters, as byte-level BPE has them."""
+    """Return byte pieces that begin characters or straddle two, as byte-level BPE has them."""
     encoded = [character.encode() for character in _CHARACTERS if len(character.encode()) > 2]
     heads = [raw[:cut] for raw in encoded for cut in range(2, len(raw))]
     straddling = [left[-1:] + right[:2] for left, right in pairwise(encoded)]
@@ -92,7 +92,7 @@ def _fragments_of_characters() -> list[bytes]:
 
 
 def _toy_pieces() -> list[bytes]:
-    """Every ordinary token's bytes, index = id; the first 256 are the single bytes."""
+    """Return the bytes of every ordinary token by id. The first 256 are the single bytes."""
     words = [form for word in _WORDS.split() for form in (word, " " + word, " " + word.capitalize())]
     texts = [*_FRAGMENTS.split(), *_SYMBOLS.split("§"), *_CHARACTERS, *_CHARACTER_RUNS, *words]
     ordinary = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(MARKUP_TOKENS) - UNUSED_IDS
@@ -126,7 +126,11 @@ class ToyTokenizer:
         self.eos_token_ids = frozenset({self._added["<|endoftext|>"], self._added["<|im_end|>"]})
 
     def token_id(self, text: str) -> int:
-        """The id of one added token (`"<|im_end|>"`); KeyError for any other text."""
+        """Return the id of an added token such as `"<|im_end|>"`.
+
+        Raises:
+            KeyError: the text is not an added token.
+        """
         return self._added[text]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -139,7 +143,7 @@ class ToyTokenizer:
         return ids
 
     def _encode_ordinary(self, raw: bytes, ids: list[int]) -> None:
-        """Longest match first: like BPE, the ids of a text are not the ids of its halves."""
+        """Append the ids of `raw`, longest match first. As with BPE, a text's ids are not those of its halves."""
         start, known, longest = 0, self._ids, self._longest
         while start < len(raw):
             for length in range(min(longest, len(raw) - start), 0, -1):

@@ -1,1 +1,1 @@
-"""The worker's HTTP API, a file for each kind of request."""
+"""The simulated worker's HTTP routes, one module for each kind of request."""

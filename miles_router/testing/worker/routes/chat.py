@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, whole and streamed."""
+"""The route `/v1/chat/completions`, whole and streamed."""
 
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,12 +16,12 @@ from miles_router.testing.worker.wire.openai_parts import chat_logprobs, metadat
 
 
 async def chat_completions(visit: Visit) -> web.StreamResponse:
-    """POST /v1/chat/completions."""
+    """Handle POST /v1/chat/completions."""
     return await serve(visit, parse_chat, chat_answer, chat_chunks)
 
 
 async def chat_answer(visit: Visit, chat: ChatInput) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole answer."""
     answers = await all_answers(visit, chat.given)
     first = answers[0]["meta_info"]
     response: dict[str, Any] = {
@@ -34,7 +34,7 @@ async def chat_answer(visit: Visit, chat: ChatInput) -> dict[str, Any]:
         "metadata": metadata_of(first),
     }
     sglext = _sglext(chat, dict(enumerate(answers)), whole=True)
-    # The whole answer has the routes in `meta_info` already when that was asked for.
+    # With `return_meta_info`, the whole answer has the expert rows in `meta_info` already.
     if chat.asks("return_meta_info"):
         sglext.pop("routed_experts", None)
     return {**response, "sglext": sglext} if sglext.keys() - {"spec_tokens_details"} else response
@@ -49,7 +49,7 @@ def _choice(visit: Visit, chat: ChatInput, index: int, answer: dict[str, Any]) -
         text, calls = parse_calls(text, chat.tool_names)
     finish = meta["finish_reason"]
     if calls and finish["type"] == "stop":
-        # SGLang writes this into the dictionary that `meta_info` shows as well.
+        # In SGLang this dictionary is shared with `meta_info`, which changes too.
         finish.update(type="tool_calls", matched=None)
     message: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": reasoning or None}
     if calls:
@@ -76,7 +76,7 @@ def _logprobs(visit: Visit, meta: dict[str, Any], start: int) -> dict[str, Any]:
 
 
 def _sglext(chat: ChatInput, answers: dict[int, dict[str, Any]], *, whole: bool) -> dict[str, Any]:
-    """SGLang's own fields of the answer, in the order of its schema; empty when none was asked for."""
+    """Return the `sglext` fields of the answer in the order of SGLang's schema; empty if none was requested."""
     first = next(iter(answers.values()))
     extra: dict[str, Any] = {}
     if chat.asks("return_routed_experts") and "routed_experts" in first["meta_info"]:
@@ -94,7 +94,7 @@ def _sglext(chat: ChatInput, answers: dict[int, dict[str, Any]], *, whole: bool)
 
 
 async def chat_chunks(visit: Visit, chat: ChatInput) -> AsyncIterator[dict[str, Any]]:
-    """The stream's chunks, up to `[DONE]`."""
+    """Yield the stream's chunks, without `[DONE]`."""
     writer = _ChunkWriter(visit, chat)
     async for event in all_events(visit, chat.given):
         for chunk in writer.chunks(event):
@@ -107,12 +107,12 @@ _EMPTY_DELTA = {"role": None, "content": None, "reasoning_content": None}
 
 
 def _lets_go(event: dict[str, Any]) -> bool:
-    """Whether parsers show what they held back: at any end but an abort's."""
+    """Return True if parsers must release held-back text: at the end of an answer, unless it was aborted."""
     return bool((event["meta_info"]["finish_reason"] or {"type": "abort"})["type"] != "abort")
 
 
 class _ChunkWriter:
-    """Turns the engine's events into chat chunks; knows what each choice has been sent."""
+    """A converter from the engine's events to chat chunks. It tracks what was sent of each choice."""
 
     def __init__(self, visit: Visit, chat: ChatInput) -> None:
         self._visit = visit
@@ -127,8 +127,8 @@ class _ChunkWriter:
         self._rid = ""
 
     def chunks(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of one event: the role first, then reasoning, text and tool calls, logprobs on the first of
-        them."""
+        """Yield the chunks of one event: the role first, then reasoning, text and tool calls. The first chunk with
+        content carries the logprobs."""
         index = event.get("index", 0)
         self._rid = event["meta_info"]["id"]
         if index not in self._latest:
@@ -148,12 +148,12 @@ class _ChunkWriter:
             else:
                 yield {**self._delta(index, {"reasoning_content": None, "content": part}, logprobs), **usage}
                 logprobs = None
-        # Without any parser SGLang drops the logprobs of a step that shows no text.
+        # Without any parser SGLang drops the logprobs of a step that produces no text.
         if logprobs is not None and self._visit.settings.has_parser:
             yield {**self._delta(index, {"reasoning_content": None}, logprobs), **usage}
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
-        """Finish reasons, then `sglext`, then usage."""
+        """Yield the chunks with finish reasons, then `sglext`, then usage."""
         for index, event in self._latest.items():
             finish = event["meta_info"]["finish_reason"]
             called = index in self._tools and self._tools[index].calls and finish["type"] == "stop"
@@ -178,7 +178,7 @@ class _ChunkWriter:
         self._latest[index] = event
 
     def _new_text(self, index: int, event: dict[str, Any]) -> tuple[str, str]:
-        """What an event adds to the reasoning and to the text."""
+        """Return the reasoning and the text that an event adds."""
         delta = event["text"]
         if not self._visit.settings.incremental_streaming_output:
             delta = delta[self._sent_text.get(index, 0) :]

@@ -1,4 +1,4 @@
-"""`/v1/completions`, whole and streamed."""
+"""The route `/v1/completions`, whole and streamed."""
 
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +24,7 @@ from miles_router.testing.worker.wire.openai_parts import (
 
 @dataclass(slots=True)
 class _Completion:
-    """A parsed request."""
+    """A parsed `/v1/completions` request."""
 
     given: GenerateInput
     body: dict[str, Any]
@@ -37,7 +37,7 @@ class _Completion:
 
 
 async def completions(visit: Visit) -> web.StreamResponse:
-    """POST /v1/completions."""
+    """Handle POST /v1/completions."""
     return await serve(visit, _parse, _answer, _chunks)
 
 
@@ -80,7 +80,7 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
 
 
 def _echoes(visit: Visit, prompt: Any) -> list[str]:
-    """The text of every prompt."""
+    """Return the text of every prompt."""
     single = isinstance(prompt, str) or isinstance(prompt[0], int)
     decode = visit.engine.model.tokenizer.decode
     prompts = [prompt] if single else prompt
@@ -121,7 +121,7 @@ def _choice(visit: Visit, asked: _Completion, index: int, answer: dict[str, Any]
 
 
 def _logprobs(visit: Visit, asked: _Completion, meta: dict[str, Any], start: int) -> dict[str, Any]:
-    """A choice's logprobs from output position `start` on; the prompt's before them when it is echoed."""
+    """Return a choice's logprobs from output position `start` on, preceded by those of an echoed prompt."""
     triples = meta["output_token_logprobs"][start:]
     tops = meta.get("output_top_logprobs", [])[start:]
     if start == 0 and asked.body.get("echo"):
@@ -139,7 +139,7 @@ async def _chunks(visit: Visit, asked: _Completion) -> AsyncIterator[dict[str, A
 
 
 class _ChunkWriter:
-    """Turns the engine's events into completion chunks; knows what each choice has been sent."""
+    """A converter from the engine's events to completion chunks. It tracks what was sent of each choice."""
 
     def __init__(self, visit: Visit, asked: _Completion) -> None:
         self._visit = visit

@@ -1,4 +1,4 @@
-"""Control plane: pause and continue, aborts, weight updates, memory, adapters, and the switches that only answer."""
+"""The worker's control routes: pause, aborts, weight updates, memory, adapters, and stubs that only answer."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,7 +22,7 @@ FLUSHED = (
 
 
 async def pause_generation(visit: Visit) -> web.StreamResponse:
-    """POST {"mode": "abort" | "retract" | "in_place"}; returns once it holds."""
+    """Handle POST {"mode": "abort" | "retract" | "in_place"}. Answer once the engine is paused."""
     mode = visit.json().get("mode", "abort")
     if mode not in [known.value for known in PauseMode]:
         raise invalid_body(_problem(f"Invalid enum value '{mode}' - at `$.mode`"))
@@ -39,7 +39,7 @@ async def continue_generation(visit: Visit) -> web.StreamResponse:
 
 
 async def abort_request(visit: Visit) -> web.StreamResponse:
-    """POST {"rid"} or {"abort_all": true}; 200 whether or not something was running."""
+    """Handle POST {"rid"} or {"abort_all": true}. Answer 200 whether or not the request was running."""
     body = visit.json()
     if body.get("abort_all"):
         visit.engine.abort_all()
@@ -49,7 +49,7 @@ async def abort_request(visit: Visit) -> web.StreamResponse:
 
 
 async def flush_cache(visit: Visit) -> web.StreamResponse:
-    """Text; 400 while generations hold memory."""
+    """Flush the cache, or answer 400 while generations occupy it. The answer is plain text."""
     if not visit.engine.can_flush():
         return await visit.reply.text("Flush cache failed.\n", 400)
     visit.engine.flush()
@@ -57,7 +57,7 @@ async def flush_cache(visit: Visit) -> web.StreamResponse:
 
 
 async def update_weight_version(visit: Visit) -> web.StreamResponse:
-    """POST {"new_version", "abort_all_requests": true}."""
+    """Handle POST {"new_version", "abort_all_requests": true}."""
     body = visit.json()
     version = _required(body, "new_version")
     if body.get("abort_all_requests", True):
@@ -69,9 +69,11 @@ async def update_weight_version(visit: Visit) -> web.StreamResponse:
 
 
 async def update_weights_from_disk(visit: Visit) -> web.StreamResponse:
-    """POST {"model_path", "weight_version"?, "abort_all_requests"?, "flush_cache"?}; waits for running generations.
+    """Handle POST {"model_path", "weight_version"?, "abort_all_requests"?, "flush_cache"?}.
 
-    What a pause keeps in place cannot be flushed: 400, and the weights have changed all the same."""
+    Unless paused, wait for running generations first. If a pause keeps generations in place, the cache cannot be
+    flushed: the answer is 400 although the weights have changed.
+    """
     body = visit.json()
     _required(body, "model_path")
     if body.get("abort_all_requests"):
@@ -99,7 +101,7 @@ async def begin_weight_update(visit: Visit) -> web.StreamResponse:
 
 
 async def end_weight_update(visit: Visit) -> web.StreamResponse:
-    """400 unless an update was begun."""
+    """End a weight update; answer 400 if none was begun."""
     visit.json()
     if not visit.engine.updating:
         message = "no weight-update session is open; call begin_weight_update() first"
@@ -109,7 +111,7 @@ async def end_weight_update(visit: Visit) -> web.StreamResponse:
 
 
 async def load_lora_adapter(visit: Visit) -> web.StreamResponse:
-    """POST {"lora_name", "lora_path"}; 400 unless the worker was started with `enable_lora`."""
+    """Handle POST {"lora_name", "lora_path"}. Answer 400 unless the worker was started with `enable_lora`."""
     body = visit.json()
     name, path = _required(body, "lora_name"), _required(body, "lora_path")
     if not visit.engine.enable_lora:
@@ -122,7 +124,7 @@ async def load_lora_adapter(visit: Visit) -> web.StreamResponse:
 
 
 async def unload_lora_adapter(visit: Visit) -> web.StreamResponse:
-    """POST {"lora_name"}."""
+    """Handle POST {"lora_name"}."""
     name = _required(visit.json(), "lora_name")
     if not visit.engine.enable_lora:
         return await _lora_result(visit, LORA_IS_OFF)
@@ -143,7 +145,7 @@ async def _lora_result(visit: Visit, error: str | None = None) -> web.StreamResp
 
 
 async def slow_down(visit: Visit) -> web.StreamResponse:
-    """POST {"forward_sleep_time": seconds | null}: every token takes that much longer."""
+    """Handle POST {"forward_sleep_time": seconds | null}: delay every token by so many seconds."""
     body = visit.json()
     if "forward_sleep_time" not in body:
         raise invalid_body(_problem("Object missing required field `forward_sleep_time`"))
@@ -152,7 +154,7 @@ async def slow_down(visit: Visit) -> web.StreamResponse:
 
 
 async def answer_null(visit: Visit) -> web.StreamResponse:
-    """Routes whose body must be JSON and whose answer is `null`."""
+    """Answer `null` to a JSON body."""
     visit.json()
     return await visit.reply.json(None)
 

@@ -1,4 +1,4 @@
-"""What a worker says about itself: model, server, health and load."""
+"""The worker's routes for model, server, health and load information, and for tokenizing."""
 
 import asyncio
 import datetime
@@ -17,7 +17,7 @@ SGLANG_VERSION = "0.5.23"
 
 
 async def health(visit: Visit) -> web.StreamResponse:
-    """200 once the engine generates; while paused it cannot, and the answer is 503 after `health_timeout_s`."""
+    """Answer 200 once the engine can generate, or 503 after `health_timeout_s`. A paused engine cannot."""
     engine, settings = visit.engine, visit.settings
     deadline = asyncio.get_running_loop().time() + settings.health_timeout_s
     await asyncio.sleep(settings.health_latency_s)
@@ -28,7 +28,7 @@ async def health(visit: Visit) -> web.StreamResponse:
 
 
 async def ready(visit: Visit) -> web.StreamResponse:
-    """503 while paused, and after a failed `/health` until one succeeds."""
+    """Answer 503 while paused, and after a failed `/health` until one succeeds; else 200."""
     status = 200 if visit.engine.paused is None and visit.engine.healthy else 503
     return await visit.reply.empty(status)
 
@@ -57,7 +57,7 @@ async def model_info(visit: Visit) -> web.StreamResponse:
 
 
 async def server_info(visit: Visit) -> web.StreamResponse:
-    """The few of SGLang's several hundred settings that a router may look at."""
+    """Answer with those few of SGLang's several hundred settings that a router may read."""
     settings = visit.settings
     return await visit.reply.json(
         {
@@ -90,7 +90,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
 
 
 async def loads(visit: Visit) -> web.StreamResponse:
-    """GET /v1/loads: running and waiting requests of each rank."""
+    """Handle GET /v1/loads: the running and waiting requests of each rank."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat()
     return await visit.reply.json(
         {
@@ -104,7 +104,8 @@ async def loads(visit: Visit) -> web.StreamResponse:
 
 
 async def get_load(visit: Visit) -> web.StreamResponse:
-    """GET /get_load, as SGLang had it before `/v1/loads`, with a cost model only: gateways of that time ask for it."""
+    """Handle GET /get_load, SGLang's route before `/v1/loads`, which gateways of that time call. 404 without a GPU cost
+    model."""
     if not isinstance(visit.engine, PacedEngine):
         raise Refusal(404, {"detail": "Not Found"})
     load = visit.engine.load()
@@ -122,7 +123,7 @@ async def models(visit: Visit) -> web.StreamResponse:
 
 
 async def model(visit: Visit) -> web.StreamResponse:
-    """GET /v1/models/{name}."""
+    """Handle GET /v1/models/{name}."""
     name = visit.path_tail
     if name == visit.settings.served_model_name:
         return await visit.reply.json(model_card(visit))
@@ -136,7 +137,7 @@ async def model(visit: Visit) -> web.StreamResponse:
 
 
 async def tokenize(visit: Visit) -> web.StreamResponse:
-    """POST /v1/tokenize {"prompt": text | [text]} or {"messages": [...]}."""
+    """Handle POST /v1/tokenize {"prompt": text | [text]} or {"messages": [...]}."""
     body = visit.json()
     prompt, messages = body.get("prompt"), body.get("messages")
     if (prompt is None) == (messages is None):
@@ -153,7 +154,7 @@ async def tokenize(visit: Visit) -> web.StreamResponse:
 
 
 async def detokenize(visit: Visit) -> web.StreamResponse:
-    """POST /v1/detokenize {"tokens": ids | [ids], "skip_special_tokens": true}."""
+    """Handle POST /v1/detokenize {"tokens": ids | [ids], "skip_special_tokens": true}."""
     body = visit.json()
     tokens, skip = body.get("tokens"), body.get("skip_special_tokens", True)
     if not isinstance(tokens, list):
@@ -165,7 +166,7 @@ async def detokenize(visit: Visit) -> web.StreamResponse:
 
 
 async def ping(visit: Visit) -> web.StreamResponse:
-    """503 after a failed `/health` until one succeeds; a pause changes nothing."""
+    """Answer 503 after a failed `/health` until one succeeds, else 200, whether paused or not."""
     return await visit.reply.empty(200 if visit.engine.healthy else 503)
 
 

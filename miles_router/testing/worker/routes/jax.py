@@ -1,4 +1,5 @@
-"""The HTTP API of SGLang-Jax, as far as it is not SGLang's: what it lacks, and what it dies of (seen at cddbf6f)."""
+"""The HTTP API of SGLang-Jax where it differs from SGLang's: missing features, and requests that crash it (observed at
+cddbf6f)."""
 
 import asyncio
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ _UNKNOWN_TO_GENERATE = ("routed_experts_start_len", "return_prompt_token_ids", "
 
 
 async def _generate(visit: Visit) -> web.StreamResponse:
-    """`/generate`: a field that it does not know is left out without a word, and one token is the least."""
+    """Answer `/generate`. Unknown fields are ignored silently, and at least one token is sampled."""
     body = {name: value for name, value in visit.json().items() if name not in _UNKNOWN_TO_GENERATE}
     body.setdefault("return_text_in_logprobs", True)
     given = body.get("sampling_params") or {}
@@ -52,7 +53,11 @@ async def _generate(visit: Visit) -> web.StreamResponse:
 
 
 def _check_batch(visit: Visit, body: Mapping[str, Any]) -> None:
-    """LethalPrompt where logprobs of both paths meet in one batch."""
+    """Refuse requests that use both of its logprob paths in one batch, since that crashes it.
+
+    Raises:
+        LethalPrompt: a running request uses the other path.
+    """
     alone = bool(body.get("return_logprob")) and not (
         body.get("top_logprobs_num") or body.get("token_ids_logprob") or (body.get("logprob_start_len") or -1) >= 0
     )
@@ -69,7 +74,7 @@ def _with_fields(names: tuple[str, ...], route: Route) -> Route:
 
 
 async def _pause_generation(visit: Visit) -> web.StreamResponse:
-    """Mode "abort" waits for ever for what it aborts in its queue, which tells nobody that it has gone."""
+    """Pause. Mode "abort" hangs if requests run: the real one waits for notices that its queue never sends."""
     if visit.json().get("mode", "abort") == PauseMode.ABORT.value and visit.engine.running:
         visit.engine.pause(PauseMode.ABORT)
         await asyncio.get_running_loop().create_future()
@@ -77,7 +82,7 @@ async def _pause_generation(visit: Visit) -> web.StreamResponse:
 
 
 async def _flush_cache(visit: Visit) -> web.StreamResponse:
-    """400 while anything runs or waits."""
+    """Flush the cache, or answer 400 while any request runs or waits."""
     if visit.engine.running:
         return await visit.reply.text("Flush cache failed.\nReason: pending requests\n", 400)
     return await flush_cache(visit)
@@ -88,7 +93,7 @@ async def _dies(visit: Visit) -> web.StreamResponse:
 
 
 async def _health(visit: Visit) -> web.StreamResponse:
-    """A constant."""
+    """Answer 200 whatever the engine's state."""
     return await visit.reply.empty()
 
 
@@ -99,12 +104,12 @@ async def _model_info(visit: Visit) -> web.StreamResponse:
 
 
 async def _models(visit: Visit) -> web.StreamResponse:
-    """Of adapters nothing, whatever it has."""
+    """List the base model only, even if adapters are loaded."""
     return await visit.reply.json({"object": "list", "data": [model_card(visit)]})
 
 
 async def server_info(visit: Visit) -> web.StreamResponse:
-    """The few of its arguments that a router may look at."""
+    """Answer with those of its arguments that a router may read."""
     settings = visit.settings
     return await visit.reply.json(
         {

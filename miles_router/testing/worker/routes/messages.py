@@ -1,4 +1,4 @@
-"""`/v1/messages` (Anthropic): a translation to and from chat completions, as in SGLang."""
+"""The route `/v1/messages` (Anthropic), translated to and from chat completions as in SGLang."""
 
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -18,7 +18,7 @@ _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 async def messages(visit: Visit) -> web.StreamResponse:
-    """POST /v1/messages."""
+    """Handle POST /v1/messages."""
     body = visit.json()
     absent = [f"{name}: Field required" for name in ("model", "messages", "max_tokens") if name not in body]
     if absent:
@@ -41,7 +41,7 @@ async def _refuse(visit: Visit, message: str) -> web.StreamResponse:
 
 
 def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completion request that says the same."""
+    """Translate an Anthropic request into a chat completions request."""
     translated: list[dict[str, Any]] = []
     if body.get("system"):
         translated.append({"role": "system", "content": _text(body["system"])})
@@ -124,7 +124,7 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _events(visit: Visit, chat: ChatInput) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """(event name, data) of the stream; content blocks open and close as text and calls alternate."""
+    """Yield the stream's (event name, data) pairs. Content blocks open and close as text and calls alternate."""
     writer = _EventWriter(chat.model)
     async for chunk in chat_chunks(visit, chat):
         for event in writer.events(chunk):

@@ -1,4 +1,4 @@
-"""`/generate`, single, batched and streamed."""
+"""The route `/generate`, single, batched and streamed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def generate(visit: Visit) -> web.StreamResponse:
-    """POST /generate."""
+    """Handle POST /generate."""
     body = visit.json()
     try:
         given = parse_generate(body, visit.engine)
@@ -39,7 +39,7 @@ async def generate(visit: Visit) -> web.StreamResponse:
 
 
 async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.StreamResponse:
-    """SGLang streams even its refusals, with status 200."""
+    """Answer 400. If a stream was requested, SGLang sends the error as an event with status 200."""
     if not stream:
         return await visit.reply.json({"error": {"message": str(error)}}, 400)
     refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
@@ -50,7 +50,11 @@ async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.Strea
 
 @asynccontextmanager
 async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
-    """Hold the request's rids, and wait while the worker is paused; ValueError when a rid is in use."""
+    """Reserve the request's rids for the duration of the block, and wait while the worker is paused.
+
+    Raises:
+        ValueError: a rid is in use.
+    """
     rids = [sample.rid for sample in given.samples]
     pairing = visit.settings.pairing
     if pairing is not None:
@@ -69,24 +73,24 @@ async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
 
 
 async def all_answers(visit: Visit, given: GenerateInput) -> list[dict[str, Any]]:
-    """The finished answer of every sample."""
+    """Return the finished answer of every sample."""
     if len(given.samples) == 1:
         return [await finished(visit, given.samples[0])]
     return await gather(*(finished(visit, sample) for sample in given.samples))
 
 
 def all_events(visit: Visit, given: GenerateInput) -> AsyncIterator[dict[str, Any]]:
-    """Every streamed event; with several samples each says its `index`."""
+    """Yield every stream event; with several samples each has the `index` of its sample."""
     return events(visit, given.samples[0]) if given.single else _merged(visit, given.samples)
 
 
 async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
-    """The answer of one sample that nobody streams."""
+    """Return the answer of one sample that is not streamed."""
     return [event async for event in events(visit, sample)][-1]
 
 
 async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
-    """Each answer of one sample, recorded at the door as it goes."""
+    """Yield each answer of one sample so far, and keep its record up to date."""
     kind = JaxOutputBuilder if visit.settings.profile == JAX else OutputBuilder
     builder = kind(visit.engine, visit.settings)
     async for generation in recorded(visit, sample):
@@ -94,7 +98,7 @@ async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[
 
 
 async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
-    """The engine's outputs for one sample, with the door's record kept up to date."""
+    """Run one sample, yield its generation at each output, and keep its record up to date."""
     engine, pairing = visit.engine, visit.settings.pairing
     generation = engine.begin(sample)
     record = GenerationRecord(sample.rid, sample.input_ids, dp_rank=generation.dp_rank, lora_path=sample.lora_path)
@@ -109,7 +113,11 @@ async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Gen
 
 
 def _check_failure(generation: Generation) -> None:
-    """Refusal for the engine's own failure, which a stream tells as its end."""
+    """Raise if the engine failed. A stream reports the failure in its last event instead.
+
+    Raises:
+        Refusal: with the failure's status.
+    """
     finish = generation.finish_reason or {}
     status = finish.get("status_code")
     if status is not None and not generation.request.stream:
@@ -117,7 +125,7 @@ def _check_failure(generation: Generation) -> None:
 
 
 async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterator[dict[str, Any]]:
-    """Events of several samples as they come, each with the `index` of its sample."""
+    """Yield events of several samples as they arrive, each with the `index` of its sample."""
     queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=len(samples))
 
     async def pump(index: int, sample: GenerationRequest) -> None:
@@ -136,7 +144,7 @@ async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterat
 
 
 async def gather(*coroutines: Any) -> list[Any]:
-    """`asyncio.gather` that, when cancelled or failed, leaves no coroutine behind."""
+    """Run coroutines like `asyncio.gather`; on cancellation or failure, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""What the routes of chat and completions share: refusals in SGLang's words, sampling fields, whole or streamed."""
+"""Code shared by the chat and completions routes: error answers, sampling fields, whole and streamed replies."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from miles_router.testing.worker.wire.generate_input import GenerateInput
 from miles_router.testing.worker.wire.openai_parts import refuse, require_json
 from miles_router.testing.worker.wire.sampling_params import WrongType
 
-#: Fields of a body that are sampling parameters under the same name.
+#: Fields of a body that are the engine's sampling parameters with the same name.
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -35,11 +35,11 @@ SAMPLING_FIELDS = (
 
 
 class ConversionError(ValueError):
-    """What goes wrong on the way from an OpenAI request to the engine's; SGLang names another error type then."""
+    """An OpenAI request cannot be converted to the engine's; SGLang answers these with another error type."""
 
 
 class Parsed(Protocol):
-    """A request that has been read."""
+    """A parsed request."""
 
     given: GenerateInput
 
@@ -49,7 +49,7 @@ Request = TypeVar("Request", bound=Parsed)
 
 @contextmanager
 def conversion() -> Iterator[None]:
-    """Turns a ValueError into a ConversionError."""
+    """Convert a ValueError from the block into a ConversionError."""
     try:
         yield
     except ValueError as error:
@@ -57,7 +57,7 @@ def conversion() -> Iterator[None]:
 
 
 def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's sampling parameters that a body has under the engine's names, and its seed."""
+    """Return the engine's sampling parameters from an OpenAI body, including `min_tokens` and `seed`."""
     params = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
     params["min_new_tokens"] = body.get("min_tokens") or 0
     if body.get("seed") is not None:
@@ -71,7 +71,7 @@ async def serve(
     answer: Callable[[Visit, Request], Awaitable[dict[str, Any]]],
     chunks: Callable[[Visit, Request], AsyncIterator[dict[str, Any]]],
 ) -> web.StreamResponse:
-    """Read a request, and reply with its answer or its chunks."""
+    """Parse a request and reply with its answer or its chunks; answer 400 if it is refused."""
     require_json(visit)
     try:
         request = parse(visit, visit.json())

@@ -1,4 +1,4 @@
-"""`/separate_reasoning` and `/parse_function_call`: SGLang's parsers, for a whole text."""
+"""The routes `/separate_reasoning` and `/parse_function_call`, SGLang's parsers for a whole text."""
 
 from aiohttp import web
 
@@ -11,7 +11,7 @@ _REASONING, _CALLS = ("qwen3", "qwen3-thinking"), ("qwen", "qwen25")
 
 
 async def separate_reasoning(visit: Visit) -> web.StreamResponse:
-    """POST {"text", "reasoning_parser"}. Whether the prompt had opened the reasoning, no parser knows here."""
+    """Handle POST {"text", "reasoning_parser"}. The parser cannot know whether the prompt opened the reasoning."""
     body = visit.json()
     if body.get("reasoning_parser") not in _REASONING:
         raise InternalError(f"Unsupported model type: {body.get('reasoning_parser')}")
@@ -20,7 +20,7 @@ async def separate_reasoning(visit: Visit) -> web.StreamResponse:
 
 
 async def parse_function_call(visit: Visit) -> web.StreamResponse:
-    """POST {"text", "tools", "tool_call_parser"}. `tool_index` is the tool's place in the request."""
+    """Handle POST {"text", "tools", "tool_call_parser"}. `tool_index` is the tool's index in the request."""
     body = visit.json()
     if body.get("tool_call_parser") not in _CALLS:
         raise InternalError(f"Unsupported tool_call_parser: {body.get('tool_call_parser')}")

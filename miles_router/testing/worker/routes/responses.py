@@ -1,5 +1,5 @@
-"""`/v1/responses` (OpenAI): a translation to and from chat completions, as in SGLang without `--enable-response-store`:
-texts, function tools, reasoning; nothing is stored."""
+"""The route `/v1/responses` (OpenAI), translated to and from chat completions as in SGLang without
+`--enable-response-store`. It supports texts, function tools and reasoning, and stores nothing."""
 
 import time
 import uuid
@@ -25,12 +25,12 @@ _ECHOED = (
     *("store", "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "user"),
 )
 _DEFAULTS = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True, "truncation": "disabled"}
-#: SGLang keeps so many of `max_output_tokens` for itself.
+#: SGLang subtracts so many tokens from `max_output_tokens`.
 _KEPT_TOKENS = 2
 
 
 async def responses(visit: Visit) -> web.StreamResponse:
-    """POST /v1/responses."""
+    """Handle POST /v1/responses."""
     require_json(visit)
     body = visit.json()
     if body.get("previous_response_id") is not None:
@@ -38,7 +38,7 @@ async def responses(visit: Visit) -> web.StreamResponse:
     if not isinstance(body.get("input"), (str, list)):
         raise _refusal("input: Field required", "input")
     try:
-        # Without the model: an adapter that it names is never applied.
+        # The body has no model: SGLang never applies an adapter that the model name contains here.
         chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE})
         chat.model = str(body.get("model") or "default")
         writer = _Writer(body)
@@ -57,7 +57,7 @@ def _refusal(message: str, param: str | None) -> Refusal:
 
 
 def _chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat request that says the same."""
+    """Translate a Responses request into a chat completions request."""
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = [message for item in items for message in _chat_messages(item)]
@@ -97,7 +97,7 @@ def _chat_messages(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An answer's text and calls come as items of their own, and are one message."""
+    """Merge consecutive assistant messages: an answer's text and calls are separate items of the request."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}
@@ -126,7 +126,7 @@ async def _events(visit: Visit, chat: ChatInput, writer: "_Writer") -> AsyncIter
 
 
 class _Writer:
-    """The response of one request: whole, or as the events of its items, which open and close one after the other."""
+    """The response to one request: whole, or as stream events of its items, of which one is open at a time."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._about = {name: body.get(name, _DEFAULTS.get(name)) for name in _ECHOED}
@@ -143,7 +143,7 @@ class _Writer:
         self._number = 0
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """The response of a whole answer."""
+        """Return the response for a whole chat answer."""
         choice = answer["choices"][0]
         message = choice["message"]
         if message["reasoning_content"]:
@@ -156,13 +156,13 @@ class _Writer:
         return self._made(self._status)
 
     def first_events(self, model: str) -> Iterator[dict[str, Any]]:
-        """What a stream begins with."""
+        """Yield the first events of a stream."""
         self._response["model"] = model
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._made("in_progress"))
 
     def events(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of one chunk."""
+        """Yield the events of one chat chunk."""
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk["choices"]:
             delta = choice["delta"]
@@ -178,7 +178,7 @@ class _Writer:
                     yield from self._grow("function_call", call["function"]["arguments"])
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        """What a stream ends with."""
+        """Yield the last events of a stream."""
         yield from self._close()
         yield self._event(f"response.{self._status}", response=self._made(self._status))
 

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the paths that a worker answers, and some fields of the requests that it knows."""
+"""The route `GET /openapi.json`: the worker's paths, and some fields of its requests."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ def openapi(
     chat_fields: Iterable[str] = CHAT_FIELDS,
     native_fields: Iterable[str] = ("extra_key", "routed_dp_rank"),
 ) -> Route:
-    """The route that tells of `(method, path)` pairs, as much of it as a client may look at."""
+    """Return the route, which answers with a schema of these `(method, path)` pairs and request fields."""
     paths: dict[str, dict[str, object]] = {}
     for method, path in routes:
         paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {"description": "Successful Response"}}}

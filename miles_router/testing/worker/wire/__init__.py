@@ -1,1 +1,1 @@
-"""Requests and answers as the engine writes them."""
+"""Parsing of requests and building of answers in the engine's wire formats."""

@@ -1,4 +1,4 @@
-"""What SGLang makes of messages and tools before the chat template sees them."""
+"""Normalise messages and tools as SGLang does before it renders the chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,11 @@ from miles_router.testing.worker.model.vocabulary import Tokenizer
 
 
 def chat_prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The ids of a chat request's prompt; ValueError when it cannot be rendered."""
+    """Return the ids of a chat request's prompt.
+
+    Raises:
+        ValueError: the prompt cannot be rendered.
+    """
     if body.get("input_ids") is not None:
         return list(body["input_ids"])
     messages = [_normalised(message) for message in body["messages"]]
@@ -23,7 +27,7 @@ def chat_prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 
 
 def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content as one string, call arguments as objects, nothing that is null."""
+    """Return a message with its content as one string, call arguments as objects, and no null fields."""
     normalised = {name: value for name, value in message.items() if value is not None}
     content = normalised.setdefault("content", "")
     if isinstance(content, list):
@@ -52,8 +56,11 @@ def _parsed_arguments(arguments: str) -> dict[str, Any]:
 
 
 def _template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """As SGLang hands them on (`protocol.py`, `Function._serialize`): the fields that it knows in the order in which
-    they came, a description and parameters that are null where there are none, and a field of its own."""
+    """Return tools as SGLang passes them to the template (`protocol.py`, `Function._serialize`).
+
+    Known fields keep the request's order. A missing description or missing parameters become null, and SGLang adds
+    `defer_loading`.
+    """
     if not tools:
         return None
     return [

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` bodies: the template, the sampling parameters, and what SGLang refuses."""
+"""Parse `/v1/chat/completions` bodies into the engine's requests, and refuse what SGLang refuses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from miles_router.testing.worker.wire.chat_schema import problems_of
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.wire.openai_parts import adapter_of, routed_rank
 
-#: What a request may have; anything else is ignored.
+#: Fields of a request; other fields are ignored.
 CHAT_FIELDS = (
     *("messages", "model", "input_ids", "tools", "tool_choice", "stream", "stream_options", "rid", "seed", "lora_path"),
     "extra_key",
     *("max_tokens", "max_completion_tokens", "min_tokens", "response_format", "logprobs", "top_logprobs"),
     *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
     *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
-    "return_indexer_topk",  # of SGLang's builds for training alone
+    "return_indexer_topk",  # only in SGLang's builds for training
     *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *SAMPLING_FIELDS,
 )
@@ -38,7 +38,7 @@ _NOT_WHILE_STREAMING = {
 
 @dataclass(slots=True)
 class ChatInput:
-    """A chat request as the engine gets it, and how its answer is to look."""
+    """A parsed chat request: the engine's input and the options of the answer."""
 
     given: GenerateInput
     body: dict[str, Any]
@@ -49,12 +49,12 @@ class ChatInput:
 
     @property
     def thinking(self) -> bool:
-        """Whether the answer begins inside of its reasoning, which a template may open and a request switch off."""
+        """True if the answer begins inside its reasoning. Requests disable it by `enable_thinking: false`."""
         return (self.body.get("chat_template_kwargs") or {}).get("enable_thinking") is not False
 
     @property
     def tool_names(self) -> list[str]:
-        """Names of the tools that calls may be made of."""
+        """The names of the request's tools."""
         return [tool["function"]["name"] for tool in self.body.get("tools") or ()]
 
     def asks(self, name: str) -> bool:
@@ -62,7 +62,12 @@ class ChatInput:
 
 
 def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
-    """ValueError for what SGLang answers with 400, Refusal for bodies that are no chat request at all."""
+    """Parse a chat request.
+
+    Raises:
+        ValueError: SGLang answers this request with 400.
+        Refusal: the body does not match SGLang's schema.
+    """
     _validate(body)
     tokenizer = visit.engine.model.tokenizer
     with conversion():
@@ -86,7 +91,7 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
 
 
 def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `/generate` body that asks for the same."""
+    """Translate a chat request into a `/generate` body."""
     for field, message in _NOT_WHILE_STREAMING.items():
         if body.get("stream") and body.get(field):
             raise ValueError(message)
@@ -145,7 +150,7 @@ def _sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(response_format: Any) -> str | None:
-    """The JSON schema that a `response_format` asks for, encoded."""
+    """Return the encoded JSON schema that a `response_format` requests, or None."""
     if not isinstance(response_format, Mapping):
         return None
     if response_format.get("type") == "json_object":

@@ -1,6 +1,6 @@
-"""The schema of chat messages and tools, and the fields that must not be null: what SGLang's models refuse before
-anything is rendered (`protocol.py`, SGLang 0.5.23: `ChatCompletionMessageGenericParam`,
-`ChatCompletionMessageUserParam`, `Tool`, `ChatCompletionRequest`, `CompletionRequest`)."""
+"""The schema checks that SGLang applies to chat messages, tools and non-null fields before rendering (`protocol.py`,
+SGLang 0.5.23: `ChatCompletionMessageGenericParam`, `ChatCompletionMessageUserParam`, `Tool`, `ChatCompletionRequest`,
+`CompletionRequest`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Place = tuple[str | int, ...]
 Check = Callable[[Any, Place], Iterator[Problem]]
 
 ROLES = ("system", "assistant", "tool", "function", "developer", "latest_reminder", "root")
-#: What each kind of content part must have.
+#: Required fields of each type of content part.
 PARTS: Mapping[str, Mapping[str, type]] = {
     "text": {"text": str},
     "image_url": {"image_url": dict},
@@ -23,7 +23,7 @@ PARTS: Mapping[str, Mapping[str, type]] = {
 }
 THOUGHTS = ("thinking", "reasoning")
 BOOLEANS = ("true", "false", "t", "f", "yes", "no", "y", "n", "on", "off", "1", "0")
-#: Fields of both APIs that may be absent, and not null.
+#: Fields of both APIs that may be absent but not null.
 NOT_NULL = (
     *("model", "frequency_penalty", "presence_penalty", "n", "stream", "min_tokens", "no_stop_trim", "ignore_eos"),
     *("skip_special_tokens", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"),
@@ -41,12 +41,12 @@ NOT_NULL_OF_COMPLETIONS = (
 
 
 def nulls_in(body: Mapping[str, Any], fields: Sequence[str]) -> list[Problem]:
-    """Return which of these fields are null, as FastAPI words it."""
+    """Return FastAPI's errors for those of these fields that are null."""
     return [_problem("null", (name,), "Input should not be null") for name in fields if body.get(name, ...) is None]
 
 
 def problems_of(body: Mapping[str, Any]) -> list[Problem]:
-    """Return what of a chat request's messages and tools SGLang refuses, as FastAPI words it."""
+    """Return FastAPI's errors for the null fields, messages and tools of a chat request."""
     messages, tools = body.get("messages"), body.get("tools")
     found = nulls_in(body, NOT_NULL_OF_CHAT)
     if not isinstance(messages, list):
@@ -98,7 +98,7 @@ def _list(value: Any, place: Place, check: Check) -> Iterator[Problem]:
 
 
 def _object(value: Any, place: Place, optional: Mapping[str, Check]) -> Iterator[Problem]:
-    """Check the fields that may be absent or null."""
+    """Yield errors of an object's optional fields, which may be absent or null."""
     if not isinstance(value, Mapping):
         yield _problem("model_attributes_type", place, "Input should be a valid dictionary or object")
         return

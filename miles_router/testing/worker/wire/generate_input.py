@@ -1,4 +1,4 @@
-"""`/generate` bodies: one or many prompts, normalised the way SGLang does it."""
+"""Parse `/generate` bodies with one or many prompts, normalised as SGLang does it."""
 
 import uuid
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from miles_router.testing.worker.wire.sampling_params import SamplingParams
 
 
 class LethalPrompt(Exception):
-    """A prompt that ends a whole SGLang 0.5.23 worker."""
+    """A prompt that crashes a whole SGLang 0.5.23 worker."""
 
 
 @dataclass(slots=True)
 class GenerateInput:
-    """A parsed body: the samples to make, and whether the answer is a list."""
+    """A parsed body: the samples to generate; unless `single`, the answer is a list."""
 
     samples: list[GenerationRequest]
     single: bool
@@ -28,8 +28,14 @@ class GenerateInput:
 
 
 def parse_generate(body: Mapping[str, Any], engine: Engine, *, turn: bool = False) -> GenerateInput:
-    """ValueError, in SGLang's words, for a body that it refuses with 400. What a `turn` of an agent samples does not
-    depend on its rid, which the router makes up."""
+    """Parse a body.
+
+    Args:
+        turn: the request is from an agent API. Its random noise then ignores the rid, which the router generates.
+
+    Raises:
+        ValueError: SGLang refuses the body with 400; the message is SGLang's.
+    """
     _check_types(body)
     prompts, single = _prompts(body)
     _check_lengths(body, len(prompts), single)
@@ -53,7 +59,11 @@ def parse_generate(body: Mapping[str, Any], engine: Engine, *, turn: bool = Fals
 
 
 def _check_types(body: Mapping[str, Any]) -> None:
-    """Refusal for prompts and rids of a wrong type."""
+    """Check the types of prompts, rids, labels and sampling parameters.
+
+    Raises:
+        Refusal: one is wrong.
+    """
     for name in ("text", "rid"):
         value = body.get(name)
         if value is not None and not isinstance(value, str) and not _is_list_of(value, str):
@@ -76,7 +86,11 @@ def _check_types(body: Mapping[str, Any]) -> None:
 
 
 def _check_lengths(body: Mapping[str, Any], count: int, single: bool) -> None:
-    """InternalError where SGLang indexes what has another length than the prompts."""
+    """Check lists that must be as long as the prompts.
+
+    Raises:
+        InternalError: one is not, where SGLang fails with an IndexError instead of a refusal.
+    """
     rid, sampling = body.get("rid"), body.get("sampling_params")
     if single and isinstance(rid, list):
         raise InternalError("rid is a list for one prompt")
@@ -89,12 +103,12 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Each prompt as text or ids, and whether there was one only."""
+    """Return each prompt as text or ids, and whether the body has a single prompt."""
     text, ids = body.get("text"), body.get("input_ids")
     if text is None and ids is None:
         raise ValueError("Either text, input_ids or input_embeds should be provided.")
     if text is not None:
-        # With both given, the text counts the prompts and the ids are what the engine is given.
+        # If both are given, SGLang takes the number of prompts from the text and the tokens from the ids.
         single = isinstance(text, str)
         prompts = ids if ids is not None else text
         return ([prompts] if single else list(prompts)), single
@@ -118,7 +132,7 @@ def _parallel_samples(per_prompt: list[Mapping[str, Any]]) -> int:
 
 
 def _rids(given: Any, prompts: int, copies: int, single: bool) -> list[tuple[str, str | None]]:
-    """(rid, key of the randomness or None) of every sample; `n > 1` gives every sample a rid of its own."""
+    """Return (rid, noise key or None) of every sample. With `n > 1` every sample gets its own rid."""
     batch = not single or copies > 1
     if given is None:
         return [(uuid.uuid4().hex, None) for _ in range(prompts * copies)]
@@ -171,10 +185,10 @@ def _fill_options(sample: GenerationRequest, body: Mapping[str, Any], index: int
 
 
 def _check(sample: GenerationRequest, engine: Engine) -> None:
-    """What SGLang checks once the prompt's length is known."""
+    """Do the checks that SGLang does once the prompt's length is known, and truncate the prompt if enabled."""
     count, limit = len(sample.input_ids), engine.model.context_len
     vocab_size = engine.model.tokenizer.vocab_size
-    used = set(sample.input_ids)  # far fewer than there are ids
+    used = set(sample.input_ids)  # far fewer than the prompt has tokens
     if not count or min(used) < 0 or max(used) >= vocab_size:
         raise LethalPrompt(f"the prompt is empty or has an id outside of the vocabulary (0 to {vocab_size - 1})")
     if engine.model.auto_truncate:
@@ -202,8 +216,8 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
 
 
 def _truncate(sample: GenerationRequest, limit: int) -> None:
-    """Cut the prompt twice, as SGLang 0.5.23 does with `--allow-auto-truncate`: its tokenizer manager to the context
-    window, which is what the answer tells, and its scheduler to what a request may have of it."""
+    """Truncate the prompt twice, as SGLang 0.5.23 does with `--allow-auto-truncate`. Its tokenizer manager cuts it to
+    the context window, which is the prompt in the answer; its scheduler cuts it further, to leave `HEADROOM`."""
     told = sample.input_ids[:limit]
     if len(told) >= limit - HEADROOM:
         sample.told_ids, sample.input_ids = told, told[: limit - HEADROOM]
@@ -224,7 +238,11 @@ def _check_adapter(sample: GenerationRequest, engine: Engine) -> None:
 
 
 def _check_starts(sample: GenerationRequest, count: int) -> None:
-    """The first positions asked for must lie within the prompt."""
+    """Check that the start positions of logprobs and expert rows lie within the prompt.
+
+    Raises:
+        ValueError: one does not.
+    """
     logprobs = sample.logprob_start_len
     if sample.return_logprob and logprobs > count:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a generation looks like in SGLang's native answers: `text`, `output_ids`, `meta_info`."""
+"""Build SGLang's native answers from generations: `text`, `output_ids`, `meta_info`."""
 
 import time
 from typing import Any
@@ -25,13 +25,13 @@ _ABSENT_WHEN_ABORTED_WAITING = (
 
 
 class OutputBuilder:
-    """Renders one generation, again and again while it streams."""
+    """A builder of the answer or the stream events of one generation."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
         self._moe = settings.moe
         self._indexer = settings.indexer
-        #: What the other half of a pair alone knows, this one tells wrongly or not at all.
+        #: A decode half reports the data that only its prefill half has wrongly or not at all.
         self._decodes = settings.disaggregation_mode == "decode"
         self._incremental = settings.incremental_streaming_output
         self._began = time.perf_counter()
@@ -40,7 +40,8 @@ class OutputBuilder:
         self._answered = False
 
     def render(self, generation: Generation) -> dict[str, Any]:
-        """The answer, or the stream's next event: everything so far, or only what is new."""
+        """Return the answer, or the stream's next event: the output so far, or with incremental streaming its new
+        part."""
         meta = self.meta_info(generation)
         text, ids = generation.text, generation.output_ids
         if generation.request.stream and self._incremental:
@@ -83,16 +84,16 @@ class OutputBuilder:
         return meta
 
     def _add_versions(self, meta: dict[str, Any], generation: Generation) -> None:
-        """Spans over the output; without output, one empty span of the current version."""
+        """Add the version spans over the output; without output, one empty span of the current version."""
         spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
-        if self._decodes and generation.retractions:  # SGLang forgets them
+        if self._decodes and generation.retractions:  # SGLang loses the spans here
             spans = [VersionSpan(self._engine.weight_version, 0, len(generation.output_ids))]
         meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
         meta["weight_version"] = spans[-1].version
 
     def _add_rows(self, meta: dict[str, Any], generation: Generation) -> None:
         request = generation.request
-        if self._decodes and len(generation.output_ids) == 1:  # it ends with what it was handed over
+        if self._decodes and len(generation.output_ids) == 1:  # the decode half computed nothing itself
             return
         if request.return_routed_experts and self._moe is not None:
             start = request.routed_experts_start_len
@@ -101,14 +102,15 @@ class OutputBuilder:
             meta["indexer_topk"] = self._encoded(choose(self._indexer, sequence_of(generation)), generation, 0)
 
     def _encoded(self, rows: NDArray[np.int32], generation: Generation, start: int) -> str:
-        """A decode half tells what lies in its memory where the other half has computed: rows of others."""
+        """Encode rows. For positions that the prefill half computed, a decode half returns wrong rows: whatever its
+        memory contains."""
         if self._decodes:
             theirs = max(0, generation.prompt_tokens + generation.recomputed - start)
             rows = np.concatenate((np.roll(rows[:theirs], 1), rows[theirs:]))
         return encode_routes(rows)
 
     def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
-        """Only the first answer that is sent says when."""
+        """Add the latency to the last answer, and the time of sending to the first."""
         if last:
             meta["e2e_latency"] = time.perf_counter() - self._began
         if not self._answered:
@@ -117,7 +119,7 @@ class OutputBuilder:
 
 
 def _without_the_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    """Logprob fields as a decode half has them."""
+    """Return logprob fields as a decode half has them: none of the prompt."""
     theirs: dict[str, Any] = {name: [] for name in fields if name.startswith("input_")}
     first = {name: [None, *fields[name][1:]] for name in ("output_token_ids_logprobs",) if fields.get(name)}
     return {**fields, **theirs, **first}

@@ -1,4 +1,4 @@
-"""What SGLang-Jax's native answers look like, mistakes included (seen at cddbf6f)."""
+"""Build SGLang-Jax's native answers, bugs included (observed at cddbf6f)."""
 
 from typing import Any
 
@@ -20,19 +20,19 @@ _LOGPROBS = "output_token_logprobs"
 
 
 class JaxOutputBuilder(OutputBuilder):
-    """Renders one generation, again and again while it streams."""
+    """A builder of the answer or the stream events of one generation."""
 
     _told: list[Any]
 
     def render(self, generation: Generation) -> dict[str, Any]:
-        """The answer, or the stream's next event, with everything so far."""
+        """Return the answer, or the stream's next event with the whole output so far."""
         answer = super().render(generation)
         meta = {name: value for name, value in answer["meta_info"].items() if name not in _UNKNOWN}
         request, finish = generation.request, meta["finish_reason"]
         if finish == ABORTED_WAITING:
             counts = {"prompt_tokens": 0, "completion_tokens": 0}
             return {"text": "", "meta_info": {"id": meta["id"], "finish_reason": ABORTED_BEFORE_PREFILL, **counts}}
-        if request.asks_alone:  # another path inside, which tells a stream all of it again and again
+        if request.asks_alone:  # its other logprob path appends the logprobs so far at every stream event
             del meta["input_token_logprobs"]
             if request.stream:
                 self._told = [*getattr(self, "_told", []), *meta[_LOGPROBS]]
@@ -48,7 +48,8 @@ class JaxOutputBuilder(OutputBuilder):
 
     @staticmethod
     def _ids(generation: Generation) -> list[int]:
-        """Without the token that stopped it; of a stream, one stands twice (that of an unfinished character)."""
+        """Return the output ids as SGLang-Jax does: without the stop token, and in a stream with the second id twice
+        (its bug with unfinished characters)."""
         ids = list(generation.output_ids)
         finish = generation.finish_reason
         if finish and isinstance(finish.get("matched"), int):

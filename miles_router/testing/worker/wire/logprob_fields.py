@@ -1,4 +1,4 @@
-"""The logprob fields of `meta_info`: of sampled ids, of the prompt, of the likeliest ids and of ids asked for."""
+"""The logprob fields of `meta_info`: for sampled ids, the prompt, the top ids and requested ids."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from miles_router.testing.worker.model.generation import Generation, Model
 from miles_router.testing.worker.model.sampling import context_hash
 
-# `[logprob, id, text or null]`, the shape of every logprob in SGLang's native answers.
+# `[logprob, id, text or null]`, the form of every logprob in SGLang's native answers.
 Triple = list[Any]
 
 
 def logprob_fields(model: Model, generation: Generation) -> dict[str, Any]:
-    """The fields that `return_logprob` adds, in SGLang's order."""
+    """Return the fields that `return_logprob` adds, in SGLang's order."""
     request, piece = generation.request, _piece_of(model, generation)
     fields: dict[str, Any] = {
         "input_token_logprobs": [
@@ -42,13 +42,14 @@ def logprob_fields(model: Model, generation: Generation) -> dict[str, Any]:
 
 
 def _rows(name: str, generation: Generation, row: Callable[[int], list[Triple]]) -> dict[str, Any]:
-    """A field for the prompt and one for the output, with one row a position; nothing scores the first of a prompt."""
+    """Return one field for the prompt and one for the output, with one row per position. The first row of the prompt is
+    None, since the first token has no logprob."""
     prompt = [None if context is None else row(context) for context, _ in _prompt_positions(generation)]
     return {f"input_{name}": prompt, f"output_{name}": [row(context) for context in generation.contexts]}
 
 
 def _prompt_positions(generation: Generation) -> Iterator[tuple[int | None, int]]:
-    """(hash of the context, id) of the prompt from `logprob_start_len` on; no context for the first."""
+    """Yield (hash of the context, id) of the prompt from `logprob_start_len` on; None as the first context."""
     start, ids = generation.request.logprob_start_len, generation.request.input_ids
     if not 0 <= start < len(ids):
         return

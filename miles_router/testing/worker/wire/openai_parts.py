@@ -1,4 +1,4 @@
-"""Pieces that the OpenAI-style answers share: errors, usage, logprobs, weight versions."""
+"""Parts that OpenAI-style requests and answers share: adapters, ranks, errors, usage, logprobs, weight versions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,15 +11,22 @@ from miles_router.testing.worker.visit import Refusal, Visit, error_object, inva
 
 
 def require_json(visit: Visit) -> None:
-    """Refusal with 400 unless the body says that it is JSON."""
+    """Check that the content type is JSON.
+
+    Raises:
+        Refusal: 400, it is not.
+    """
     if visit.content_type.lower().partition(";")[0].strip() != "application/json":
         message = "Unsupported Media Type: Only 'application/json' is allowed"
         raise invalid_body({"loc": ["header", "content-type"], "msg": message, "type": "value_error"})
 
 
 def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
-    """The adapter that answers: by `base:adapter` in `model`, whatever the base, else by `lora_path`. Any other name is
-    the base model's. SGLang-Jax reads `lora_path` alone, and that of completions."""
+    """Return the name of the requested LoRA adapter, or None.
+
+    It is the part after the colon of `base:adapter` in `model`, whatever the base, else `lora_path`. A `model` without
+    a colon is the base model. SGLang-Jax reads only `lora_path`, and only in completions.
+    """
     if visit.settings.profile == JAX:
         return body.get("lora_path")
     model, served = str(body.get("model") or ""), visit.settings.served_model_name
@@ -29,7 +36,11 @@ def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
 
 
 def routed_rank(visit: Visit, body: Mapping[str, Any]) -> Any:
-    """The rank that a request is pinned to: by its header, else by its body."""
+    """Return the data-parallel rank that the request's header, else its body, names; None if neither does.
+
+    Raises:
+        Refusal: 400, the header is not an integer.
+    """
     header = visit.exchange.header("x-data-parallel-rank")
     if header is None:
         return body.get("routed_dp_rank", body.get("data_parallel_rank"))
@@ -41,12 +52,12 @@ def routed_rank(visit: Visit, body: Mapping[str, Any]) -> Any:
 
 
 async def refuse(visit: Visit, message: str, kind: str = "BadRequestError") -> web.StreamResponse:
-    """400 in the OpenAI-style shape."""
+    """Answer 400 with an OpenAI-style error."""
     return await visit.reply.json(error_object(message, 400, kind), 400)
 
 
 def usage_of(metas: Sequence[dict[str, Any]], copies: int) -> dict[str, Any]:
-    """Token counts of one answer; a prompt sampled several times counts once."""
+    """Return the token counts of one answer. A prompt that is sampled several times counts once."""
     prompt = sum(meta.get("prompt_tokens", 0) for meta in metas[::copies])
     completion = sum(meta.get("completion_tokens", 0) for meta in metas)
     return {
@@ -60,12 +71,12 @@ def usage_of(metas: Sequence[dict[str, Any]], copies: int) -> dict[str, Any]:
 
 
 def metadata_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """The weight versions that an answer names outside `meta_info`."""
+    """Return the weight version fields that OpenAI-style answers have under `metadata`."""
     return {name: meta[name] for name in ("weight_version", "weight_versions") if name in meta}
 
 
 def chat_logprobs(tokenizer: Tokenizer, triples: Sequence[Any], tops: Sequence[Any]) -> dict[str, Any]:
-    """`logprobs` of a chat choice from the engine's `[logprob, id, text]` lists."""
+    """Build `logprobs` of a chat choice from the engine's `[logprob, id, text]` lists."""
     content = []
     for position, triple in enumerate(triples):
         alternatives = tops[position] if position < len(tops) else ()
@@ -75,7 +86,7 @@ def chat_logprobs(tokenizer: Tokenizer, triples: Sequence[Any], tops: Sequence[A
 
 
 def completion_logprobs(tokenizer: Tokenizer, triples: Iterable[Any], tops: Iterable[Any]) -> dict[str, Any]:
-    """`logprobs` of a completion choice."""
+    """Build `logprobs` of a completion choice from the engine's `[logprob, id, text]` lists."""
     triples = list(triples)
     return {
         "text_offset": [-1] * len(triples),
@@ -95,7 +106,7 @@ def _chat_token(tokenizer: Tokenizer, triple: Sequence[Any]) -> dict[str, Any]:
 
 
 def _lossless_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; a piece of a character is shown byte for byte as latin-1."""
+    """Return a token's text. A token with part of a character is decoded as latin-1, byte by byte."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()

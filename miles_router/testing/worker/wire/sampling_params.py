@@ -1,4 +1,4 @@
-"""`sampling_params` as SGLang reads and refuses them."""
+"""Parse and check `sampling_params` as SGLang does."""
 
 import math
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ from typing import Any
 
 GREEDY_BELOW = 1e-6
 MAX_STOP_STRINGS = 32
-# Logits of real models differ by less than this.
+# A `logit_bias` this large decides alone: logits of real models differ by less.
 _CERTAIN_BIAS = 50.0
 
 
 class WrongType(TypeError):
-    """A field that SGLang's schema rejects; the message is the one that it answers with."""
+    """A field has a type that SGLang's schema rejects; the message is SGLang's."""
 
 
 @dataclass(slots=True)
 class SamplingParams:
-    """One generation's parameters, defaults as SGLang's. Fields that change nothing here are read and ignored."""
+    """One generation's parameters with SGLang's defaults. Some are accepted and have no effect here."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int = 0
@@ -50,7 +50,11 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "SamplingParams":
-        """Null means "the default" for every field but `max_new_tokens`. WrongType and ValueError in SGLang's words."""
+        """Parse the parameters. Null means the default for every field but `max_new_tokens`.
+
+        Raises:
+            WrongType, ValueError: SGLang refuses them; the message is SGLang's.
+        """
         for name, value in given.items():
             _check_type(name, value)
         kept = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
@@ -64,7 +68,7 @@ class SamplingParams:
 
     @property
     def forced(self) -> int | None:
-        """The id that `logit_bias` makes certain, if it does."""
+        """The id that `logit_bias` makes certain, or None."""
         bias, token = max(((bias, int(token)) for token, bias in (self.logit_bias or {}).items()), default=(0, 0))
         return token if bias >= _CERTAIN_BIAS else None
 
@@ -77,7 +81,11 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def verify(self) -> None:
-        """Refuse what SGLang refuses; ValueError carries its message."""
+        """Check the values.
+
+        Raises:
+            ValueError: SGLang refuses them; the message is SGLang's.
+        """
         for allowed, message in self._rules():
             if not allowed:
                 raise ValueError(message)
@@ -135,7 +143,7 @@ class SamplingParams:
         ]
 
 
-# In the order in which SGLang lists them when it meets another.
+# In the order in which SGLang's error for an unknown field lists them.
 _TYPES = {
     "max_new_tokens": "i64",
     "stop": "StringOrList",
@@ -191,7 +199,7 @@ def _check_type(name: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value the way serde names it in its errors."""
+    """Return a value in the words of serde's error messages."""
     if isinstance(value, bool):
         return f"boolean `{str(value).lower()}`"
     if isinstance(value, (list, dict)):
