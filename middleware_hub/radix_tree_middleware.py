@@ -138,10 +138,9 @@ class RadixTreeMiddleware:
         async with AsyncExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.continued_cache = _kept_cache(prompts)
-            if self.router.traces is not None:
-                before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
-                self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
-                self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
+            before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
+            exchange.flight.mark("read", mode="text", continues=None if before is None else before.rid)
+            exchange.flight.mark("prompt", tokens=sum(map(len, ids)))
             until_answered.enter_context(deliveries.left_on(exchange))
             rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0

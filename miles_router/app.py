@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
@@ -26,7 +25,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
-from miles_router.edge import RouterApp, TracedRouterApp
+from miles_router.edge import RouterApp
 from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
@@ -67,9 +66,6 @@ from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.shards.duty import Duty
 from miles_router.state.store import StateStore
 
-if TYPE_CHECKING:
-    from miles_router.traces.traces import Traces
-
 
 def create_app(
     config: RouterConfig | None = None,
@@ -89,11 +85,11 @@ def create_app(
         owners: of a router of several processes, which of them has what.
 
     Raises:
-        ConfigError: a middleware that cannot be loaded, a worker URL that is none, or `otel` without its extra.
+        ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
     duty, owners = duty or Duty(), owners or Owners()
     config = duty.config(config or RouterConfig())
-    loaded = load_middlewares(config.middlewares)
+    loaded = load_middlewares(config.chain)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
@@ -108,15 +104,10 @@ def create_app(
     if store is not None:
         store.slots = duty.slots
         metrics.register(StateStatistics(store))
-    traces = open_traces() if config.otel and duty.sends else None
-    if traces is not None:
-        metrics.register(traces.statistics)
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(
-            name, config, duty, upstream, probes, fan_out, metrics, store, traces, args, tokenizer, owners
-        ),
+        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, store, args, tokenizer, owners),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
@@ -131,10 +122,9 @@ def create_app(
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)
-    routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay, traces)
+    routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
-    made: Callable[..., RouterApp] = RouterApp if traces is None else partial(TracedRouterApp, traces)
-    return made(
+    return RouterApp(
         config=config,
         pools=pools,
         routes=routes,
@@ -155,7 +145,6 @@ def _pool(
     fan_out: FanOut,
     metrics: Metrics,
     store: StateStore | None,
-    traces: Traces | None,
     args: Namespace | None,
     tokenizer: Any,
     owners: Owners,
@@ -171,9 +160,7 @@ def _pool(
     )
     fleet = duty.fleet(
         pool=workers,
-        gate=(Gate if traces is None else traces.gate)(
-            workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout
-        ),
+        gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
         questions=probes,
         orders=fan_out,
@@ -215,14 +202,12 @@ def _pool(
         metrics=metrics,
         control=control,
         store=store,
-        traces=traces,
         args=args,
         tokenizer=tokenizer,
         owners=owners,
     )
     is_paused = duty.is_paused(name, health)
-    proxy = Proxy if traces is None else traces.proxy(workers)
-    innermost: ASGIApp = proxy(
+    innermost: ASGIApp = Proxy(
         forwarder,
         metrics,
         in_flight=in_flight,
@@ -246,19 +231,6 @@ def _pool(
         )
         innermost = PartialRollouts(innermost, router.resume)
     return ModelPool(name, router, innermost, health, lambda: _looking_after(duty, fleet, health, stalls, mover))
-
-
-def open_traces() -> Traces | None:
-    """Turns are traced as the environment says; None where that switches traces off.
-
-    Raises:
-        ConfigError: the extra `otel` is not installed, or the environment asks for something that is not there.
-    """
-    try:
-        from miles_router.traces.exporting import open_traces  # nothing of it is loaded unless it is asked for
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"otel: needs the module {error.name!r}; pip install 'miles-router[otel]'") from None
-    return open_traces()
 
 
 def policy_named(name: str) -> Policy:
@@ -377,7 +349,6 @@ def _lifespan(
     store: StateStore | None,
     registrations: Registrations,
     loop_delay: LoopDelay,
-    traces: Traces | None,
 ) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
     what outlives us."""
@@ -386,8 +357,6 @@ def _lifespan(
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             await running.enter_async_context(loop_delay.running())
-            if traces is not None:
-                await running.enter_async_context(traces.running())
             if store is not None:
                 running.push_async_callback(store.close)
             await duty.restore(registrations)

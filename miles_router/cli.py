@@ -214,7 +214,7 @@ def _show_middlewares(options: argparse.Namespace) -> None:
     from miles_router.middlewares.loading import REQUIRED, load_middlewares
 
     rows = []
-    for position, each in enumerate(load_middlewares(loaded.config.middlewares), 1):
+    for position, each in enumerate(load_middlewares(loaded.config.chain), 1):
         rows.append((f"{position}. {each.name}", each.path, "", "", ""))
         for option in each.table:
             default = "(required)" if option.default is REQUIRED else repr(option.default)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.routing import Router as Routes
@@ -24,9 +24,6 @@ from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
-
-if TYPE_CHECKING:
-    from miles_router.traces.traces import Traces
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("miles_router.access")
@@ -82,7 +79,6 @@ class RouterApp:
             else:
                 await send({"type": "websocket.close", "code": 1003})
             return
-        started_at = time.perf_counter()
         exchange = Exchange(
             request_id(scope), max_body_bytes=self._max_body_bytes, max_answer_bytes=self._max_answer_bytes
         )
@@ -109,7 +105,7 @@ class RouterApp:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
             if self._counts and not exchange.forwarded:  # else another process counts it
-                self._finished(scope, exchange, outlet.status or refused, started_at)
+                self._finished(scope, exchange, outlet.status or refused)
 
     async def _restore(self, scope: Scope) -> None:
         """Have layers bring back what the request names. A session's own key is known once it is read."""
@@ -159,48 +155,13 @@ class RouterApp:
         level = logging.WARNING if error.status >= 500 else logging.INFO
         logger.log(level, "request_failed", extra={"fields": {**fields, "status": error.status, "broken_off": began}})
 
-    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
-        seconds = time.perf_counter() - started_at
-        to_head = None if exchange.flight.first_byte_at is None else exchange.flight.first_byte_at - started_at
+    def _finished(self, scope: Scope, exchange: Exchange, status: int) -> None:
+        began_at, head_at = exchange.began_at, exchange.flight.first_byte_at
+        seconds, to_head = time.perf_counter() - began_at, None if head_at is None else head_at - began_at
         self._metrics.finished(scope["path"], status, exchange.flight.worker_url, seconds, to_head)
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
-
-
-_finished = RouterApp._finished
-
-
-class TracedRouterApp(RouterApp):
-    """The same, with a trace of each turn."""
-
-    def __init__(self, traces: Traces, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._traces = traces
-        self._kept, self._plain_turns, self._in_a_row = traces.kept, traces.queue.turns, traces.queue.in_a_row
-
-    def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
-        super()._report(error, exchange, scope, began=began)
-        if exchange.flight.trace is not None:
-            exchange.flight.trace.detailed().error = error.type
-
-    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
-        _finished(self, scope, exchange, status, started_at)  # `super` would look it up anew each time
-        flight = exchange.flight
-        turn = flight.trace
-        if turn is None:
-            return
-        request, workers, traceparent, head_at = turn.request, turn.workers, turn.traceparent, flight.first_byte_at
-        if (turn.details is not None or traceparent is None or head_at is None) or (
-            workers is None or request is None or request.tried
-        ):
-            self._traces.finish(exchange, turn, scope["path"], status, started_at)
-        elif traceparent.endswith(self._kept):  # here, since a call more costs each small request some thousandths
-            path, worker, turns = scope["path"], flight.worker_url, self._plain_turns
-            version, own, ended_at = workers.version_of(worker), exchange.request_id, time.perf_counter()
-            turns.append((traceparent, path, worker, version, status, own, started_at, head_at, ended_at))
-            if len(turns) >= self._in_a_row:
-                self._traces.queue.write()
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

@@ -45,7 +45,7 @@ class AnswerTap(Tap):
 
     Args:
         send: the client's side.
-        router: its metrics count unreadable replies, its traces show the answers.
+        router: its metrics count unreadable replies.
         recorder: records the answers.
         exchange: the request's exchange.
         request: the request as the client sent it.
@@ -69,7 +69,6 @@ class AnswerTap(Tap):
     ) -> None:
         super().__init__(send, router.metrics)
         self._recorder = recorder
-        self._traces = router.traces
         self._exchange = exchange
         self._request = request
         self._prompts = prompts
@@ -218,9 +217,8 @@ class AnswerTap(Tap):
         try:
             read = GenerateAnswer.read(answer)
             params, flight = self._request.prompts[prompt].params, self._exchange.flight
-            if self._traces is not None:
-                version = read.versions[-1].version if read.versions else None
-                self._traces.answer(self._exchange.flight, len(read.ids), read.finish, version, name=read.rid)
+            version = read.versions[-1].version if read.versions else None
+            flight.mark("answer", tokens=len(read.ids), finish=read.finish, version=version, rid=read.rid)
             nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
             entry = await self._recorder.record(
                 self._prompts[prompt],

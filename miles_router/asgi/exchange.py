@@ -10,6 +10,7 @@ import io
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from time import perf_counter
 from typing import Any, NoReturn
 
 from miles_router.asgi.flight import Flight
@@ -50,6 +51,7 @@ class Exchange:
     __slots__ = (
         "_parses",
         "adapter",
+        "began_at",
         "error_body",
         "flight",
         "forwarded",
@@ -62,6 +64,8 @@ class Exchange:
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
+        #: `time.perf_counter()` at the request's head.
+        self.began_at = perf_counter()
         self.max_body_bytes = max_body_bytes
         #: Maximum bytes of the reply that a layer buffers in order to read it.
         self.max_answer_bytes = max_answer_bytes

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
     from miles_router.asgi.exchange import Message, Receive, Scope, Send
+    from miles_router.asgi.headers import RawHeaders
     from miles_router.fleet.workers import Worker
-    from miles_router.traces.turn import TurnTrace
 
 _count = itertools.count(1)
 
@@ -47,6 +48,20 @@ class Move(Protocol):
         ...
 
 
+class Mark(NamedTuple):
+    """A moment of a request.
+
+    Attributes:
+        at: `time.perf_counter()`.
+        request: the `Flight.number` of the attempt, which differs between generations that run side by side.
+    """
+
+    name: str
+    at: float
+    request: int
+    facts: Mapping[str, Any]
+
+
 class Flight:
     """The routing and abort state of one request. The proxy writes it; an abort marks it."""
 
@@ -59,12 +74,14 @@ class Flight:
             "continued_cache",
             "group",
             "inward",
+            "marks",
             "model",
             "movable",
             "move",
             "number",
         ),
-        *("preferred", "prefill_url", "private", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
+        *("preferred", "prefill_url", "private", "rank", "rids", "stop", "waited", "waits", "worker_headers"),
+        "worker_url",
     )
 
     def __init__(self) -> None:
@@ -109,8 +126,18 @@ class Flight:
         self.inward: dict[str, str] = {}
         #: True if the client's generation names are private to it, so that engines get other names.
         self.private = False
-        #: The trace of the turn, when tracing is on.
-        self.trace: TurnTrace | None = None
+        #: The moments of the request, kept where a middleware has put a list here.
+        self.marks: list[Mark] | None = None
+        #: Returns the headers for the worker in place of those given, with the key that ties the request to earlier
+        #: ones; called for each attempt to generate.
+        self.worker_headers: Callable[[RawHeaders, str | None], RawHeaders] | None = None
+
+    def mark(self, name: str, worker: Worker | None = None, **facts: object) -> None:
+        """Keep this moment where a middleware wants the request's."""
+        if self.marks is not None:
+            if worker is not None:
+                facts.update(worker=worker.url, weight_version=worker.weight_version)
+            self.marks.append(Mark(name, perf_counter(), self.number, facts))
 
     @property
     def urls(self) -> set[str]:

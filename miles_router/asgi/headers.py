@@ -17,8 +17,6 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te"
 REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
 
-#: W3C Trace Context.
-TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 #: The group of a request; requests of one group can be aborted together.
 GROUP = b"x-group-id"
 #: The usual values of `Connection`; they name only fields that are dropped anyway.

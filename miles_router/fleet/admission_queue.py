@@ -33,6 +33,10 @@ class Waiting(Protocol):
         """Lower for one that came before."""
         ...
 
+    def mark(self, name: str, *, seconds: float) -> None:
+        """Keep the moment at which a wait of this name and length is over."""
+        ...
+
 
 class _Newcomer:
     """One request's."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-from miles_router.asgi.headers import TRACE_HEADERS, RawHeaders
+from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from miles_router.engines.scan import Field, Incomplete, value_at
 
@@ -47,8 +47,8 @@ class Affinity:
         given = [*names]
         self._headers = [name.lower().encode("ascii") for name in given if not name.startswith(BODY)]
         self._fields = [Field(name[len(BODY) :]) for name in given if name.startswith(BODY)]
-        #: Headers that link a request to others: a conversation's name, or the trace that the request is part of.
-        self.links = frozenset({ROUTING_KEY, SESSION_ID, *self._headers}) | TRACE_HEADERS
+        #: Headers that name a conversation.
+        self.links = frozenset({ROUTING_KEY, SESSION_ID, *self._headers})
 
     def named(self, path: str, headers: RawHeaders) -> str | None:
         """Return the key that headers or path give."""

@@ -177,13 +177,13 @@ class Gate:
         if not self.closed or who.aborted:
             return
         came_at = asyncio.get_running_loop().time() if came_at is None else came_at
-        with self.waiting(who):
+        with self.waiting(who, "gate"):
             while self.closed and not who.aborted:
                 await self._hold(who, came_at)
 
     @contextmanager
-    def waiting(self, who: Waiting) -> Iterator[None]:
-        """While this is entered, `who` waits, here or for room."""
+    def waiting(self, who: Waiting, name: str) -> Iterator[None]:
+        """While this is entered, `who` waits: at the `gate`, or in the `queue` for room."""
         clock = asyncio.get_running_loop().time
         who.waits, since = who.waits + 1, clock()
         try:
@@ -191,6 +191,7 @@ class Gate:
         finally:
             who.waits, seconds = who.waits - 1, clock() - since
             who.waited += seconds
+            who.mark(name, seconds=seconds)
             self.when_waited(seconds)
 
     async def _hold(self, who: Waiting, came_at: float) -> None:

@@ -93,6 +93,7 @@ class Forwarder:
             worker = unit.worker
             if flight is not None:
                 flight.worker_url, flight.rank = worker.url, lease.unit.rank
+                flight.mark("worker_chosen", worker)
             try:
                 return await self._open_at(lease, request, flight)
             except CannotServe as refusal:
@@ -104,6 +105,8 @@ class Forwarder:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
+                if flight is not None:
+                    flight.mark("worker_lost", lost)
                 self._record_unreachable(lost, error)
                 replaceable = self._has_other_workers(request, (*request.tried, *barred))
                 if len(request.tried) > self._max_retries or not replaceable:
@@ -395,7 +398,7 @@ class Forwarder:
         while True:
             await gate.wait(waiting, came_at)
             if request.key is not None and self._must_wait_at_gate(request, waiting):
-                with gate.waiting(waiting):
+                with gate.waiting(waiting, "queue"):
                     await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
                 return  # no `await` before it takes its room, so no other request can take it first

@@ -46,7 +46,6 @@ class Outgoing:
         "generates",
         "headers",
         "key",
-        "linked",
         "method",
         "names",
         "pair",
@@ -67,7 +66,6 @@ class Outgoing:
         *,
         generates: bool = False,
         computes: bool = False,
-        linked: bool = False,
         preferred: str | None = None,
         path: str = "",
     ) -> None:
@@ -78,8 +76,6 @@ class Outgoing:
         self.key = key
         self.generates = generates
         self.computes = computes
-        #: False if the request certainly has no session key and no trace headers.
-        self.linked = linked
         #: The decoded path; empty for the router's own requests, which need no translation.
         self.path = path
         #: The URL of the worker to use, as long as it is routable.
@@ -108,12 +104,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
             linked = True
             break
     key, generating = affinity.named(path, headers) if linked else None, generates(path)
-    if key is None and (key := affinity.in_body(path, body)) is not None:
-        linked = True
+    if key is None:
+        key = affinity.in_body(path, body)
     computing = generating or computes(path)
-    return Outgoing(
-        scope["method"], target, headers, body, key, generates=generating, computes=computing, linked=linked, path=path
-    )
+    return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
 
 
 async def send(

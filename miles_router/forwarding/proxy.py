@@ -7,11 +7,9 @@ never buffered whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Move, ReplyReceiver
+from miles_router.asgi.flight import Flight, ReplyReceiver
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -65,8 +63,10 @@ class Proxy:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         self._metrics.bytes_in += len(body)
-        request = self._outgoing(scope, exchange, body)
+        request = outgoing(scope, exchange.request_id, body, self._affinity)
         flight = exchange.flight
+        if flight.worker_headers is not None and request.generates:
+            request.headers = flight.worker_headers(request.headers, request.key)
         request.preferred = flight.preferred
         flight.movable = request.key is None and request.path == GENERATE and flight.continued_cache is None
         self._in_flight.enter(exchange, body)
@@ -81,13 +81,11 @@ class Proxy:
                 try:
                     with Watch(receive, self._request_timeout) as watch:
                         flight.stop = watch.stop
-                        if isinstance(send, Outlet):
-                            receiver = await self._forward(request, flight, scope, receive, send)
-                        else:
-                            receiver = await self._forward_to_layer(request, flight, scope, receive, send)
+                        receiver = await self._forward(request, flight, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
                     flight.worker_url = None  # no worker has the request now
+                    flight.mark("not_admitted")
                     if isinstance(interrupted, PairInterrupted) and _is_final(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
@@ -100,9 +98,6 @@ class Proxy:
             self._in_flight.leave(exchange)
         if receiver is not None:
             await receiver.finish()
-
-    def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
-        return outgoing(scope, exchange.request_id, body, self._affinity)
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
         """Answer a request that was aborted while it waited at the gate, like an engine that aborts a queued request.
@@ -131,27 +126,20 @@ class Proxy:
         """
         forwarded = await self._forwarder.open(request, flight)
         flight.first_byte_at = time.perf_counter()
-        receiver = None if flight.move is None else self._reply_receiver(flight.move, flight, scope, receive, send)
+        flight.mark("first_byte", forwarded.worker)
+        move = flight.move
+        receiver = None if move is None else move.reply_receiver(scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
-            await relay(forwarded.reply, send if receiver is None else receiver.receive_message, self._metrics, end)
+            sink = send if receiver is None else receiver.receive_message
+            await relay(forwarded.reply, sink, self._metrics, end, flight)
         except UpstreamBroken:
             if receiver is None:
                 raise
         finally:
             forwarded.close()
+            flight.mark("reply_ended")  # if the reply was interrupted; `relay` marks the end of a whole one
         return receiver
-
-    def _forward_to_layer(
-        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> Coroutine[Any, Any, ReplyReceiver | None]:
-        """Call `_forward` for a request whose `send` is wrapped by a layer. Tracing overrides it."""
-        return self._forward(request, flight, scope, receive, send)
-
-    def _reply_receiver(
-        self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> ReplyReceiver | None:
-        return move.reply_receiver(scope, receive, send)
 
 
 def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
@@ -173,11 +161,14 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     return end
 
 
-async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None) -> None:
+async def relay(
+    reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None, flight: Flight | None = None
+) -> None:
     """Send a reply to the client as it arrives.
 
     Args:
         end: the checker for the regular end of a stream.
+        flight: gets a mark at the moment when the last chunk has arrived.
 
     Raises:
         UpstreamBroken: the connection is lost inside the body, or the stream lacks its regular end.
@@ -200,6 +191,8 @@ async def relay(reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEn
         if missing is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             raise UpstreamBroken(f"the worker's stream ended without {missing}")
+        if not more and flight is not None:
+            flight.mark("reply_ended")  # before a layer gets the chunk, which may read and record it
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 

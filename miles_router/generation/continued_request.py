@@ -145,7 +145,8 @@ class ContinuedRequest:
                 exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # shared by all attempts
-                exchange.flight.trace = self.exchange.flight.trace
+                exchange.flight.marks = self.exchange.flight.marks
+                exchange.flight.worker_headers = self.exchange.flight.worker_headers
                 exchange.flight.excluded_workers = self.exchange.flight.excluded_workers
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))

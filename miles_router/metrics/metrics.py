@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from miles_router.asgi.backlog import Backlog
 from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
@@ -115,6 +116,11 @@ class Metrics(Statistics, prefix="miles_router"):
         self.latency[route].observe(seconds)
         if to_head is not None:
             self.first_byte[route].observe(to_head)
+
+    @staticmethod
+    def route(path: str) -> str:
+        """Return the route class of what a path asks of an engine, within a session or not."""
+        return route_class(endpoint(path))
 
     def unread_reply(self, layer: str, reason: str) -> None:
         """A layer should have read a reply and could not: it was compressed, too long, or of another kind."""

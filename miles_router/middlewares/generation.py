@@ -1,6 +1,7 @@
 """The sub-API for generation: what layers that record generations tell their clients and the log, and how a turn that a
 pause or a lost worker cuts is carried on. `router.resume` says whether it is to be."""
 
+from miles_router.asgi.flight import Mark
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
 from miles_router.generation.attempt import Attempt, ResumeServices
@@ -21,6 +22,7 @@ __all__ = [
     "FollowingStream",
     "Heartbeat",
     "HeartbeatForm",
+    "Mark",
     "MessageReader",
     "ResumableGeneration",
     "ResumeServices",

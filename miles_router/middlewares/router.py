@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from miles_router.generation.attempt import ResumeServices
     from miles_router.middlewares.episodes import EpisodeSource
     from miles_router.state.store import StateStore
-    from miles_router.traces.traces import Traces
 
 Numbers = TypeVar("Numbers", bound=Statistics)
 
@@ -56,7 +55,6 @@ class Router:
         control: Control,
         args: Namespace | None,
         store: StateStore | None = None,
-        traces: Traces | None = None,
         tokenizer: Any = None,
         owners: Owners | None = None,
     ) -> None:
@@ -76,8 +74,6 @@ class Router:
         self.control = control
         #: What outlives the process (`--state-dir`); None where nothing does.
         self.store = store
-        #: Where a layer tells what it has read of a turn (`--otel`); None where nobody wants to know.
-        self.traces = traces
         #: Carries cut generations on; None where that is not asked for.
         self.resume: ResumeServices | None = None
         #: Free for middlewares to leave each other things that last longer than a request.
@@ -94,6 +90,8 @@ class Router:
         self.rows = {kind: RowChannel(kind) for kind in KINDS}
         #: Who holds episodes that the dashboard shows, by their kind.
         self.episodes: dict[str, EpisodeSource] = {}
+        #: Called with the key of each session that is over.
+        self.on_session_end: list[Callable[[str], None]] = []
         #: What is told of generations that are recorded, and of samples that are read.
         self.run = RunSeries(lambda: fleet.pool.weight_version)
         fleet.gate.when_waited = self.run.wait
@@ -163,8 +161,8 @@ class Router:
         """The session whose requests have this key is over: what it holds on its worker weighs no more on who takes the
         next ones. Harmless for one that nobody knows."""
         self.fleet.end_session(key)
-        if self.traces is not None:
-            self.traces.end_session(key)
+        for listener in self.on_session_end:
+            listener(key)
 
     def base_url(self, scope: Scope) -> str:
         """The router's address as the client of this request knows it, without a slash at its end.

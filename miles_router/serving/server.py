@@ -189,7 +189,7 @@ def banner(config: RouterConfig, address: tuple[str, int]) -> str:
     """Return the text shown at the start: the address, the middlewares in their order, the workers, and the keys."""
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     workers = dict.fromkeys(parse_worker_url(url).url for url in config.worker_urls)
-    layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
+    layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.chain, 1)]
     rows = [
         ("listening", f"http://{host}:{address[1]}"),
         ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),

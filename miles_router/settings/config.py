@@ -27,6 +27,8 @@ ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 #: What PyYAML's constructors raise, beside its own errors, for scalars such as `2026-13-45`, `!!bool maybe` or an
 #: integer of 5,000 digits.
 YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
+#: The middleware that `otel` lists first.
+TRACES = "middleware_hub.traces_middleware.TracesMiddleware"
 MAX_MODEL_ID = 256
 MAX_PROCESSES = 64
 Check = Callable[[Any], "str | None"]
@@ -205,7 +207,13 @@ class RouterConfig:
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")
-    otel: bool = setting(False, "trace turns by OpenTelemetry (extra otel), as the variables OTEL_* say")
+    otel: bool = setting(False, "trace turns by OpenTelemetry: lists TracesMiddleware first (extra otel)")
+
+    @property
+    def chain(self) -> tuple[MiddlewareSpec, ...]:
+        """The middlewares, outermost first: with `otel` the one that traces stands in front."""
+        traced = not self.otel or any(spec.path == TRACES for spec in self.middlewares)
+        return self.middlewares if traced else (MiddlewareSpec(TRACES), *self.middlewares)
 
     def __post_init__(self) -> None:
         for spec in FIELDS.values():

@@ -103,4 +103,4 @@ async def _running(pools: Pools) -> AsyncIterator[None]:
 def without_keys(config: RouterConfig) -> RouterConfig:
     """For a process that only others of the same router reach."""
     nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
-    return replace(config, middlewares=(), **nothing)
+    return replace(config, middlewares=(), otel=False, **nothing)

@@ -6,8 +6,8 @@ exporter's thread included.
 A fast worker answers 133 bytes to each request of 1 kB, and a collector takes every span of every request. In each
 round both routers are started anew, and asked in turn for a twentieth of a second each, so that what else the machine
 does hits both; the median over the rounds is told. With `--delay-ms` each of the 8 connections pauses between its
-requests, so that routers are not busy all the time. With `--against`, the router of another checkout is a third, which
-says what traces cost that are off.
+requests, so that routers are not busy all the time. With `--against`, the router of another checkout runs as well,
+without traces and with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.benchmarks.peers import REPO
 from tests.benchmarks.process import HOST, free_port, started
 from tests.benchmarks.report import environment, number, table
 
-OFF, ON, BEFORE = "off", "on", "before"
+OFF, ON, BEFORE, BEFORE_ON = "off", "on", "before, off", "before, on"
 CONNECTIONS = 8
 #: Seconds for which one router is asked before the next one is.
 MOMENT = 0.05
@@ -117,15 +117,17 @@ def alternating(routers: dict[str, tuple[int, int]], script: Path, seconds: floa
 
 
 def spans_sent(port: int) -> dict[str, int]:
-    """What has become of a router's spans."""
+    """How many spans of a router have ended, and what has become of them."""
     done = subprocess.run(["curl", "-s", f"http://{HOST}:{port}/metrics"], capture_output=True, text=True, check=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("miles_router_trace_records_total{")]
-    return {line.partition('"')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in lines}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("miles_router_trace_")]
+    return {line.partition('"')[2].partition('"')[0] or "ended": int(float(line.rpartition(" ")[2])) for line in lines}
 
 
 def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Counter[str]]:
     """Microseconds of CPU by router, one for each round; and what became of the spans."""
-    sources = {OFF: REPO, ON: REPO, **({BEFORE: options.against.resolve()} if options.against else {})}
+    sources = {OFF: REPO, ON: REPO}
+    if options.against:
+        sources[BEFORE] = sources[BEFORE_ON] = options.against.resolve()
     spent: dict[str, list[float]] = {name: [] for name in sources}
     outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
@@ -137,12 +139,11 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Count
         script.write_text(WRK_SCRIPT % request_body(False).decode() + pause)
         for turn in range(options.repeat):
             with contextlib.ExitStack() as started_now:  # where a process has its memory makes a difference of percents
-                routers = {
-                    name: started_now.enter_context(
-                        router(source, worker, collected_at, root / name, *(["--otel", "true"] if name == ON else []))
-                    )
-                    for name, source in sources.items()
-                }
+                routers = {}
+                for name, source in sources.items():
+                    options_of = ["--otel"] if name in (ON, BEFORE_ON) else []
+                    running = router(source, worker, collected_at, root / name, *options_of)
+                    routers[name] = started_now.enter_context(running)
                 alternating(routers, script, 1.0)
                 for name, each in alternating(routers, script, options.seconds).items():
                     spent[name].append(each)
@@ -158,7 +159,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=12, help="rounds (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each router in a round (default: %(default)s)")
     parser.add_argument("--delay-ms", type=int, default=0, help="between the requests of a connection (default: none)")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure its router too")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure its router too, off and on")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     options = parser.parse_args()
     if options.quick:

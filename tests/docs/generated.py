@@ -20,6 +20,7 @@ from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionS
 from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
+from middleware_hub.traces.provider import SpanStatistics
 from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
@@ -30,7 +31,6 @@ from miles_router.shards.as_one import ShardStatistics
 from miles_router.shards.forwarding import ForwardStatistics
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
-from miles_router.traces.queue import TraceStatistics
 from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, anchor, guarantee_tests, guarantees, name_of
 from tests.gpu.fit import ERRORS, REPORT, step_errors
@@ -186,7 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "text_cache": partial(metrics, CacheStatistics),
     "text_archive": partial(metrics, ArchiveStatistics),
     "sessions": partial(metrics, SessionStatistics),
-    "traces": partial(metrics, TraceStatistics),
+    "traces": partial(metrics, SpanStatistics),
     "partial_rollouts": partial(metrics, ResumeStatistics),
     "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),

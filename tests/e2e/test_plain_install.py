@@ -149,5 +149,5 @@ def test_the_simulated_workers_command_says_in_one_line_which_extra_it_needs() -
 def test_traces_without_their_extra_stop_the_start_and_say_what_to_install() -> None:
     done = run("from miles_router.cli import main; main(['--port', '0', '--otel', 'true'])")
     assert done.returncode == 2
-    assert "otel: needs the module" in done.stderr.splitlines()[-1]
+    assert "traces need the module 'opentelemetry'" in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].endswith("pip install 'miles-router[otel]'")

@@ -6,20 +6,17 @@ import asyncio
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
-import requests
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
+from middleware_hub.traces import provider
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
-from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.settings.config import TRACES, MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
@@ -27,7 +24,7 @@ from tests.support.fleet import gate, held, posting
 from tests.support.http import RawReply, ask, request
 from tests.support.metrics import metrics, samples
 from tests.support.moving import moving
-from tests.support.running_router import RunningRouter, router_process
+from tests.support.running_router import RunningRouter, router_process, running_router
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
@@ -35,6 +32,8 @@ from tests.support.waiting import until
 
 #: The example of W3C Trace Context.
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+#: The flag of OTLP for spans whose parent is another process's.
+REMOTE = 0x200
 SECRET = "a prompt that nobody else may see"
 BODY = json.dumps({"text": SECRET, "sampling_params": {"max_new_tokens": 4}}).encode()
 ON: dict[str, Any] = {"otel": True}
@@ -58,6 +57,12 @@ def within(part: CollectedSpan, whole: CollectedSpan) -> bool:
 def told(worker: ScriptedWorker, name: str) -> list[bytes]:
     """The values of a header that the engine was told."""
     return [value for each in worker.requests for value in each.values(name)]
+
+
+def parents(worker: ScriptedWorker) -> list[tuple[str, str, bool]]:
+    """The spans that the engine was told, each with its trace and whether it is kept."""
+    parts = [value.decode().split("-") for value in told(worker, "traceparent")]
+    return [(trace, span, bool(int(flags, 16) & 1)) for _, trace, span, flags in parts]
 
 
 # One turn
@@ -88,7 +93,7 @@ async def test_the_turns_span_is_what_the_engines_are_part_of(stage: Stage, coll
     router = await stage.router(worker, **ON)
     await generate(router)
     (turn,) = await collector.come("turn", 1)
-    assert told(worker, "traceparent") == [f"00-{turn.trace}-{turn.id}-01".encode()]
+    assert parents(worker) == [(turn.trace, turn.id, True)]
 
 
 async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, collector: Collector) -> None:
@@ -96,8 +101,8 @@ async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, coll
     router = await stage.router(worker, **ON)
     await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"), ("tracestate", "a=1"), ("X-Session-Id", "s"))
     (turn,) = await collector.come("turn", 1)
-    assert (turn.trace, turn.parent, turn.flags) == (TRACE, SPAN, 0x301)
-    assert told(worker, "traceparent") == [f"00-{TRACE}-{turn.id}-01".encode()]
+    assert (turn.trace, turn.parent, turn.flags & REMOTE) == (TRACE, SPAN, REMOTE)
+    assert parents(worker) == [(TRACE, turn.id, True)]
     assert told(worker, "tracestate") == [b"a=1"]
 
 
@@ -119,8 +124,8 @@ async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collect
     router = await stage.router(worker, **ON)
     await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
     (turn,) = await collector.come("turn", 1)
-    assert (turn.parent, turn.trace == TRACE, turn.flags) == ("", False, 0x101)
-    assert told(worker, "traceparent") == [f"00-{turn.trace}-{turn.id}-01".encode()]
+    assert (turn.parent, turn.trace == TRACE, turn.flags & REMOTE) == ("", False, 0)
+    assert parents(worker) == [(turn.trace, turn.id, True)]
     assert told(worker, "tracestate") == []
 
 
@@ -323,7 +328,7 @@ async def test_a_client_that_keeps_no_trace_has_none_kept_here(
     await generate(router)
     await collector.come("turn", 1 + kept)
     assert len([turn for turn in collector.spans("turn") if turn.trace == TRACE]) == kept
-    assert told(worker, "traceparent")[0].endswith(f"-{flag}".encode())
+    assert parents(worker)[0][2] is bool(kept)
 
 
 async def test_the_sampler_keeps_whole_sessions(
@@ -336,11 +341,11 @@ async def test_the_sampler_keeps_whole_sessions(
     for number in range(64):
         for _ in range(2):
             await generate(router, ("X-Session-Id", f"s{number}"))
-    flags = [value[-2:] for value in told(worker, "traceparent")]
-    assert flags[::2] == flags[1::2]
-    await collector.come("turn", flags.count(b"01"))
-    assert len(collector.spans("turn")) == flags.count(b"01")
-    assert 0 < flags.count(b"01") < 128, "of 64 sessions, whose names are always the same"
+    kept = [each for *_, each in parents(worker)]
+    assert kept[::2] == kept[1::2]
+    await collector.come("turn", sum(kept))
+    assert len(collector.spans("turn")) == sum(kept)
+    assert 0 < sum(kept) < 128, "of 64 sessions, whose names are always the same"
 
 
 async def test_the_exporters_settings_are_obeyed(
@@ -358,19 +363,32 @@ async def test_the_exporters_settings_are_obeyed(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "said"),
     [
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
-        ("OTEL_TRACES_EXPORTER", "zipkin"),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "no exporter 'otlp_proto_grpc' is installed"),
+        ("OTEL_TRACES_EXPORTER", "absent", "no exporter 'absent' is installed"),
     ],
 )
-async def test_what_is_not_there_stops_the_start_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+async def test_an_exporter_that_cannot_be_made_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=re.escape(value)):
+    with pytest.raises(ConfigError, match=said):
         create_app(RouterConfig(otel=True))
+
+
+async def test_the_middleware_traces_without_the_shorthand_too(stage: Stage, collector: Collector) -> None:
+    router = await stage.router(await stage.worker(), middlewares=(MiddlewareSpec(TRACES),))
+    await generate(router)
+    (turn,) = await collector.come("turn", 1)
+    assert turn.attributes["http.response.status_code"] == 200
+
+
+async def test_the_shorthand_lists_the_middleware_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, traces = MiddlewareSpec(CACHE), MiddlewareSpec(TRACES)
+    assert RouterConfig(otel=True, middlewares=(other,)).chain == (traces, other)
+    assert RouterConfig(otel=True, middlewares=(other, traces)).chain == (other, traces)
+    assert RouterConfig(middlewares=(other,)).chain == (other,)
 
 
 @pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")])
@@ -381,74 +399,65 @@ async def test_the_environment_can_switch_traces_off(
     worker = await stage.worker()
     router = await stage.router(worker, **ON)
     await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"))
-    assert router.app.router.traces is None
     assert told(worker, "traceparent") == [f"00-{TRACE}-{SPAN}-01".encode()]
 
 
 # In nobody's way
 
 
-async def counted(router: RunningRouter) -> dict[str, int]:
-    found = Counter[str]()
-    for each in samples(await metrics(router.url), "miles_router_trace_records_total"):
-        found[each.labels["outcome"]] += int(each.value)
-    return found
+async def counts(router: RunningRouter, ended: int, sent: int, failed: int) -> None:
+    """Wait until so many spans have ended, were sent, and were not taken."""
+    numbers = router.app.router.statistics["traces"]
+    wanted = {"sent": sent, "failed": failed}
+    await until(lambda: numbers()["exported_spans"] == {name: n for name, n in wanted.items() if n}, "the spans")
+    (shown,) = samples(await metrics(router.url), "miles_router_trace_ended_spans_total")
+    assert shown.value == ended
 
 
 async def test_what_is_sent_is_counted(stage: Stage, collector: Collector) -> None:
     router = await stage.router(await stage.worker(), **ON)
     await generate(router)
-    sent = router.app.router.traces
-    assert sent is not None
-    await until(lambda: sent.statistics.records["sent"] == 1, "a span")
-    assert await counted(router) == {"sent": 1, "failed": 0, "dropped": 0}
+    await counts(router, 1, 1, 0)
 
 
 async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collector: Collector) -> None:
     collector.server.always(script(reply(status=400)))
     router = await stage.router(await stage.worker(), **ON)
     assert (await generate(router)).status == 200
-    traces = router.app.router.traces
-    assert traces is not None
-    await until(lambda: traces.statistics.records["failed"] == 1, "a span")
+    await counts(router, 1, 0, 1)
     collector.server.always(script(reply()))
     assert (await generate(router)).status == 200
-    await until(lambda: traces.statistics.records["sent"] == 1, "another")
-    assert await counted(router) == {"sent": 1, "failed": 1, "dropped": 0}
+    await counts(router, 2, 1, 1)
 
 
-async def test_what_an_exporter_raises_ends_no_more_than_one_request(
-    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest that may be installed does so where an answer is late."""
-
-    def export(exporter: OTLPSpanExporter, spans: object) -> None:
-        raise requests.ReadTimeout
-
-    router = await stage.router(await stage.worker(), **ON)
-    traces = router.app.router.traces
-    assert traces is not None
-    with monkeypatch.context() as late:
-        late.setattr(OTLPSpanExporter, "export", export)
-        assert (await generate(router)).status == 200
-        await until(lambda: traces.statistics.records["failed"] == 1, "a span")
-    assert (await generate(router)).status == 200
-    await until(lambda: traces.statistics.records["sent"] == 1, "another")
-
-
-async def test_what_finds_no_room_is_dropped_and_counted(
+async def test_requests_do_not_wait_for_a_collector_that_is_silent(
     stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     release = asyncio.Event()
     collector.server.always(script(release, reply()))
     router = await stage.router(await stage.worker(), **ON)
-    traces = router.app.router.traces
-    assert traces is not None
-    for _ in range(3):
+    assert (await generate(router)).status == 200
+    await until(lambda: collector.requests, "the first span is on its way")
+    for _ in range(4):
         assert (await generate(router)).status == 200
-    await until(lambda: traces.statistics.records["dropped"] == 1, "one is dropped")
-    assert await counted(router) == {"sent": 0, "failed": 0, "dropped": 1}
+    await counts(router, 5, 0, 0)
+    release.set()
+    await counts(router, 5, 3, 0)  # two of the four found room
+
+
+async def test_the_end_of_the_router_does_not_wait_for_a_collector_that_is_silent(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "LAST_SECONDS", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
+    release = asyncio.Event()
+    collector.server.always(script(release, reply()))
+    async with running_router(await stage.worker(), **ON) as router:
+        assert (await generate(router)).status == 200
+        await until(lambda: collector.requests, "the span is on its way")
+    assert not release.is_set()
     release.set()
 
 
@@ -476,10 +485,8 @@ async def test_no_text_and_no_key_is_told(stage: Stage, collector: Collector) ->
 async def test_without_the_setting_nothing_of_it_is_loaded() -> None:
     code = (
         "import sys; from miles_router import create_app; from miles_router.forwarding.proxy import Proxy; "
-        "from miles_router.edge import RouterApp; from miles_router.fleet.gate import Gate; "
         "app = create_app(); assert type(app.pools.default.app) is Proxy; "
-        "assert not [name for name in sys.modules if name.startswith(('opentelemetry', 'miles_router.traces'))]; "
-        "assert type(app) is RouterApp and type(app.router.gate) is Gate"
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry', 'middleware_hub'))]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: ASYNC221
     assert (done.returncode, done.stderr) == (0, "")

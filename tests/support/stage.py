@@ -111,7 +111,8 @@ def given_up(routers: Iterable[RunningRouter]) -> bool:
 
 
 class _Defects(logging.Handler):
-    """What the router or its server logs as an error. Failures of clients and workers are warnings at most."""
+    """What the router or its server logs as an error. Failures of clients and workers are warnings at most; those of a
+    collector are errors to OpenTelemetry's SDK."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -119,6 +120,8 @@ class _Defects(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note it."""
+        if record.name.startswith("opentelemetry."):
+            return
         trace = "" if record.exc_info is None else "".join(traceback.format_exception(*record.exc_info))
         self.seen.append(f"{record.name}: {record.getMessage()} {getattr(record, 'fields', '')}\n{trace}")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from miles_router.asgi.flight import Flight
 from miles_router.engines.facts import Facts
 from miles_router.errors import FleetFull
 from miles_router.fleet.admission_queue import AdmissionQueue
@@ -34,13 +35,11 @@ class Clock:
         return self.now
 
 
-class Who:
-    """A request, as far as the queue looks at it."""
+class Who(Flight):
+    """A request that came at this place."""
 
     def __init__(self, number: int = 0) -> None:
-        self.aborted = False
-        self.waits = 0
-        self.waited = 0.0
+        super().__init__()
         self.number = number
 
 

@@ -7,19 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
+from miles_router.asgi.flight import Flight
 from miles_router.errors import FleetPaused
 from miles_router.fleet.gate import REMEMBERED, Gate, generates
 from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import soon, until
 
 
-class Who:
-    """A request, as far as the gate looks at it."""
+class Who(Flight):
+    """A request that came at this place."""
 
     def __init__(self, number: int = 0) -> None:
-        self.aborted = False
-        self.waits = 0
-        self.waited = 0.0
+        super().__init__()
         self.number = number
 
 

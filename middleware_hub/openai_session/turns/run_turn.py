@@ -163,8 +163,7 @@ class TurnRunner:
 
     async def _plan(self, asked: TurnRequest, request: AgentRequest, grant: TurnGrant) -> TurnPlan:
         await self._agreement.require(asked.scope)
-        if self._router.traces is not None:
-            self._router.traces.reads(asked.exchange.flight, "session", session=request.session.id)
+        asked.exchange.flight.mark("read", mode="session", session=request.session.id)
         self._set_adapter(grant, asked.exchange)
         endpoint, parent = asked.face.endpoint, request.places[0].parent
         if request.prompt is not None and parent is not None:
@@ -286,11 +285,10 @@ class TurnRunner:
             raise
         aborted = any(choice.finish == ABORT for choice in choices)
         reply.recorded, reply.repeatable = recorded, recorded and not (reply.client_left and aborted)
-        if (traces := self._router.traces) is not None:
-            traces.prompt(flight, _prompt_tokens(request, choices))
-            for each in choices:
-                version = each.versions[-1].version if each.versions else None
-                traces.answer(flight, len(each.ids), each.finish, version)
+        flight.mark("prompt", tokens=_prompt_tokens(request, choices))
+        for each in choices:
+            version = each.versions[-1].version if each.versions else None
+            flight.mark("answer", tokens=len(each.ids), finish=each.finish, version=version)
 
     def _check_prompt(
         self, plan: TurnPlan, choices: Sequence[Choice], prompt_tokens: int | None, exchange: Exchange

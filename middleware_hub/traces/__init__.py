@@ -1,0 +1,1 @@
+"""Traces: where the time of each turn went, as spans of OpenTelemetry."""

@@ -1,0 +1,113 @@
+"""OpenTelemetry's SDK as the standard variables set it up: exporter, queue, sampler, resource."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+from miles_router.errors import ConfigError
+from miles_router.middlewares import Statistics, counter
+
+logger = logging.getLogger(__name__)
+
+NAME = "miles-router"
+#: Seconds in which the end of the router sends the spans that wait.
+LAST_SECONDS = 5.0
+#: The names of entry points for OTLP, by protocol.
+PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+
+
+class SpanStatistics(Statistics, prefix="miles_router_trace"):
+    """What becomes of spans."""
+
+    ended_spans = counter(
+        "Spans that ended. Those that are neither exported nor wait were dropped: the queue was full."
+    )
+    exported_spans = counter("Spans that the exporter sent, or failed to.", by="outcome")
+
+
+class CountingExporter(SpanExporter):
+    """An exporter whose outcomes are counted."""
+
+    def __init__(self, exporter: SpanExporter, counts: SpanStatistics) -> None:
+        self._exporter = exporter
+        self._counts = counts
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send a batch."""
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:  # exporters as of 1.27 let a late answer raise, which the SDK logs
+            outcome = "sent" if result is SpanExportResult.SUCCESS else "failed"
+            self._counts.exported_spans[outcome] += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Try no more."""
+        self._exporter.shutdown()
+
+
+class CountingProcessor(BatchSpanProcessor):
+    """The SDK's queue. What goes in is counted."""
+
+    def __init__(self, exporter: SpanExporter, counts: SpanStatistics) -> None:
+        super().__init__(CountingExporter(exporter, counts))
+        self._counts = counts
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Have a span sent."""
+        self._counts.ended_spans += 1
+        super().on_end(span)
+
+
+def span_exporter() -> SpanExporter | None:
+    """Return the exporter that the environment asks for; None where it switches traces off.
+
+    Raises:
+        ConfigError: it asks for an exporter that is not installed.
+    """
+    given, name = os.environ.get, os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if name == "none" or given("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    if name == "otlp":
+        protocol = given("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or given("OTEL_EXPORTER_OTLP_PROTOCOL")
+        name = PROTOCOLS.get(protocol or "http/protobuf", name)
+    found = [*entry_points(group="opentelemetry_traces_exporter", name=name)]
+    if not found:
+        raise ConfigError(
+            f"otel: no exporter {name!r} is installed (OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_PROTOCOL)"
+        )
+    exporter: SpanExporter = found[0].load()()
+    return exporter
+
+
+def tracer_provider(exporter: SpanExporter, ids: IdGenerator, counts: SpanStatistics) -> TracerProvider:
+    """Return the SDK's source of spans, whose thread sends them from now on."""
+    own = Resource({SERVICE_NAME: NAME, SERVICE_VERSION: version(NAME)})
+    provider = TracerProvider(
+        resource=own.merge(OTELResourceDetector().detect()),
+        id_generator=ids,
+        span_limits=SpanLimits(max_attribute_length=512),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(CountingProcessor(exporter, counts))
+    return provider
+
+
+async def shut_down(provider: TracerProvider) -> None:
+    """Send the spans that wait, for at most `LAST_SECONDS`: the SDK alone may take 30."""
+    thread = threading.Thread(target=provider.shutdown, name="traces", daemon=True)
+    thread.start()
+    await asyncio.to_thread(thread.join, LAST_SECONDS)
+    if thread.is_alive():
+        logger.warning("traces_not_sent", extra={"fields": {"reason": "the router ends"}})
