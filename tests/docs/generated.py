@@ -1,4 +1,4 @@
-"""The tables that pages show between markers, made from the code: `python -m tests.docs.generated` rewrites them.
+"""The tables that pages show between markers, made from code and data: `python -m tests.docs.generated` rewrites them.
 
 <!-- generated: settings -->  ...  <!-- end -->
 """
@@ -32,7 +32,7 @@ from miles_router.shards.forwarding import ForwardStatistics
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
 from tests.clients.table import CLIENTS
-from tests.docs.pages import PAGES, name_of
+from tests.docs.pages import PAGES, anchor, guarantee_tests, guarantees, name_of
 from tests.gpu.fit import ERRORS, REPORT, step_errors
 from tests.gpu.fit import errors as errors_of_fit
 
@@ -152,6 +152,17 @@ def gpu_step_errors() -> str:
     return table(heading, rows)
 
 
+def guarantees_shown() -> str:
+    """Return the tests of every guarantee, beneath its heading."""
+    tests, lines = guarantee_tests(), list[str]()
+    for section, headings in guarantees().items():
+        lines.append(f"## {section}")
+        for heading in headings:
+            lines.append(f"### [{heading}](guarantees.md#{anchor(heading)})")
+            lines.append("\n".join(f"- `{test}`" for test in tests[anchor(heading)]))
+    return "\n" + "\n\n".join(lines) + "\n\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
@@ -168,6 +179,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fan_out": fan_out,
     "client_paths": client_paths,
     "clients": clients,
+    "guarantees": guarantees_shown,
     "gpu_prices": gpu_prices,
     "gpu_errors": gpu_errors,
     "gpu_step_errors": gpu_step_errors,

@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"console", "bash", "python", "yaml", "json", "text"}
@@ -77,6 +79,26 @@ def links(page: Path) -> list[str]:
     return _LINK.findall(prose(page))
 
 
+def anchor(heading: str) -> str:
+    """Return the name that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(prose(page))}
+    return {anchor(heading) for heading in _HEADING.findall(prose(page))}
+
+
+def guarantees() -> dict[str, list[str]]:
+    """Return the headings of `docs/guarantees.md` that are guarantees, by section."""
+    sections = re.split(r"^## (.+)$", prose(ROOT / "docs" / "guarantees.md"), flags=re.MULTILINE)[1:]
+    return {
+        name: re.findall(r"^### (.+)$", text, re.MULTILINE)
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+
+
+def guarantee_tests() -> dict[str, list[str]]:
+    """Return the tests of each guarantee, by its anchor."""
+    tests: dict[str, list[str]] = yaml.safe_load(read("tests/guarantees.yaml"))
+    return tests

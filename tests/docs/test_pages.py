@@ -1,4 +1,4 @@
-"""Pages hold together: links lead somewhere, fences are of a known kind, promises name tests that exist."""
+"""Pages hold together: links lead somewhere, fences are of a known kind, guarantees have tests that exist."""
 
 from __future__ import annotations
 
@@ -9,22 +9,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import KINDS, PAGES, ROOT, all_blocks, anchors, links, name_of, prose, read
+from tests.docs.pages import (
+    KINDS,
+    PAGES,
+    ROOT,
+    all_blocks,
+    anchor,
+    anchors,
+    guarantee_tests,
+    guarantees,
+    links,
+    name_of,
+    prose,
+    read,
+)
 
 LINE_LENGTH = 120
+HEADING_LENGTH = 60
 FRAMEWORKS = {"miles", "slime", "verl", "prime-rl", "SkyRL", "TRL", "Dressage"}
-PROMISE_PAGE, CALLS_PAGE = "docs/behavior.md", "docs/drop-in.md"
+CALLS_PAGE = "docs/drop-in.md"
+GUARANTEES = [heading for headings in guarantees().values() for heading in headings]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     broken = []
     for link in links(page):
-        path, _, anchor = link.partition("#")
+        path, _, heading = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if re.match(r"https?://", link):
             continue
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        if not target.exists() or (heading and heading not in anchors(target)):
             broken.append(link)
     assert broken == []
 
@@ -47,24 +62,35 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert [name_of(page) for page in PAGES if page.name != "README.md" and name_of(page) not in reached] == []
 
 
-def promises() -> list[str]:
-    """The tests that the pages of promises and of frameworks' calls name."""
-    named = [re.findall(r"`(tests/[\w/]+\.py::\w+)`", read(page)) for page in (PROMISE_PAGE, CALLS_PAGE)]
-    return list(dict.fromkeys(chain(*named)))
+def named_tests() -> list[str]:
+    """Return the tests that guarantees and frameworks' calls name."""
+    of_calls = re.findall(r"`(tests/[\w/]+\.py::\w+)`", read(CALLS_PAGE))
+    return list(dict.fromkeys(chain(*guarantee_tests().values(), of_calls)))
 
 
-@pytest.mark.parametrize("promise", promises())
-def test_every_promise_names_a_test_that_exists(promise: str) -> None:
-    path, _, name = promise.partition("::")
+@pytest.mark.parametrize("test", named_tests())
+def test_every_named_test_exists(test: str) -> None:
+    path, _, name = test.partition("::")
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, functions)}
 
 
-def test_every_promise_has_a_test() -> None:
-    items = re.findall(r"^- (.*?)(?=^- |^#|^$|\Z)", prose(ROOT / PROMISE_PAGE), re.MULTILINE | re.DOTALL)
-    assert len(items) > 20
-    assert [item for item in items if "tests/" not in item] == []
+@pytest.mark.parametrize("heading", GUARANTEES)
+def test_every_guarantee_is_short_and_has_tests(heading: str) -> None:
+    tests = guarantee_tests()[anchor(heading)]
+    assert len(heading) <= HEADING_LENGTH
+    assert tests
+    assert len(set(tests)) == len(tests)
+
+
+def test_tests_are_mapped_to_guarantees_of_the_page() -> None:
+    assert len(GUARANTEES) > 20
+    assert list(guarantee_tests()) == [anchor(heading) for heading in GUARANTEES]
+
+
+def test_the_page_of_guarantees_names_no_tests() -> None:
+    assert "tests/" not in read("docs/guarantees.md")
 
 
 def test_every_call_of_a_framework_has_a_test() -> None:
