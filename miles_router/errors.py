@@ -13,7 +13,7 @@
     │   ├── RequestTimeout          408 request_timeout
     │   └── GroupAborted            409 group_aborted
     ├── PolicyFault                 500 policy_failed: a policy of one's own failed, or chose what it may not
-    ├── ClientDisconnected          nothing is rendered: nobody is listening
+    ├── ClientDisconnected          nothing is rendered: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
@@ -24,7 +24,7 @@
     ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's leader is away
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
-    │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format
+    │   ├── StateForeign            500 state_foreign: not this router's file, or another format
     │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks what was acknowledged
     │   ├── StateFull               507 state_full: no room on the disk
     │   ├── StateHeld               503 state_held, with Retry-After: another running router has it
@@ -86,14 +86,14 @@ class Unauthorized(BadRequest):
 
 
 class ForeignOrigin(BadRequest):
-    """A web page of somebody else wants to change something where no key is set."""
+    """A web page of another origin tries to change something, and no key is set."""
 
     status = 403
     type = "foreign_origin"
 
 
 class NotFound(BadRequest):
-    """What the request names does not exist."""
+    """The named object does not exist."""
 
     status = 404
     type = "not_found"
@@ -109,7 +109,7 @@ class UnknownModel(NotFound):
         self._parameter = parameter
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
-        """As OpenAI's API and SGLang say it."""
+        """Return the error in the form of OpenAI's API and SGLang."""
         error = {"message": str(self), "type": "invalid_request_error", "param": self._parameter, "code": self.type}
         return {"error": {**error, "request_id": request_id}}
 
@@ -165,7 +165,7 @@ class NoWorkerAvailable(RouterError):
 
 
 class TooManyConnections(RouterError):
-    """As many clients are connected as the router takes, and none of their connections is idle."""
+    """The router has its maximum of client connections, and none of them is idle."""
 
     status = 503
     type = "too_many_connections"
@@ -174,8 +174,7 @@ class TooManyConnections(RouterError):
 
 
 class OwnerUnavailable(RouterError):
-    """What a request belongs to is another process's, which does not take it: it is being started again, or too many
-    wait for it."""
+    """The process that owns the session or text does not take requests: it restarts, or too many wait for it."""
 
     status = 503
     type = "owner_unavailable"
@@ -230,7 +229,7 @@ class PartlyFailed(RouterError):
 
 
 class StateError(RouterError):
-    """What `--state-dir` holds cannot be read or written; nothing that was held is lost."""
+    """The state directory cannot be read or written; nothing recorded is lost."""
 
     type = "state_failed"
 
@@ -240,14 +239,14 @@ class StateError(RouterError):
 
     @staticmethod
     def read(written: Sequence[str]) -> StateError:
-        """What `written` has written."""
+        """Return the error that `written` describes, the inverse property."""
         type_, message = written
         kinds = (StateForeign, StateDamaged, StateFull, StateHeld, StateOutdated)
         return next((kind for kind in kinds if kind.type == type_), StateError)(message)
 
 
 class StateForeign(StateError):
-    """A file under `--state-dir` is somebody else's, or of a format that this version does not read."""
+    """A file under `--state-dir` belongs to another program, or has a format that this version does not read."""
 
     type = "state_foreign"
 

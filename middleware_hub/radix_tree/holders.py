@@ -25,7 +25,7 @@ DIGEST_BYTES = 8
 
 
 class Held(NamedTuple):
-    """What one process has recorded of a text.
+    """One process's record of a text.
 
     Attributes:
         exact: whether a generation has exactly this text.

@@ -1,4 +1,4 @@
-"""Which turns are one trace: those of a session, and those of a text that goes on.
+"""The traces of turns: one for each session, and one for each text that is continued.
 
 A session's trace is named by its session, so that every process and every start of a router gives it the same one.
 """
@@ -58,7 +58,7 @@ class Episodes:
             try:
                 about = {"session.id": session}
                 span = self._tracer.start_span("episode", Context(), attributes=about, start_time=began_ns)
-            finally:  # a sampler of somebody else's may raise
+            finally:  # a sampler that is not ours may raise
                 self._ids.session = None
         self._open[session] = span, turns + 1
         if len(self._open) > MAX_EPISODES:

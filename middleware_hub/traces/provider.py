@@ -27,7 +27,7 @@ PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
 class SpanStatistics(Statistics, prefix="miles_router_trace"):
-    """What becomes of spans."""
+    """Counts of ended and exported spans."""
 
     ended_spans = counter(
         "Spans that ended. Those that are neither exported nor wait were dropped: the queue was full."

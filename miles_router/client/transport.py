@@ -60,7 +60,7 @@ class Retries:
 
     def delay(self, attempt: int, retry_after: float | None = None) -> float:
         """Return the seconds to wait after failure number `attempt`, counted from 0."""
-        backoff = min(self.first_delay * 2.0**attempt, self.longest_delay) * random.uniform(0.5, 1.0)
+        backoff = min(self.first_delay * 2.0 ** min(attempt, 60), self.longest_delay) * random.uniform(0.5, 1.0)
         return min(max(backoff, retry_after or 0.0), self.longest_delay)
 
 

@@ -58,7 +58,7 @@ class Metrics(Statistics, prefix="miles_router"):
     moved_generations = counter("Generations that went on at another worker to even out the load.")
     unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
-    dropped_log_lines = counter("Log lines that nobody took in time.")
+    dropped_log_lines = counter("Log lines that were dropped because the output did not take them in time.")
     in_flight = gauge("Leases held.", by="worker")
     rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
     worker_routable = gauge("1: takes new requests.", by="worker")

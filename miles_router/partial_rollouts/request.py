@@ -1,4 +1,4 @@
-"""What plain and streamed requests have in common."""
+"""The common part of plain and streamed requests that resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes of one machine may send requests: a memory-mapped file with a cell for each process.
+"""A register of the processes of one machine that may send requests: a memory-mapped file with a cell for each process.
 
 Connections do not show that: a process whose connection is lost still sends. Reading the map needs no file descriptor,
 so it also works when none is left.

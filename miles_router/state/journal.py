@@ -184,13 +184,13 @@ class Journal:
             if self._count_synced:
                 os.fdatasync(self._count)
 
-    def append(self, owner: str, blobs: Changes, large: Changes, *, anew: bool) -> None:
+    def append(self, owner: str, blobs: Changes, large: Changes, *, replace_all: bool) -> None:
         """Inside a transaction: write blobs under their numbers. A blob replaces an older one; None deletes it.
 
         Args:
-            anew: delete all that the owner has first.
+            replace_all: delete all that the owner has first.
         """
-        if anew:
+        if replace_all:
             self.delete(owner)
         for table, changes in ((SMALL, blobs), (LARGE, large)):
             gone = [(owner, seq) for seq, blob in changes.items() if blob is None]

@@ -94,15 +94,23 @@ class StateStore:
             raise ConfigError(f"state_dir: {error}") from None
 
     async def append(
-        self, owner: str, blobs: Changes, *, large: Changes = NOTHING, slot: int | None = None, anew: bool = False
+        self,
+        owner: str,
+        blobs: Changes,
+        *,
+        large: Changes = NOTHING,
+        slot: int | None = None,
+        replace_all: bool = False,
     ) -> None:
         """Write blobs of an owner under their numbers, all or none. Return when they are durable.
 
         A blob replaces an older one of the same number, so a commit with unknown outcome may be repeated. None
-        deletes. With `anew`, the blobs replace everything that the owner had.
+        deletes. With `replace_all`, the blobs replace everything that the owner had.
         """
         size = sum(BLOB + len(each or b"") for changes in (blobs, large) for each in changes.values())
-        await self._in_transaction(owner, slot, lambda journal: journal.append(owner, blobs, large, anew=anew), size)
+        await self._in_transaction(
+            owner, slot, lambda journal: journal.append(owner, blobs, large, replace_all=replace_all), size
+        )
 
     async def delete(self, owner: str, *, slot: int | None = None, large_alone: bool = False) -> None:
         """Delete all blobs of an owner, or only the large ones. Return when that is durable.

@@ -328,7 +328,7 @@ def test_a_chunk_that_is_none_goes_on_as_it_is_and_nothing_is_recorded(bad: byte
     reading = Reading([STREAM[0], bad, *STREAM[1:]])
     assert reading.live[1] == bad
     assert reading.at_the_end == Reading(STREAM).at_the_end
-    assert re.search("malformed chunk|a chunk that is none", str(refused(reading.stream)))
+    assert re.search("malformed chunk", str(refused(reading.stream)))
     assert not isinstance(refused(reading.stream), StreamShortfall)
 
 

@@ -76,7 +76,7 @@ async def test_a_blob_is_replaced_and_deleted_and_an_owner_goes_as_a_whole(tmp_p
 async def test_an_owner_that_begins_anew_has_nothing_of_what_it_had(tmp_path: Path) -> None:
     async with opened(tmp_path) as store:
         await store.append(OWNER, blobs(5), large=blobs(5))
-        await store.append(OWNER, {7: b"new"}, large={8: b"new"}, anew=True)
+        await store.append(OWNER, {7: b"new"}, large={8: b"new"}, replace_all=True)
         assert await store.load(OWNER) == {7: b"new"}
         assert await store.load(OWNER, large=True) == {8: b"new"}
 
@@ -454,7 +454,7 @@ async def test_a_machine_that_opens_a_file_while_another_commits_takes_nothing_f
     other, opening = Journal(file_of(tmp_path), "process", shared=True), os.open
 
     def just_then(path: Path, *rest: int) -> int:
-        other.transaction([lambda journal: journal.append(OWNER, blobs(1), {}, anew=False)])
+        other.transaction([lambda journal: journal.append(OWNER, blobs(1), {}, replace_all=False)])
         return opening(path, *rest)
 
     with monkeypatch.context() as busy:

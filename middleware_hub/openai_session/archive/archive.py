@@ -75,8 +75,8 @@ class SessionArchive:
                 return
             saved = self._saved.get(session.id)
             unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
-            if unsaved.blobs:  # `anew` removes what an earlier session of this name may have left
-                await self._store.append(session.id, unsaved.blobs, large=unsaved.large, anew=saved is None)
+            if unsaved.blobs:  # this removes blobs that an earlier session of this name may have left
+                await self._store.append(session.id, unsaved.blobs, large=unsaved.large, replace_all=saved is None)
             if not session.ending.status.is_forgotten:
                 self._saved[session.id] = unsaved.after_append()
 

@@ -56,7 +56,7 @@ ENVELOPE = ("id", "created_at", "own", "seals", "usage", "cut_call")
 
 @dataclass(slots=True)
 class Saved:
-    """What the journal contains of a session: counts of its parts, the last head, and the places of things."""
+    """The contents of the journal for one session: counts of its parts, the last head, and the places of things."""
 
     steps: int = 0
     things: int = 0

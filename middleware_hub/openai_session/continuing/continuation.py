@@ -76,7 +76,7 @@ class HeldEnd(NamedTuple):
 
 
 class Extension(NamedTuple):
-    """How many sampled tokens the next prompt leaves out at the end (0 or 1), and the ids that follow the rest."""
+    """The number of sampled tokens that the next prompt omits at the end (0 or 1), and the ids that follow."""
 
     drop: int
     ids: Tokens
@@ -193,7 +193,7 @@ class Continuation:
 
 
 class Given(NamedTuple):
-    """How many sampled ids to drop, the text to append, and the token in front of that text, if known."""
+    """The number of sampled ids to drop, the text to append, and the token in front of that text, if known."""
 
     drop: int
     text: str

@@ -121,7 +121,7 @@ NO_CONTRACT = Contract()
 
 
 class SessionStatus(Enum):
-    """What may still happen in a session. Every status but OPEN is an end."""
+    """The status of a session. Every status but OPEN is an end."""
 
     OPEN = "open"
     CONTEXT = "context"  # a context window was full; the agent may go on with a shorter history

@@ -1,4 +1,4 @@
-"""Why a turn is a branch of its session's tree, and what its agent changed.
+"""The reasons why a turn branches off its session's tree, and what its agent changed.
 
 This is a pure function of the turns recorded before, computed when the classification is first read.
 """

@@ -89,7 +89,7 @@ class TurnGrant:
 
 @dataclass(frozen=True)
 class TurnPlan:
-    """How the engine is asked, and which parts of the request the recorded turn keeps.
+    """The plan of a turn: how the engine is asked, and which parts of the request the recorded turn keeps.
 
     Attributes:
         streams: whether the engine is asked for a stream; an agent's stream may be written from a whole answer.

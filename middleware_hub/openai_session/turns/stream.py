@@ -204,7 +204,7 @@ class TurnStream:
             pieces = self._all_pieces(chunk, choices, event.name)
             return b"".join([self._add_and_write(piece, event.name) for piece in pieces])
         except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}") from error
+            raise UnreadableAnswer("incomplete", f"a malformed chunk: {in_words(error)}") from error
 
     def _all_pieces(self, chunk: dict[str, Any], choices: Sequence[Any], name: bytes) -> Sequence[dict[str, Any]]:
         try:
@@ -287,7 +287,7 @@ class TurnStream:
         try:
             return self._show_pieces([*self._held[index].at_end(finish), chunk], name)
         except (UnreadableAnswer, *MALFORMED) as error:
-            unread = UnreadableAnswer("incomplete", f"a chunk that is none: {in_words(error)}")
+            unread = UnreadableAnswer("incomplete", f"a malformed chunk: {in_words(error)}")
             self._failure = self._failure or (error if isinstance(error, UnreadableAnswer) else unread)
             self._answer_end.append(NamedChunk({**blank, "choices": [{**choice, "logprobs": None}]}, name))
             return b""

@@ -44,7 +44,7 @@ class UnitName(NamedTuple):
 
 @dataclass(slots=True)
 class Stay:
-    """How long a request has been at its unit; `immovable` if it cannot move."""
+    """The time for which a request has been at its unit; `immovable` if it cannot move."""
 
     place: UnitName
     since: float

@@ -143,7 +143,7 @@ def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[s
     order, limit = query.get("order", "desc"), query.get("limit", str(PAGE))
     if order not in ("asc", "desc"):
         raise InvalidParameter("order", f"Invalid value: '{order[:64]}'. Supported values are: 'asc' and 'desc'.")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+    if not limit.isascii() or not limit.isdigit() or len(limit) > len(str(MAX_PAGE)) or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidParameter("limit", f"Invalid 'limit': expected a number from 1 to {MAX_PAGE}.")
     every = list(items) if order == "asc" else list(items)[::-1]
     after = query.get("after")

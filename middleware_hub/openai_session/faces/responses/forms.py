@@ -1,4 +1,4 @@
-"""How calls of each kind of tool are written: as an item of this API, and as the arguments that a model samples.
+"""The forms of calls for each kind of tool: as an item of this API, and as the arguments that a model samples.
 
 A chat template knows only functions, so every tool that an agent runs itself is shown as one. A custom tool is a
 function with one text, `input`. A shell and `apply_patch` are functions with the fields of their calls.

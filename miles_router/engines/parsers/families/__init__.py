@@ -1,1 +1,1 @@
-"""How model families write, a file for each."""
+"""The output formats of model families, one file for each."""
