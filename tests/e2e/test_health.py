@@ -117,7 +117,9 @@ async def test_a_connection_lost_under_a_request_is_no_connect_failure(stage: St
 async def test_a_busy_worker_whose_health_hangs_stays(stage: Stage) -> None:
     worker = await stage.worker()
     worker.health = script(HANG)
-    router = await router_of(stage, worker, deep_health_check_interval=0.01, health_check_timeout=0.05)
+    router = await router_of(
+        stage, worker, deep_health_check_interval=0.01, health_check_timeout=0.25
+    )  # a busy machine answers /model_info within it
     await until(lambda: sum(probe.path == "/health" for probe in worker.probes) >= 4, "four deep checks")
     record = router.worker(worker)
     assert (record.state, record.failures) == (WorkerState.READY, 0)

@@ -308,6 +308,7 @@ async def test_a_text_alone_names_one_of_equal_generations(stage: Stage) -> None
         assert total(await run(trial), "trained") == {"default": 6}
 
 
+@pytest.mark.alone("each process counts the turns that it has, and equal rollouts may lie in two")
 async def test_equal_rollouts_are_counted_as_trained_behind_a_restart(tmp_path: Path) -> None:
     async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
         restarts = StateDirectories(worker, tmp_path)

@@ -41,6 +41,10 @@ def test_waiting_grows_is_spread_and_is_bounded() -> None:
         assert len(delays) > 1, "those that failed together do not come back together"
 
 
+def test_the_delay_stays_bounded_after_very_many_failures() -> None:
+    assert 2.5 <= Retries(attempts=10**6, first_delay=1.0, longest_delay=5.0).delay(5_000) <= 5.0
+
+
 def test_the_routers_word_counts_up_to_the_bound() -> None:
     retries = Retries(first_delay=0.0, longest_delay=5.0)
     assert retries.delay(0) == 0.0

@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter
+from middleware_hub.openai_session.faces.responses.face import page
 from tests.support.responses import Written, asked, messages
 from tests.support.sessions import Scene
 
@@ -162,3 +163,9 @@ def test_requests_that_ask_for_the_same_share_it() -> None:
     other = asked(scene, "Other", tools=[dict(FUNCTION)], metadata={"a": "b"})
     assert other.settings is first.envelope.settings
     assert asked(scene, tools=[]).settings is not first.envelope.settings
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "0000000019999", "000000001" + "9" * 5_000, "-1", "1.0", ""])
+def test_a_limit_beyond_a_page_is_refused(limit: str) -> None:
+    with pytest.raises(InvalidParameter, match="limit"):
+        page([{"id": str(number)} for number in range(500)], {"limit": limit})
