@@ -102,7 +102,7 @@ async def test_a_router_that_is_not_there_yet_is_waited_for(server: ScriptedWork
     persistent = Retries(attempts=10**6, first_delay=0.001, longest_delay=0.001)
     async with connected(server, retries=persistent) as client, under_way(client.generate("a")) as asking:
         with caplog.at_level(logging.WARNING, "miles_router.client"):
-            await until(lambda: "asked again" in caplog.text, "it was refused")
+            await until(lambda: "retrying" in caplog.text, "it was refused")
         await server.listen()
         assert (await asking).text == "ab"
     assert len(server.requests) == 1
