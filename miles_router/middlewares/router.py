@@ -42,7 +42,7 @@ Numbers = TypeVar("Numbers", bound=Statistics)
 class Router:
     """The handle that each middleware gets as `router=`.
 
-    It has no `__slots__` on purpose: middlewares written for similar routers set attributes of their own on it.
+    An ordinary object on purpose: middlewares written for similar routers set attributes of their own on it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Router:
             forwarded.close()
 
     def end_session(self, key: str) -> None:
-        """End the session with this key: placement no longer counts its cached prefix on its workers.
+        """End the session with this key: its tokens no longer count as load on its workers.
 
         Listeners in `on_session_end` are called. Unknown keys do no harm.
         """
