@@ -14,7 +14,7 @@ from miles_router.settings.config import RouterConfig
 
 
 def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
-    """Return `config.json` of `--hf-checkpoint`; empty if the option is not set or the file is missing.
+    """Return `config.json` of `--hf-checkpoint`; empty if the option is not set or no file is found.
 
     Raises:
         ConfigError: the file of a local checkpoint cannot be read.
@@ -28,7 +28,7 @@ def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
 
 
 def load_generation_config(config: RouterConfig) -> Mapping[str, Any]:
-    """Return `generation_config.json` of `--hf-checkpoint`; empty if the option is not set or the file is missing.
+    """Return `generation_config.json` of `--hf-checkpoint`; empty if the option is not set or no file is found.
 
     Engines take their defaults for chat requests from this file (SGLang 0.5.23, `--sampling-defaults model`).
 

@@ -110,7 +110,8 @@ class Owners:
     def is_forwarded(self, scope: Scope) -> bool:
         """Return whether this process must answer the request, whichever text it is about.
 
-        This is so if another process forwarded the request, or if this process owns its session.
+        True if another process forwarded the request, this process owns its session, or the preferred process is
+        unavailable.
         """
         return False
 
