@@ -1,4 +1,4 @@
-"""What the checkpoint of `--hf-checkpoint` has for middlewares: its tokenizer and its `config.json`."""
+"""Loaders for the tokenizer and the configuration files of `--hf-checkpoint`, which middlewares use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from miles_router.settings.config import RouterConfig
 
 
 def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
-    """`config.json` of `--hf-checkpoint`; nothing where there is none."""
+    """Return `config.json` of `--hf-checkpoint`; empty if the option is not set or no file is found.
+
+    Raises:
+        ConfigError: the file of a local checkpoint cannot be read.
+    """
     if config.hf_checkpoint is None:
         return {}
     try:
@@ -24,8 +28,13 @@ def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
 
 
 def load_generation_config(config: RouterConfig) -> Mapping[str, Any]:
-    """`generation_config.json` of `--hf-checkpoint`: what an engine assumes in chat where a request says nothing
-    (SGLang 0.5.23, `--sampling-defaults model`); nothing where there is none."""
+    """Return `generation_config.json` of `--hf-checkpoint`; empty if the option is not set or no file is found.
+
+    Engines take their defaults for chat requests from this file (SGLang 0.5.23, `--sampling-defaults model`).
+
+    Raises:
+        ConfigError: the file of a local checkpoint cannot be read.
+    """
     if config.hf_checkpoint is None:
         return {}
     try:
@@ -45,7 +54,7 @@ def _read(checkpoint: str, name: str) -> Mapping[str, Any]:
 
 
 def _from_hub(checkpoint: str) -> Mapping[str, Any]:
-    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    """Return a hub checkpoint's `config.json`; empty without the extra `tito` or if the file cannot be loaded."""
     try:
         from transformers import PretrainedConfig
     except ImportError:
@@ -58,7 +67,7 @@ def _from_hub(checkpoint: str) -> Mapping[str, Any]:
 
 
 def _generation_from_hub(checkpoint: str) -> Mapping[str, Any]:
-    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    """Return a hub checkpoint's generation config; empty without the extra `tito` or if it cannot be loaded."""
     try:
         from transformers import GenerationConfig
     except ImportError:
@@ -71,7 +80,12 @@ def _generation_from_hub(checkpoint: str) -> Mapping[str, Any]:
 
 
 def load_tokenizer(config: RouterConfig) -> Any:
-    """Load `--hf-checkpoint`'s tokenizer, with `--chat-template-path` in place of its own template."""
+    """Load the tokenizer of `--hf-checkpoint`, with `--chat-template-path` in place of its own template.
+
+    Raises:
+        ConfigError: no checkpoint is set, transformers is missing, or the tokenizer cannot be loaded, needs code that
+            is not trusted, or differs from its `tokenizer.json`.
+    """
     if config.hf_checkpoint is None:
         raise ConfigError("hf_checkpoint: a middleware needs the model's tokenizer; set --hf-checkpoint")
     try:
@@ -82,7 +96,7 @@ def load_tokenizer(config: RouterConfig) -> Any:
     if not trusted and _needs_code(config.hf_checkpoint):
         raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
     try:
-        # Given either way: where nothing is said, transformers asks on the terminal.
+        # Always passed: without this argument, transformers asks on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint, trust_remote_code=trusted)
         if config.chat_template_path is not None:
             with open(config.chat_template_path, encoding="utf-8") as template:
@@ -93,12 +107,12 @@ def load_tokenizer(config: RouterConfig) -> Any:
     return tokenizer
 
 
-#: What to do about a tokenizer that comes with code of its own.
+#: The advice in errors about tokenizers that need code from the checkpoint.
 TRUST = "set --trust-remote-tokenizer to run what comes with the checkpoint"
 
 
 def _file(checkpoint: str, name: str) -> Path | None:
-    """A file of a checkpoint, a directory or of the hub; None where it has none."""
+    """Return the path of a file in a checkpoint (a directory or a name on the hub); None if the file is missing."""
     if Path(checkpoint).is_dir():
         found = Path(checkpoint, name)
         return found if found.is_file() else None
@@ -111,23 +125,27 @@ def _file(checkpoint: str, name: str) -> Path | None:
 
 
 def _needs_code(checkpoint: str) -> bool:
-    """Whether a tokenizer is made by code that comes with it, and by no `tokenizer.json`: what transformers makes of
-    its other files (Kimi K2.5's tiktoken ones) splits texts in another way."""
+    """Return whether a tokenizer has no `tokenizer.json` and is built by Python code from the checkpoint.
+
+    Without that code, transformers builds a tokenizer from the other files (Kimi K2.5's tiktoken files), and that
+    tokenizer splits texts differently.
+    """
     auto = _settings(checkpoint).get("auto_map")
     return _file(checkpoint, "tokenizer.json") is None and isinstance(auto, dict) and "AutoTokenizer" in auto
 
 
 def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
-    """See that what transformers has loaded is what `tokenizer.json` says: releases put other parts in place of its own
-    (5.2 to 5.14 and 5.19 of DeepSeek-V3's, 5.24 by the model's type). Parts are written in several ways, so that what
-    they do counts.
+    """Check that the tokenizer that transformers loaded behaves as its `tokenizer.json` does.
+
+    Some transformers releases replace parts of the file: 5.2 to 5.14 and 5.19 for DeepSeek-V3, 5.24 depending on the
+    model's type. Equal parts can be written in several ways, so the check compares behavior, not settings.
 
     Raises:
-        ConfigError: it reads or writes a text otherwise.
+        ConfigError: the loaded tokenizer encodes or decodes a probe text differently.
     """
     backend, file = getattr(tokenizer, "backend_tokenizer", None), _file(checkpoint, "tokenizer.json")
     if backend is None or file is None or b'"ByteLevel"' not in file.read_bytes():
-        return  # what is no ByteLevel tokenizer, transformers makes of other files too; engines are compared with it
+        return  # transformers builds other tokenizers from other files too; those are compared with the engine
     import transformers
     from tokenizers import Tokenizer
 
@@ -144,8 +162,11 @@ def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
 
 
 def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | None:
-    """Return how a loaded tokenizer differs from the one in its file; None where it does not. `tokenizer_config.json`
-    may say otherwise than the file how added tokens are found, and whether a text is begun and ended by some."""
+    """Return how a loaded tokenizer differs from the one in its file, as a phrase for the error; None if it does not.
+
+    Differences that `tokenizer_config.json` requests are allowed: the matching of added tokens, and the special tokens
+    at the beginning and end of a text.
+    """
     told = settings.get("added_tokens_decoder")
     alike = []
     here = loaded.get_added_tokens_decoder()
@@ -170,19 +191,19 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
 
 
 def _found_by(added: Any) -> tuple[object, ...] | None:
-    """Return an added token's text, and by what is around it in a text it is found."""
+    """Return an added token's text and matching flags: lstrip, rstrip, single_word."""
     return None if added is None else (added.content, added.lstrip, added.rstrip, added.single_word)
 
 
 def _told(added: Any) -> tuple[object, ...] | None:
-    """The same as it is written in `tokenizer_config.json`."""
+    """Return the same tuple as `_found_by` for an entry of `tokenizer_config.json`."""
     if not isinstance(added, dict):
         return None
     return (added.get("content"), *(added.get(name, False) for name in ("lstrip", "rstrip", "single_word")))
 
 
 def _settings(checkpoint: str) -> Mapping[str, Any]:
-    """Return `tokenizer_config.json`; nothing where there is none, or transformers says what is wrong with it."""
+    """Return `tokenizer_config.json`; empty if it is missing or invalid (transformers reports invalid files)."""
     config = _file(checkpoint, "tokenizer_config.json")
     try:
         read = {} if config is None else orjson.loads(config.read_bytes())

@@ -1,8 +1,9 @@
-"""The sub-API for episodes: what the dashboard and `GET /router/run` show. A layer that holds some tells the router:
+"""The sub-API for episodes, which the dashboard and `GET /router/run` show. A middleware with episodes registers them:
 
     router.episodes["session"] = source      an `EpisodeSource`
 
-The router asks for pages of them, newest first, and for one by its id; whether texts and ids are shown is its affair.
+The router reads pages of episodes, newest first, and single episodes by id. The router decides whether texts and ids
+are shown.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ __all__ = [
     "version_spans",
 ]
 
-#: Where an episode stands in a list of all: when it began, and its id.
+#: The sort key of an episode: its start in Unix seconds, and its id.
 EpisodePlace = tuple[float, str]
 RUNNING, WAITING, IDLE, ENDED = STATES = ("running", "waiting", "idle", "ended")
-#: In place of a reason in words, of which there may be any number.
+#: Replaces free-text reasons, whose number is unbounded.
 OTHER_REASON = "other"
-#: Places in one block of a shelf.
+#: The most places in one block of a shelf.
 BLOCK = 512
 Held = TypeVar("Held")
 
 
 class Facets(NamedTuple):
-    """What filters look at: cheap to tell."""
+    """The fields of an episode that list filters read. They must be cheap to compute."""
 
     state: str
     group: str | None
@@ -57,8 +58,13 @@ class Facets(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of an episode: `all` that were given or sampled, shared ones once; those `sampled`; of these, those in the
-    loss of the samples that a trainer gets, or None where that is decided token by token."""
+    """The token counts of an episode.
+
+    Attributes:
+        all: tokens that were given or sampled; shared tokens count once.
+        sampled: tokens that were sampled.
+        trained: sampled tokens in the loss of the trainer's samples; None if the loss mask is decided per token.
+    """
 
     all: int
     sampled: int
@@ -67,7 +73,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRow:
-    """Its row in a list. docs/http-api.md says what each field is; times are Unix seconds."""
+    """An episode's row in a list. docs/http-api.md describes each field; times are Unix seconds."""
 
     id: str
     state: str
@@ -91,7 +97,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRow:
-    """One generation of an episode. docs/http-api.md says what each field is."""
+    """One generation of an episode. docs/http-api.md describes each field."""
 
     turn: int
     parent: int | None
@@ -118,7 +124,7 @@ class TurnRow:
 
 
 def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> list[dict[str, Any]]:
-    """What a turn sampled from a position on, by the weights that did: `TurnRow.spans`."""
+    """Return `TurnRow.spans`: the tokens sampled from position `start` on, one span per run of equal weight version."""
     spans: list[dict[str, Any]] = []
     for piece in pieces:
         begin, start = start, start + len(piece)
@@ -131,18 +137,18 @@ def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLine:
-    """The tokens up to the end of a turn; n of them.
+    """The n tokens from the first prompt to the end of a turn.
 
     Attributes:
-        leaf: the turn.
-        trajectory: of the line.
-        loss_mask: makes uint8 [n], 1 = in the loss of the sample of this leaf. It may take its time.
-        turns: of the line, `turn`, `start` and `end` of what each sampled, and more to show.
-        response_length: tokens behind the first prompt.
-        status: of the sample.
-        experts: rows `[start, stop)` of routed experts, integers [stop - start, layers, top_k]; None where there are
-            none.
-        about: what else there is to say.
+        leaf: the number of the turn.
+        trajectory: the trajectory of these tokens.
+        loss_mask: returns uint8 [n], 1 = in the loss of this turn's sample. The call may be slow.
+        turns: the turns on this path; `turn`, `start` and `end` locate the sampled tokens, other fields are shown.
+        response_length: the number of tokens after the first prompt.
+        status: the status of the sample.
+        experts: returns rows `[start, stop)` of routed experts, integers [stop - start, layers, top_k]; None if there
+            are no rows.
+        about: further fields to show.
     """
 
     leaf: int
@@ -156,35 +162,31 @@ class EpisodeLine:
 
 
 class ListedEpisode(Protocol):
-    """One episode in a list, as it is now."""
+    """An episode in a list, in its present state."""
 
     @property
     def place(self) -> EpisodePlace:
-        """Where it stands."""
+        """The episode's sort key."""
         ...
 
-    def facets(self) -> Facets:
-        """What filters look at."""
-        ...
+    def facets(self) -> Facets: ...
 
-    def row(self) -> EpisodeRow:
-        """Its row."""
-        ...
+    def row(self) -> EpisodeRow: ...
 
 
 class EpisodeView(ListedEpisode, Protocol):
-    """One episode, as it is now."""
+    """An episode with its turns and tokens, in its present state."""
 
     def about(self) -> Mapping[str, Any]:
-        """What stands beside its turns: `metadata`, `contract`, `untraced`."""
+        """Return the fields shown beside the turns: `metadata`, `contract`, `untraced`."""
         ...
 
     def turns(self) -> Iterable[TurnRow]:
-        """Its turns, oldest first: parents stand before those that go on from them."""
+        """Return the turns, oldest first, so that each turn follows its parent."""
         ...
 
     def line(self, leaf: int | None) -> EpisodeLine:
-        """The tokens up to a turn, by default the last leaf.
+        """Return the tokens up to a turn, by default the last leaf.
 
         Raises:
             BadRequest: there is no such turn.
@@ -193,23 +195,25 @@ class EpisodeView(ListedEpisode, Protocol):
 
 
 class EpisodeSource(Protocol):
-    """A layer's episodes. `reasons`: those that its turns may have, but for words."""
+    """The episodes of one middleware. `reasons` are the fixed codes that its turns may have, without free texts."""
 
     @property
     def reasons(self) -> Collection[str]: ...
 
     async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[ListedEpisode]:
-        """At most so many of those before a place, by default the end, the last of them first; fewer only where there
-        are no more."""
+        """Return at most `most` episodes before a place (None: the end), newest first.
+
+        The list is shorter than `most` only if no more episodes exist.
+        """
         ...
 
     async def find(self, episode_id: str) -> EpisodeView | None:
-        """One by its id, wherever it is held."""
+        """Return the episode with this id, in memory or on disk; None if it is unknown."""
         ...
 
 
 class EpisodeShelf(Generic[Held]):
-    """What a layer holds, in the order of beginning. Whoever comes or goes costs a block, however many there are."""
+    """A collection sorted by start time. Adding or removing an item costs work for one block, not for the whole."""
 
     def __init__(self) -> None:
         self._blocks: list[list[EpisodePlace]] = []
@@ -219,7 +223,6 @@ class EpisodeShelf(Generic[Held]):
         return len(self._held)
 
     def add(self, place: EpisodePlace, held: Held) -> None:
-        """Something has come."""
         self._held[place] = held
         at = max(self._block_of(place), 0)
         if not self._blocks:
@@ -233,7 +236,7 @@ class EpisodeShelf(Generic[Held]):
         insort(block, place)
 
     def remove(self, place: EpisodePlace) -> None:
-        """It has gone; harmless where it was not there."""
+        """Remove the item at a place; do nothing if there is no item."""
         if self._held.pop(place, None) is not None:
             at = self._block_of(place)
             block = self._blocks[at]
@@ -242,7 +245,7 @@ class EpisodeShelf(Generic[Held]):
                 del self._blocks[at]
 
     def newest(self, before: EpisodePlace | None, most: int) -> list[Held]:
-        """At most so many of those before a place, by default the end, the last of them first."""
+        """Return at most `most` items before a place (None: the end), newest first."""
         found: list[EpisodePlace] = []
         at = len(self._blocks) - 1 if before is None else self._block_of(before)
         while at >= 0 and len(found) < most:
@@ -253,9 +256,13 @@ class EpisodeShelf(Generic[Held]):
         return [self._held[place] for place in found]
 
     def oldest(self) -> EpisodePlace:
-        """The first place of all; there must be one."""
+        """Return the first place.
+
+        Raises:
+            IndexError: the shelf is empty.
+        """
         return self._blocks[0][0]
 
     def _block_of(self, place: EpisodePlace) -> int:
-        """The last block that begins at or before a place; -1 where none does."""
+        """Return the index of the last block that begins at or before a place; -1 if no block does."""
         return bisect_right(self._blocks, place, key=lambda block: block[0]) - 1

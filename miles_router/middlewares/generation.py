@@ -1,5 +1,8 @@
-"""The sub-API for generation: what layers that record generations tell their clients and the log, and how a turn that a
-pause or a lost worker cuts is carried on. `router.resume` says whether it is to be."""
+"""The sub-API for generation, for middlewares that record generations.
+
+The classes report progress to clients and the log, and resume a turn that a pause or a lost worker cut.
+`router.resume` is None if turns are not resumed.
+"""
 
 from miles_router.asgi.flight import Mark
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm

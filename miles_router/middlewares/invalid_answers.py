@@ -1,4 +1,4 @@
-"""Workers whose answers contradict themselves: counted, and named in the log."""
+"""A count of self-contradicting answers per worker, with a warning in the log."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections import Counter
 
 logger = logging.getLogger(__name__)
 
-#: Counts at which a worker is named: a log with a line for each answer would hide all others.
+#: The counts that are logged. One line per answer would hide all other lines.
 NAMED_AT = frozenset(10**power for power in range(10))
 
 
 def flag_worker(counts: Counter[str], worker: str | None) -> None:
-    """Count an answer that cannot be recorded since it contradicts itself. The worker is named in the log at its first,
-    its tenth, its hundredth and so on."""
+    """Count an answer that contradicts itself and so cannot be recorded. Log the worker at counts 1, 10, 100, ..."""
     name = worker or "unknown"
     counts[name] += 1
     if counts[name] in NAMED_AT:

@@ -1,5 +1,6 @@
-"""Finds the middlewares that the configuration names, binds their options, and builds the stack. First listed =
-outermost.
+"""The loading of middlewares: classes are found by name, options are bound, and the stack is built.
+
+The first middleware in the list is the outermost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a middleware, as `miles-router middlewares` lists it."""
+    """An option of a middleware, as `miles-router middlewares` lists it."""
 
     name: str
     type: str
@@ -33,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True)
 class LoadedMiddleware:
-    """A class that was found, with options that fit its constructor."""
+    """A middleware class with checked options for its constructor."""
 
     name: str
     path: str
@@ -43,10 +44,11 @@ class LoadedMiddleware:
 
 
 def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
-    """Find every class and bind every option, before anything runs.
+    """Import all middleware classes and check their options. No middleware is constructed yet.
 
     Raises:
-        MiddlewareLoadError: one line that says what is wrong and, for a misspelling, the nearest name.
+        MiddlewareLoadError: a class or an option is wrong. The message is one line; for a misspelling, it suggests the
+            nearest name.
     """
     loaded = []
     for name, spec in zip(middleware_names(specs), specs, strict=True):
@@ -58,10 +60,10 @@ def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
 
 
 def find_class(path: str) -> Callable[..., ASGIApp]:
-    """The class that `pkg.module.Class` (or `pkg.module:Class`) names.
+    """Import the middleware class at `pkg.module.Class` (or `pkg.module:Class`).
 
     Raises:
-        MiddlewareLoadError: as `class_at`; or it has what a middleware cannot have.
+        MiddlewareLoadError: `class_at` fails, or an attribute with the name of an optional method is not callable.
     """
     found = class_at(path, "middleware")
     for capability in CAPABILITIES:
@@ -71,13 +73,13 @@ def find_class(path: str) -> Callable[..., ASGIApp]:
 
 
 def class_at(path: str, what: str) -> Callable[..., Any]:
-    """The class that a dotted path names.
+    """Import the class at a dotted path.
 
     Args:
-        what: it is for, in errors.
+        what: the purpose of the class, for error messages ("middleware").
 
     Raises:
-        MiddlewareLoadError: no such module, a module that fails to import, no such attribute, or not a class.
+        MiddlewareLoadError: the module is missing or fails to import, or the name is missing or not a class.
     """
     module_name, _, class_name = path.replace(":", ".").rpartition(".")
     if not module_name or not class_name:
@@ -93,7 +95,7 @@ def class_at(path: str, what: str) -> Callable[..., Any]:
 
 
 def _absent() -> None:
-    """Stands for a capability that a class does not have."""
+    """Stand in for an optional method that a class does not define."""
 
 
 def _import(module_name: str, where: str) -> Any:
@@ -104,17 +106,17 @@ def _import(module_name: str, where: str) -> Any:
         if module_name == missing or module_name.startswith(missing + "."):
             raise MiddlewareLoadError(f"{where}: there is no module {missing!r}") from None
         raise MiddlewareLoadError(f"{where}: {module_name} needs the module {missing!r}") from error
-    except Exception as error:  # a foreign module may fail in any way while it is imported
+    except Exception as error:  # code from outside the router may raise anything at import
         reason = f"{type(error).__name__}: {error}"
         raise MiddlewareLoadError(f"{where}: {module_name} fails to import: {reason}") from error
 
 
 def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Option, ...]:
-    """Hold the options given against the constructor's keywords and their types.
+    """Check the given options against the constructor's keywords and types; return all options with their values.
 
     Raises:
-        MiddlewareLoadError: no `router` keyword, an unknown option, a value of the wrong type, or one left out that
-            has no default.
+        MiddlewareLoadError: the constructor has no `router` keyword, an option is unknown or has the wrong type, or an
+            option without a default is not given.
     """
     where = f"middleware {spec.path!r}"
     parameters = _keywords(cls)
@@ -149,7 +151,7 @@ def _bind(where: str, name: str, parameter: inspect.Parameter, hint: Any, given:
 
 
 def _keywords(cls: Callable[..., ASGIApp]) -> dict[str, inspect.Parameter]:
-    """The constructor's parameters behind the wrapped app."""
+    """Return the constructor's parameters after the first one, which is the wrapped app."""
     parameters = list(inspect.signature(cls).parameters.items())
     return dict(parameters[1:]) if parameters and parameters[0][1].kind is not inspect.Parameter.VAR_KEYWORD else {}
 
@@ -157,14 +159,14 @@ def _keywords(cls: Callable[..., ASGIApp]) -> dict[str, inspect.Parameter]:
 def _hints(cls: Any) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)
-    except NameError:  # names imported under TYPE_CHECKING alone: such options are taken as they are
+    except NameError:  # a type is imported only under TYPE_CHECKING: options are not converted
         return {}
 
 
 def build_stack(
     innermost: ASGIApp, loaded: Iterable[LoadedMiddleware], router: Router
 ) -> tuple[ASGIApp, list[ASGIApp]]:
-    """Wrap `innermost`, first listed = outermost. Gives the outermost app and all layers, outermost first."""
+    """Wrap `innermost` in all middlewares. Return the outermost app and the middlewares, outermost first."""
     layers: list[ASGIApp] = []
     app = innermost
     for each in reversed(list(loaded)):
@@ -175,7 +177,7 @@ def build_stack(
 
 
 class _OfOneModel:
-    """A layer that requests for other models than its own pass by."""
+    """A wrapper that lets requests for other pools than the default skip a middleware."""
 
     def __init__(self, layer: ASGIApp, inside: ASGIApp) -> None:
         self._layer = layer

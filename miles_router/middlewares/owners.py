@@ -1,4 +1,4 @@
-"""Whose a session or a text is, where a router is several processes; and what of it was lost with one of them."""
+"""The ownership of sessions and texts among several router processes, and the names that a dead process held."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from miles_router.errors import OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import ASGIApp, HasOwners
 
-#: Seconds in which a process must say what it has, where all are asked.
+#: Seconds in which each process must answer a question to all processes.
 PATIENCE = 30.0
 
 
 class Elsewhere(RouterError):
-    """Another process answers the request, of which nothing was answered.
+    """The error that hands a request, not answered yet, to another process.
 
     Attributes:
-        owner: that process.
-        needed: whether this one must not answer it.
+        owner: the index of the other process.
+        needed: whether only the owner may answer; if False, this process may answer when the owner is unavailable.
     """
 
     def __init__(self, owner: int, *, needed: bool = True) -> None:
@@ -35,109 +35,116 @@ class Elsewhere(RouterError):
 
 
 class HeldNames:
-    """The names of all that a layer holds, for the process that comes after this one. Here none comes, so nothing is
-    ever lost."""
+    """The names that a middleware holds, recorded for the successor of this process.
+
+    This base class records nothing and reports no losses: a router of one process has no successor.
+    """
 
     def add(self, name: str) -> None:
-        """Something is held under this name now."""
+        """Record that the process holds this name."""
 
     def remove(self, name: str) -> None:
-        """Nothing is held under this name any more, or what was lost need not be known."""
+        """Forget a name, whether this process holds it or an earlier one lost it."""
 
     def was_lost(self, name: str) -> bool:
-        """Whether something was held under this name by a process that has ended."""
+        """Return whether a process that has ended held this name."""
         return False
 
 
 class Owners:
-    """What a layer asks about processes. Of one process, which has everything: nothing here costs or does anything."""
+    """The owners of names, as middlewares see them. This base class is for a router of one process, which owns all."""
 
-    #: Whether there are other processes.
+    #: Whether the router has other processes.
     several = False
-    #: The layers whose things have one process each.
+    #: The middlewares whose sessions or texts are each owned by one process.
     layers: Sequence[HasOwners] = ()
-    #: What waits for clients, over all connections.
+    #: The bytes that wait for slow clients, over all connections.
     backlog = Backlog()
 
     def numbers(self) -> Sequence[Statistics]:
-        """What is counted about it."""
+        """Return the statistics to publish."""
         return ()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, the processes reach each other."""
+        """Keep the connections between processes open inside the block."""
         yield
 
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
-        """Answer a request `here`, or relay the answer of the process that has what it is about. Nobody calls it where
-        there is one process.
+        """Answer a request with `here`, or relay the answer of the process that owns the name in the request.
+
+        Never called in a router of one process.
 
         Args:
-            check: called before a request is forwarded, with its body unread; refuses what nobody would let in.
+            check: called before a request is forwarded, with its body unread; raises for requests to refuse.
 
         Raises:
-            BadRequest: it says that another process has forwarded it, and how is not readable.
-            OwnerUnavailable: the process that has it does not take it.
-            OwnerLost: that was lost before its answer began, and may have done what was asked.
+            BadRequest: the header that marks a forwarded request is not readable.
+            OwnerUnavailable: the owner does not accept the request.
+            OwnerLost: the owner was lost before its answer began, and may have executed the request.
         """
         raise NotImplementedError("there is no other process")
 
     def require(self, scope: Scope, name: str) -> None:
-        """Go on only in the process that has what is named so; the request's body was read.
+        """Return only if this process owns the name. Read the request's body first.
 
         Raises:
-            Elsewhere: another process has it, and answers.
-            OwnerUnavailable: another process has sent it here, and this one does not have it.
+            Elsewhere: another process owns the name; the router forwards the request to it.
+            NotFound: another process asks for its part of an answer, and this one does not own the name.
+            OwnerUnavailable: another process forwarded the request here, and this one does not own the name.
         """
 
     def prefer(self, scope: Scope) -> None:
-        """Go on only in the process where the key in a request's headers is at home; the request's body was read.
+        """Return only in the home process of the affinity key in the headers. Read the request's body first.
 
         Raises:
-            Elsewhere: another process has it, and answers.
+            Elsewhere: another process is the key's home. If it is unavailable, this process answers.
         """
 
     def is_asked(self, scope: Scope) -> bool:
-        """Return whether another process asks this one for its part of an answer (`ask`)."""
+        """Return whether the request comes from another process's `ask`, for this process's part of an answer."""
         return False
 
     def is_forwarded(self, scope: Scope) -> bool:
-        """Return whether the request is answered here, whatever text it is about: another process has sent it here, or
-        its session is here."""
+        """Return whether this process must answer the request, whichever text it is about.
+
+        True if another process forwarded the request, this process owns its session, or the preferred process is
+        unavailable.
+        """
         return False
 
     def others(self, scope: Scope) -> Sequence[int]:
-        """All other processes; none for a request that one of them asks of this one."""
+        """Return the indexes of all other processes; empty if the request comes from another process's `ask`."""
         return ()
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Have another process answer the same request with this body: status, headers and body.
+        """Send the same request with this body to another process; return status, headers and body.
 
         Args:
-            patience: seconds in which it must have answered; None: the client's own.
+            patience: the timeout in seconds; None: the HTTP client's own timeout.
 
         Raises:
-            OwnerUnavailable: it cannot be reached, or does not answer in time.
+            OwnerUnavailable: the process cannot be reached, or does not answer in time.
         """
         raise NotImplementedError("there is no other process")
 
     async def answers(self, scope: Scope) -> list[Any]:
-        """What all other processes answer to the same request, which has no body, as JSON.
+        """Return the parsed JSON answers of all other processes to the same request without a body.
 
         Raises:
-            OwnerUnavailable: one does not answer: what the others say is not all there is.
+            OwnerUnavailable: one process does not answer 200, so that the result would be incomplete.
         """
         return await self.answers_to(_reading(scope), b"")
 
     async def answers_to(self, scope: Scope, body: bytes) -> list[Any]:
-        """What all other processes answer to a request with this body, as JSON, in the order of `others`.
+        """Return the parsed JSON answers of all other processes to a request with this body, in the order of `others`.
 
         Raises:
-            OwnerUnavailable: one does not answer: what the others say is not all there is.
+            OwnerUnavailable: one process does not answer 200, so that the result would be incomplete.
         """
         others = self.others(scope)
         found = []
@@ -149,11 +156,10 @@ class Owners:
         return found
 
     async def first_answer(self, scope: Scope, body: bytes) -> tuple[int, Mapping[str, str], bytes] | None:
-        """What the first of the other processes answers to the same request with this body that has what it is about;
-        None where each says 404.
+        """Ask the other processes in turn; return the first answer that is not 404, or None.
 
         Raises:
-            OwnerUnavailable: as of `ask`.
+            OwnerUnavailable: a process cannot be reached, or does not answer in time.
         """
         reading = _reading(scope)
         for other in self.others(scope):
@@ -163,18 +169,18 @@ class Owners:
         return None
 
     def new_name(self) -> str:
-        """A name that nobody can guess, of something that this process is to have."""
+        """Return a random, unguessable name that this process owns."""
         return secrets.token_hex(16)
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
-        """The names of what a layer holds, at most so many."""
+        """Return the record of the names that a middleware holds, at most `capacity` names."""
         return HeldNames()
 
     def own_url(self, base_url: str) -> str | None:
-        """Where this process alone is reached, for a client that knows the router by `base_url`."""
+        """Return the URL of this process alone, for a client that uses `base_url`; None if there is no such URL."""
         return None
 
 
 def _reading(scope: Scope) -> Scope:
-    """The same request, with GET in place of HEAD: an answer to that has no body to read."""
+    """Return the request with GET in place of HEAD, because an answer to HEAD has no body."""
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

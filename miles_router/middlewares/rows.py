@@ -1,17 +1,17 @@
-"""The sub-API for rows: how the layers of a stack hand each other rows aligned with tokens, such as the expert ids of a
-mixture-of-experts engine. For layers that hold trajectories or capture rows.
+"""The sub-API for rows aligned with tokens, such as the expert ids of a mixture-of-experts engine, for middlewares that
+hold trajectories or capture rows.
 
-One layer captures a kind of rows: it asks the engine for them and takes them out of answers. Layers around it hold
-trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
+One middleware captures a kind of rows: it requests them from the engine and takes them out of answers. Middlewares
+around it hold trajectories, and keep a trajectory's rows as long as the trajectory:
 
-    outer layer    RowDeliveries.captured(router.rows, ...).left_on(exchange)
-                                                    ──►  the engine is asked for the rows that are not held yet
-    outer layer    deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
-    outer layer    router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that layer
+    outer middleware   RowDeliveries.captured(router.rows, ...).left_on(exchange)
+                                                         ──►  the engine is asked for the rows that are not held yet
+    outer middleware   deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the answer's tokens
+    outer middleware   router.rows[kind].sources[...]    ◄──  a request for the rows of one of its trajectories
 
-`written_rows` and `read_rows` make bytes of rows and rows of bytes, for trajectories that outlive the process
-(`--state-rows`): the own rows of one generation, behind those of the one that it continues. The header (`state.blobs`)
-has start, width, type and parent.
+`written_rows` and `read_rows` convert rows to bytes and back, for trajectories that outlive the process
+(`--state-rows`). The bytes contain one generation's own rows. The header (`state.blobs`) has start, width, type and the
+number of the parent, the generation that this one continues.
 """
 
 from __future__ import annotations
@@ -55,66 +55,75 @@ NOTE = "miles_router.middlewares.rows"
 
 @dataclass(frozen=True)
 class RowPrefix:
-    """What is held of a prompt: the first `count` rows of `rows` are about its first tokens."""
+    """The rows held for a prompt: the first `count` rows of `rows` belong to the first tokens of the prompt."""
 
     rows: AlignedRows
     count: int
 
     @classmethod
     def of(cls, rows: AlignedRows | None, tokens: int) -> RowPrefix | None:
-        """What `rows` have of a prompt that begins with `tokens` tokens of their generation."""
+        """Return the prefix for a prompt that shares `tokens` tokens with the generation of `rows`, or None."""
         if rows is None:
             return None
         count = min(len(rows), tokens)
-        # What shares them has them from their owner: else unrelated rollouts of one prompt would hang on each other.
+        # Refer to the ancestor that owns the rows: otherwise unrelated rollouts of one prompt keep each other alive.
         while rows.parent is not None and count <= rows.start:
             rows = rows.parent
         return cls(rows, count) if count and rows.complete(count) else None
 
 
 def first_prefix(line: Iterable[tuple[TrajectoryRows | None, int]]) -> RowPrefix | None:
-    """Of a trajectory and those it continues, each with how many of a prompt's first tokens it has: the rows held."""
+    """Return the first usable prefix among a trajectory's rows and its ancestors' rows.
+
+    Args:
+        line: the trajectory's rows, then those of its ancestors, each with the number of prompt tokens it covers.
+    """
     prefixes = (RowPrefix.of(each.rows, tokens) for each, tokens in line if each is not None)
     return next((prefix for prefix in prefixes if prefix is not None), None)
 
 
 class UncheckedRows(Protocol):
-    """Rows that came with an answer, not yet checked against its tokens."""
+    """Rows from an answer that are not yet checked against its tokens."""
 
     def align(self, tokens: int, rid: str | None) -> AlignedRows:
-        """All rows of the answer, whose prompt and output are `tokens`; they live for as long as somebody has them.
+        """Return all rows of an answer whose prompt and output have `tokens` tokens together.
+
+        The rows live as long as the caller keeps a reference to them.
 
         Raises:
-            InvalidTrajectory: they do not fit; the invariant names how.
+            InvalidTrajectory: the rows do not fit the tokens; the error names the broken invariant.
         """
         ...
 
 
 class TrajectoryRows(NamedTuple):
-    """The rows of a trajectory, or why it has none."""
+    """The rows of a trajectory, or the reason why it has no rows."""
 
     rows: AlignedRows | None
     reason: str | None = None
 
 
-#: Of a trajectory, by kind; a kind that nobody captures is not in it.
+#: The rows of a trajectory by kind, without the kinds that no middleware captures.
 RowsByKind = Mapping[RowKind, TrajectoryRows]
 NO_ROWS: RowsByKind = MappingProxyType({})
 
 
 @dataclass
 class RowDelivery:
-    """One request's, between the layer that holds its trajectory and the layer that captures a kind of rows."""
+    """The transfer of one request's rows of one kind, from the capturing middleware to the holder of the trajectory."""
 
     kind: RowKind
-    prefixes: Sequence[RowPrefix | None] = ()  # by prompt
+    prefixes: Sequence[RowPrefix | None] = ()  # one per prompt
     per_prompt: int = 1  # answers to each prompt
-    unchecked: dict[int, UncheckedRows] = field(default_factory=dict)  # by answer
-    missing: str | None = None  # why an answer that is not in `unchecked` has no rows
+    unchecked: dict[int, UncheckedRows] = field(default_factory=dict)  # by the answer's index
+    missing: str | None = None  # the reason for an answer without an entry in `unchecked`
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[RowDelivery]:
-        """While the inner app is called, and its answers are taken. Nothing of it stays on the exchange afterwards."""
+        """Attach this delivery to the exchange while the inner app is called and its answers are taken.
+
+        Leaving the block detaches the delivery and drops its prefixes and unchecked rows.
+        """
         note = _note(self.kind)
         exchange.notes[note] = self
         try:
@@ -126,21 +135,21 @@ class RowDelivery:
 
     @classmethod
     def of(cls, exchange: Exchange, kind: RowKind) -> RowDelivery | None:
-        """The one that a layer has left for this kind, if one has."""
+        """Return the delivery that an outer middleware attached for this kind, or None."""
         delivery: RowDelivery | None = exchange.notes.get(_note(kind))
         return delivery
 
     def prefix_for(self, answer: int) -> RowPrefix | None:
-        """What is held of the prompt of an answer."""
+        """Return the rows held for the prompt of an answer."""
         prompt = self.prompt_of(answer)
         return self.prefixes[prompt] if prompt < len(self.prefixes) else None
 
     def prompt_of(self, answer: int) -> int:
-        """Answers are prompt-major."""
+        """Return the index of an answer's prompt; answers to one prompt are adjacent."""
         return answer // self.per_prompt
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> TrajectoryRows:
-        """The rows of an answer of `tokens` tokens, prompt included."""
+        """Remove and check the rows of an answer of `tokens` tokens, prompt included; return them or a reason."""
         unchecked = self.unchecked.pop(answer, None)
         if unchecked is None:
             return TrajectoryRows(None, self.missing or "the worker sent none with this answer")
@@ -151,7 +160,7 @@ class RowDelivery:
 
 
 class RowDeliveries(dict[RowKind, RowDelivery]):
-    """One request's, of every kind that is captured."""
+    """The deliveries of one request, by captured kind."""
 
     @classmethod
     def captured(
@@ -162,25 +171,26 @@ class RowDeliveries(dict[RowKind, RowDelivery]):
         per_prompt: int = 1,
         missing: str | None = None,
     ) -> RowDeliveries:
-        """Those of the kinds that some layer captures.
+        """Create a delivery for each kind that a middleware captures.
 
         Args:
-            prefixes: gives what is held of each prompt.
-            missing: why an answer has no rows that come with it.
+            prefixes: returns the rows held for each prompt.
+            per_prompt: the number of answers to each prompt.
+            missing: the reason to give for answers that come without rows.
         """
         kinds = [kind for kind, channel in channels.items() if channel.captures]
         return cls({kind: RowDelivery(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[None]:
-        """As `RowDelivery.left_on`."""
+        """Attach all deliveries to the exchange inside the block."""
         with ExitStack() as stack:
             for delivery in self.values():
                 stack.enter_context(delivery.left_on(exchange))
             yield
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> RowsByKind:
-        """As `RowDelivery.take`."""
+        """Remove and return the rows of an answer, by kind."""
         if not self:
             return NO_ROWS
         return {kind: delivery.take(answer, tokens, rid) for kind, delivery in self.items()}
@@ -192,7 +202,7 @@ def _note(kind: RowKind) -> str:
 
 @dataclass(frozen=True)
 class RowMatch:
-    """A trajectory that a request named, with its rows."""
+    """The trajectory that a request for rows names: its rows, number of tokens and generation id."""
 
     rows: TrajectoryRows
     tokens: int
@@ -201,10 +211,14 @@ class RowMatch:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string. Of a router of several processes, `require` raises
-    Elsewhere where another has what that string names; without it, all have to be asked. `bring` is awaited behind it,
-    with that string: what is held outside of memory can be read."""
+    """A lookup of the trajectory that a request for rows names. The naming field of the request contains a string.
+
+    Attributes:
+        find: returns the trajectory for the request's fields; raises NotFound or BadRequest.
+        fields: further request fields that `find` reads.
+        require: raises Elsewhere if another process owns the name. Without it, all processes must be asked.
+        bring: loads the named trajectory into memory; awaited after `require`.
+    """
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
@@ -213,39 +227,39 @@ class RowSource:
 
 
 class RowChannel:
-    """`router.rows[kind]`: where the layers of one stack find each other for one kind of rows."""
+    """The connection between the middlewares that capture and use one kind of rows: `router.rows[kind]`."""
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind
-        #: The model's, where the layer that captures knows it, and the option of that layer that says it.
+        #: The shape of the model's rows, if the capturing middleware knows it, and its option that sets the shape.
         self.shape: RowShape | None = None
         self.shape_option = ""
-        #: Whether a layer captures.
+        #: Whether a middleware captures this kind.
         self.captures = False
-        #: Bytes that it keeps at most.
+        #: The limit of the rows that the capturing middleware keeps in memory, in bytes.
         self.max_bytes = 0
-        #: Its own way to keep rows that were had before: own rows, the first one's number, those before, and the
-        #: generation's id.
+        #: Restores rows into the capturing middleware: own rows, index of the first one, parent's rows, generation id.
         self.hold: Callable[[RowArray, int, AlignedRows | None, str | None], AlignedRows] | None = None
-        #: Hears of rows that it let go of for want of room.
+        #: Called with rows that the capturing middleware evicted to make room.
         self.when_evicted: Callable[[AlignedRows], None] = lambda rows: None
-        #: Is awaited with the id of a generation that it does not know: what is held outside of memory can be read.
+        #: Awaited with the id of an unknown generation, to load its rows from outside of memory.
         self.bring_rid: Callable[[str], Awaitable[None]] | None = None
-        #: By the field that names a trajectory in a request ("text", "session_id").
+        #: Sources by the request field that names a trajectory ("text", "session_id").
         self.sources: dict[str, RowSource] = {}
 
     def array(self, rows: AlignedRows, start: int, stop: int) -> RowArray:
-        """Rows `[start, stop)`, [stop - start, layers, top_k], of the smallest type that holds them; where the shape is
-        not known, [stop - start, layers * top_k].
+        """Return rows `[start, stop)` as [stop - start, layers, top_k] in the smallest type that holds them.
+
+        If the model's shape is unknown, the array is [stop - start, layers * top_k].
 
         Raises:
-            InvalidTrajectory: some are missing or evicted.
+            InvalidTrajectory: some rows are missing or evicted.
         """
         flat = rows.array(start, stop)
         return flat if self.shape is None else self.shape.reshape(flat)
 
     def describe(self) -> dict[str, int | None] | None:
-        """The model's shape as `layers`, `top_k` and the number of its ids to choose from, where it is known."""
+        """Return the model's shape as `layers`, `top_k` and the number of possible ids; None if it is unknown."""
         if self.shape is None:
             return None
         return {"layers": self.shape.layers, "top_k": self.shape.top_k, self.kind.ids: self.shape.choices}
@@ -253,32 +267,38 @@ class RowChannel:
 
 # Rows as bytes
 
-#: Why a trajectory that was read back has no rows, where none were written.
+#: The reason given for a restored trajectory whose rows were not written.
 NOT_WRITTEN = "the router was restarted since, and --state-rows was off"
-#: Of a number, the lower bits that tell the kind by its place in `KINDS`.
+#: The number of low bits of a blob's number that contain the kind, as its index in `KINDS`.
 KIND_BITS = 4
 
 
 def number_of_rows(kind: RowKind, number: int) -> int:
-    """Return the number of the large blob that has the rows of a generation with this number."""
+    """Return the number of the large blob for the rows of the generation with this number."""
     return number << KIND_BITS | KINDS.index(kind)
 
 
 def generation_of_rows(number: int) -> tuple[RowKind, int]:
-    """Return what `number_of_rows` was given. Raises IndexError where it was nothing."""
+    """Return the kind and the generation's number for the number of a blob.
+
+    Raises:
+        IndexError: the number encodes no known kind.
+    """
     return KINDS[number & (1 << KIND_BITS) - 1], number >> KIND_BITS
 
 
 def can_be_written(rows: AlignedRows, parent: int | None) -> bool:
-    """Whether rows can be read as far as `written_rows` has to."""
+    """Return whether all rows that `written_rows` needs are in memory."""
     return rows.complete() if _whole(rows, parent) else rows.held or len(rows) == rows.start
 
 
 def written_rows(rows: AlignedRows, parent: int | None) -> bytes:
-    """Own rows behind those of the generation with the number `parent`; without one, all that it has.
+    """Convert a generation's own rows to bytes; `parent` is the number of the generation that it continues.
+
+    With `parent` None, the bytes include the rows of all ancestors.
 
     Raises:
-        InvalidTrajectory: they are no longer held.
+        InvalidTrajectory: the rows were evicted.
     """
     start = 0 if _whole(rows, parent) else rows.start
     own = rows.array(start)
@@ -288,22 +308,22 @@ def written_rows(rows: AlignedRows, parent: int | None) -> bytes:
 
 
 def _whole(rows: AlignedRows, parent: int | None) -> bool:
-    """Whether rows are repeated that are another generation's."""
+    """Return whether the bytes must include the ancestors' rows, because no parent is written."""
     return parent is None and rows.parent is not None
 
 
 def parent_of(data: bytes) -> int | None:
-    """The number of the generation whose rows these go on from.
+    """Return the number of the parent generation from the bytes of rows, or None.
 
     Raises:
-        KeyError, ValueError: they are none.
+        KeyError, ValueError: the bytes do not contain rows.
     """
     parent: int | None = header_of(data)[0]["parent"]
     return parent
 
 
 def are_kept(channels: Mapping[RowKind, RowChannel]) -> bool:
-    """Return whether a layer keeps rows that are read again."""
+    """Return whether a middleware can restore rows that were written."""
     return any(channel.hold is not None for channel in channels.values())
 
 
@@ -314,14 +334,17 @@ def read_rows(
     channels: Mapping[RowKind, RowChannel],
     rid: str | None = None,
 ) -> TrajectoryRows:
-    """The rows that were written so, kept by the layer that captures them now.
+    """Restore rows from the bytes of `written_rows` into the middleware that captures this kind now.
+
+    The result has a reason instead of rows if no middleware keeps this kind or the parent has no rows.
 
     Args:
-        before: gives the rows of the generation with a number, which were read before.
-        rid: of the generation.
+        data: the bytes; None if they are missing.
+        before: returns the rows of the parent generation, which must be read first, by its number.
+        rid: the id of the generation.
 
     Raises:
-        KeyError, IndexError, ValueError: they are none, or missing.
+        KeyError, IndexError, ValueError: the bytes are missing or do not contain rows.
     """
     hold = channels[kind].hold if kind in channels else None
     if hold is None:

@@ -1,8 +1,7 @@
-"""The sub-API for state: what outlives the process, and which of several processes owns a name. For layers that keep
-sessions, texts or rows.
+"""The sub-API for state, for middlewares that keep sessions, texts or rows.
 
-    router.store     a journal of blobs by owner, kept where `--state-dir` is set
-    router.owners    where a router has several processes, `require` sends a request on to the owner of its name
+router.store     a journal of blobs by owner that outlives the process; None without `--state-dir`
+router.owners    the owners of names; in a router of several processes, `require` forwards a request to the owner
 """
 
 from miles_router.asgi.headers import header_texts, raw_headers
