@@ -158,7 +158,7 @@ async def test_unreachable_quarantined_worker_is_named_and_does_not_fail_the_res
     assert (answer.status, said["success"], said["message"]) == (200, True, "done")
     assert said["workers"][ready.url] == {"status": 200, "body": {"success": True, "message": "done"}}
     assert said["workers"][dead.url]["status"] == 0
-    assert "connection" in said["workers"][dead.url]["body"]
+    assert "cannot connect" in said["workers"][dead.url]["body"]
 
 
 async def test_where_nobody_can_be_reached_nothing_was_done(stage: Stage) -> None:

@@ -392,7 +392,7 @@ SHOWN: Any = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", 
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        (CHAT, seen(IMAGE), "messages[0]: 'image_url' is no text"),
+        (CHAT, seen(IMAGE), "messages[0]: 'image_url' is not text"),
         ("/v1/messages", seen({"type": "image", "source": SOURCE}, max_tokens=4), "messages.0.content.1"),
         (
             "/v1/responses",

@@ -37,13 +37,13 @@ from tests.support.stage import Stage
 # Where it is listed, and what it is told
 
 ORDERS = [
-    ((EXPERTS, CACHE), "behind"),
-    ((EXPERTS, SESSIONS), "behind"),
-    ((SESSIONS, EXPERTS, CACHE), "behind"),
-    ((EXPERTS, SESSIONS, CACHE), "behind"),
+    ((EXPERTS, CACHE), "list it after"),
+    ((EXPERTS, SESSIONS), "list it after"),
+    ((SESSIONS, EXPERTS, CACHE), "list it after"),
+    ((EXPERTS, SESSIONS, CACHE), "list it after"),
     ((SESSIONS, CACHE, EXPERTS, EXPERTS), "twice"),
     ((EXPERTS, EXPERTS), "twice"),
-    ((EXPERTS, CACHE, EXPERTS), "twice|behind"),
+    ((EXPERTS, CACHE, EXPERTS), "twice|list it after"),
 ]
 
 

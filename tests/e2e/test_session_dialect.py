@@ -170,7 +170,7 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
         asked.append((session.id, scope["path"]))
         return False
 
-    monkeypatch.setattr(ChatFace, "beside", beside)
+    monkeypatch.setattr(ChatFace, "answer_other", beside)
     await good(await turn(trial, named("s")))
     for session in ("s", "other"):
         await trial.ask("GET", "/v1/models", None, list(named(session).items()))

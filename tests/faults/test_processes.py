@@ -168,7 +168,7 @@ async def test_all_processes_end_with_their_supervisor(stage: Stage) -> None:
         assert len(children) == 3
         router.router.process.kill()
         await until(lambda: not any(each.is_running() for each in children), "all have ended")
-        assert refuses(router.url)
+        await until(lambda: refuses(router.url), "nothing listens any more")
 
 
 async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> None:
