@@ -1,6 +1,6 @@
 """miles-router: the router between RL rollouts and their SGLang workers.
 
-The public names, imported at their first use so that `import miles_router` costs nothing:
+This module exports the public names. Each is imported at its first use, so that `import miles_router` stays fast.
 """
 
 from typing import TYPE_CHECKING, Any

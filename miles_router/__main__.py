@@ -1,4 +1,4 @@
-"""`python -m miles_router` is `miles-router`."""
+"""The entry point of `python -m miles_router`, the same command as `miles-router`."""
 
 from miles_router.cli import main
 

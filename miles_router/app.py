@@ -1,4 +1,4 @@
-"""The composition root: `create_app` is the only place that puts the parts together."""
+"""The composition root: `create_app` builds a router and connects its parts; no other module does."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def create_app(
     duty: Duty | None = None,
     owners: Owners | None = None,
 ) -> RouterApp:
-    """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
+    """Build a router as an ASGI app for any server. Its lifespan runs the health checks and the middlewares.
 
     Args:
-        config: every setting; None takes the defaults.
-        args: a framework's own Namespace, shown to middlewares as `router.args`.
-        tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
-        duty: what this process does of the router; None: all of it.
-        owners: of a router of several processes, which of them has what.
+        config: all settings; None uses the defaults.
+        args: the Namespace of a training framework, available to middlewares as `router.args`.
+        tokenizer: replaces the checkpoint's tokenizer as `router.tokenizer`.
+        duty: the part of the router that this process does; None: all of it.
+        owners: finds the process that owns a session or text; None: this is the only process.
 
     Raises:
-        ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
+        ConfigError: a middleware cannot be loaded, or a worker URL is invalid.
     """
     duty, owners = duty or Duty(), owners or Owners()
     config = duty.config(config or RouterConfig())
@@ -149,7 +149,10 @@ def _pool(
     tokenizer: Any,
     owners: Owners,
 ) -> ModelPool:
-    """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
+    """Build the pool of one model with its own fleet, forwarder, control and health checks.
+
+    The configured checkpoint, chat template and tokenizer belong to the default pool; other pools get none.
+    """
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
     workers = duty.pool(
@@ -234,10 +237,10 @@ def _pool(
 
 
 def policy_named(name: str) -> Policy:
-    """Return the default policy by its name, or an instance of the class at a dotted path.
+    """Return the built-in policy called `name`, or an instance of the class at this dotted path.
 
     Raises:
-        ConfigError: `name` is neither, or the class has no `choose` or needs arguments.
+        ConfigError: there is no such policy or class, or the class has no `choose` or needs arguments.
     """
     if name == LEAST_IN_FLIGHT:
         return LeastInFlight()
@@ -274,7 +277,12 @@ def _own_routes(
     layers: Iterable[ASGIApp],
     stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
-    """The router's own routes and those of the middlewares, and the door of every path."""
+    """Return the routes of the router and of the middlewares, and the access rules of all paths.
+
+    Raises:
+        ConfigError: `fan_out` or `data_paths` contains a path of the router.
+        MiddlewareLoadError: a middleware's route or data path is invalid, or collides with a path of the router.
+    """
     guarded = [*duty.routes(admin.guarded_routes()), *admin.episode_routes()]
     groups = [admin.open_routes(), guarded, duty.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
@@ -290,7 +298,8 @@ def _own_routes(
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is the router's own")
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
-    if problem := paths_problem(layered):  # of a text, each character would be one, and "/" would open everything
+    # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
+    if problem := paths_problem(layered):
         raise MiddlewareLoadError(f"a middleware's data_paths: {problem}")
     doors = Doors(
         Keys(data_keys(config), admin_keys(config)),
@@ -325,7 +334,7 @@ def _fixed_segment(route: BaseRoute) -> str:
 
 
 class _WrongMethod:
-    """Stands behind the router's own routes and those of layers, for methods that none of them takes."""
+    """An ASGI app behind the routes of the router and of the middlewares: it refuses methods that no route accepts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
@@ -350,8 +359,10 @@ def _lifespan(
     registrations: Registrations,
     loop_delay: LoopDelay,
 ) -> Lifespan[Any]:
-    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
-    what outlives us."""
+    """Return the lifespan: it restores the workers, then starts health checks and middlewares, outermost first.
+
+    Everything stops in reverse order. Connections to workers close after the health checks, and then the state store.
+    """
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
@@ -373,5 +384,5 @@ def _lifespan(
 
 
 def _described(loaded: Iterable[LoadedMiddleware]) -> list[dict[str, object]]:
-    """The stack for `GET /router/info`, outermost first."""
+    """Return the middleware stack for `GET /router/info`, outermost first."""
     return [{"name": each.name, "path": each.path, "options": dict(each.options)} for each in loaded]

@@ -1,6 +1,4 @@
-"""What the author of a middleware holds it against: its contract, clause by clause (`miles-router check`), and a stage
-to drive it on.
-"""
+"""Tools for authors of middlewares: the contract suite (`miles-router check`), and `stage` for tests with requests."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | None]]:
-    """Each clause of the contract with what broke it, or None.
+    """Run the contract suite on a middleware class, and yield each clause with its failure, or None if it holds.
 
-    Options given for `path` in the configuration are used; the rest of the stack is left out.
+    The middleware gets the options that `config` has for `path`. Other middlewares and the workers are left out.
 
     Raises:
-        MiddlewareLoadError: the class cannot be loaded at all.
+        MiddlewareLoadError: the class cannot be loaded, or an option is invalid.
     """
     find_class(path)
     spec = next((spec for spec in config.middlewares if spec.path == path), MiddlewareSpec(path))
@@ -49,16 +47,16 @@ def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | Non
 async def stage(
     middleware: type | str, /, *, worker: Mapping[str, Any] | None = None, tokenizer: Any = None, **options: Any
 ) -> AsyncIterator[Stage]:
-    """A router with one middleware in front of a simulated worker, for tests of that middleware.
+    """Run a router with one middleware and one simulated worker, for tests of the middleware.
 
     Args:
         middleware: a class at the top of its module, or its dotted path.
-        worker: options of the `SimulatedWorker`; by default it generates as many tokens as it is asked for.
-        tokenizer: what the middleware gets as `router.tokenizer`.
-        options: the middleware's own.
+        worker: options of the `SimulatedWorker`; by default it always generates the maximum number of tokens.
+        tokenizer: the `router.tokenizer` of the middleware.
+        options: the options of the middleware.
 
     Raises:
-        MiddlewareLoadError: the class cannot be loaded, or an option does not fit.
+        MiddlewareLoadError: the class cannot be loaded, or an option is invalid.
     """
     from miles_router.testing.worker.simulated_worker import SimulatedWorker  # needs the extra `testing`
 
@@ -73,18 +71,18 @@ async def stage(
 
 @dataclasses.dataclass(frozen=True)
 class StageReply:
-    """A whole reply as a client gets it."""
+    """A complete reply, as the client receives it."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Parse the body as JSON."""
         return orjson.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The JSON of each event of a stream, without `[DONE]`.
+        """Return the parsed JSON of each event of a stream, without `[DONE]`.
 
         Raises:
             ValueError: the stream ended inside an event.
@@ -97,7 +95,7 @@ class StageReply:
 
 
 class Stage:
-    """What a test of a middleware has in its hands: `worker.door` tells what the engine was sent."""
+    """A client for tests of a middleware. `worker.door` holds the requests that the simulated engine received."""
 
     def __init__(self, app: RouterApp, worker: SimulatedWorker) -> None:
         self.router = app.router
@@ -105,22 +103,32 @@ class Stage:
         self._app = app
 
     async def generate(self, text: str = "Hi", **fields: Any) -> StageReply:
-        """`POST /generate`, for 8 tokens unless `sampling_params` says otherwise; with `stream=True` its events."""
+        """Send `POST /generate` for 8 tokens. `fields` replace or extend the fields of the request.
+
+        With `stream=True`, `StageReply.events` parses the reply.
+        """
         return await self.post("/generate", {"text": text, "sampling_params": {"max_new_tokens": 8}, **fields})
 
     async def chat(self, text: str = "Hi", **fields: Any) -> StageReply:
-        """`POST /v1/chat/completions` of one user message; with `stream=True` its events."""
+        """Send `POST /v1/chat/completions` with one user message, for 8 tokens. `fields` replace or extend the request.
+
+        With `stream=True`, `StageReply.events` parses the reply.
+        """
         messages = [{"role": "user", "content": text}]
         return await self.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 8, **fields})
 
     async def post(self, path: str, content: object) -> StageReply:
-        """A POST of JSON."""
+        """Send a POST request with `content` as JSON."""
         return await self.ask("POST", path, orjson.dumps(content))
 
     async def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> StageReply:
-        """Any request. A reply that breaks off raises what broke it."""
+        """Send a request straight to the ASGI app, and return the complete reply.
+
+        Raises:
+            AssertionError: the reply ends before it is complete.
+        """
         given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         route, _, query = path.partition("?")
         scope: Scope = {

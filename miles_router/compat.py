@@ -1,5 +1,5 @@
-"""How training frameworks start us, with the Namespace they already have: `run_router(args)`, and
-`run_session_server(args, url)` for sessions in front of another router.
+"""Entry points for training frameworks, called with the framework's own Namespace: `run_router(args)`, and
+`run_session_server(args, url)`, which serves sessions in front of another router.
 
     rollout code ──► session server (sessions, no workers of its own) ──► url: any router ──► workers
 """
@@ -20,7 +20,7 @@ from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 POSITIONS = "middleware_hub.indexer_topk_middleware.IndexerTopkMiddleware"
-#: Who keeps rows of a kind.
+#: The middleware that keeps each kind of rows for the samples.
 KEEPERS = {"routed_experts": EXPERTS, "indexer_topk": POSITIONS}
 
 
@@ -28,11 +28,11 @@ def run_router(args: Namespace | RouterConfig) -> None:
     """Start a router and serve until SIGTERM. Safe as the target of a `multiprocessing.Process`.
 
     Args:
-        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `dialects.NAMES`;
-            everything else in it is left alone and reaches middlewares as `router.args`.
+        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `dialects.NAMES`.
+            Middlewares get the whole Namespace, with all other names, as `router.args`.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting is invalid.
     """
     if isinstance(args, RouterConfig):
         run(args)
@@ -44,21 +44,22 @@ def run_session_server(args: Namespace, backend_url: str) -> None:
     """Serve sessions in front of another router until SIGTERM. Safe as the target of a `multiprocessing.Process`.
 
     Args:
-        args: the argparse Namespace of a training framework; `session_server_ip` and `session_server_port` are where
-            it listens.
-        backend_url: of the router behind it.
+        args: the argparse Namespace of a training framework. The server listens at its `session_server_ip` and
+            `session_server_port`.
+        backend_url: the URL of the router that receives the requests.
 
     Raises:
-        ConfigError: a setting that cannot be used.
+        ConfigError: a setting is invalid.
     """
     run(session_config_from(args, backend_url), args)
 
 
 def config_from(args: Namespace) -> RouterConfig:
-    """Our settings out of a framework's Namespace.
+    """Convert the Namespace of a training framework to the router's settings.
 
     Raises:
-        ConfigError: a value that cannot be used, or a setting that is none of ours, named as the framework names it.
+        ConfigError: a value is invalid, or the router does not support an option. The message uses the framework's
+            name of the option.
     """
     try:
         settings: Mapping[str, Any] = settings_of(args)
@@ -73,7 +74,11 @@ def config_from(args: Namespace) -> RouterConfig:
 
 
 def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
-    """The settings of a session server in front of the router at `backend_url`. Raises as `config_from`."""
+    """Return the settings of a session server in front of the router at `backend_url`.
+
+    Raises:
+        ConfigError: like `config_from`, or `session_server_port` is not a single port.
+    """
     host, port = getattr(args, SESSION_HOST, None), getattr(args, SESSION_PORT, None)
     if isinstance(port, (list, tuple)) and len(port) == 1:
         port = port[0]
@@ -89,7 +94,8 @@ def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
         "host": str(host) if host is not None else given.get("host", RouterConfig.host),
         "port": str(port),
         "worker_urls": backend_url,
-        # The router behind a session server is the only place to send to, and answers for its workers itself.
+        # The router behind a session server is its only worker, so quarantining it would only stop all requests.
+        # It checks the health of its own workers.
         "health_check_failure_threshold": str(NEVER),
         "deep_health_check_interval": "0",
     }
@@ -107,7 +113,7 @@ def _config(settings: Mapping[str, Any], middlewares: list[MiddlewareSpec]) -> R
 
 
 def run(config: RouterConfig, args: Namespace | None = None) -> None:
-    """Configure logging, build the app and serve it."""
+    """Configure logging, build the app and serve until SIGTERM, in several processes if `config` asks for them."""
     log.configure(config.log_level, config.log_format)
     try:
         if config.processes > 1:
@@ -120,4 +126,4 @@ def run(config: RouterConfig, args: Namespace | None = None) -> None:
 
             serve(create_app(config, args=args))
     finally:
-        log.flush()  # a process that a framework has started runs nothing at its exit
+        log.flush()  # a `multiprocessing.Process` runs no atexit handlers, so nothing else writes the queued lines

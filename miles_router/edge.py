@@ -1,6 +1,4 @@
-"""The edge: the one ASGI callable, where a path is decoded and its door found, where errors become answers and requests
-are counted.
-"""
+"""The router's ASGI entry point: it decodes paths, checks access, renders errors, and counts and logs requests."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ access_logger = logging.getLogger("miles_router.access")
 
 
 class RouterApp:
-    """The whole router as one ASGI app."""
+    """The complete router as one ASGI app."""
 
     def __init__(
         self,
@@ -46,15 +44,16 @@ class RouterApp:
     ) -> None:
         """
         Args:
-            counts: whether requests come in here first; if not, they were counted and logged where they did.
+            counts: True if clients reach this process directly. False if another process counts and logs the
+                requests and forwards them to this one.
         """
         self.pools = pools
         #: The middlewares, outermost first.
         self.layers = layers
-        #: The handle that the layers have.
+        #: The object that middlewares get as `router`.
         self.router = router = pools.default.router
         self.doors = doors
-        #: What the server of this app counts.
+        #: Statistics of client connections, updated by the server of this app.
         self.clients = clients
         self._counts = counts
         self._routes = routes
@@ -68,11 +67,11 @@ class RouterApp:
         self._restoring = () if router.store is None else tuple(each for each in layers if isinstance(each, Restores))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
-        """While this is entered, health checks and middlewares run: the lifespan protocol without a server."""
+        """Return a context manager inside which health checks and middlewares run, for use without an ASGI server."""
         return self._routes.lifespan_context(self._routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry: HTTP and lifespan; anything else is refused."""
+        """Handle HTTP and lifespan; close WebSockets with code 1003. Failed requests raise nothing."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._routes(scope, receive, send)
@@ -86,40 +85,48 @@ class RouterApp:
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
-            scope["path"] = decode_path(scope["raw_path"])  # here, and nowhere else
+            scope["path"] = decode_path(scope["raw_path"])  # the only place that decodes a path
             if self._owners.several:
                 await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
             else:
                 await self._restore(scope)
                 await self._enter(scope)(scope, receive, outlet)
-        except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
+        except Exception as error:  # a defect is logged with its traceback and answered
             if isinstance(error, RouterError) and error.type != RouterError.type:
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
                     await _answer(error, exchange, outlet)
                 refused = error.status
-            else:  # one that has no type was made for control flow, and somebody has let it out
+            else:  # a RouterError without its own type is for control flow; a layer should have caught it
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            if self._counts and not exchange.forwarded:  # else another process counts it
+            if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
                 self._finished(scope, exchange, outlet.status or refused)
 
     async def _restore(self, scope: Scope) -> None:
-        """Have layers bring back what the request names. A session's own key is known once it is read."""
+        """Let middlewares restore state, such as a session, that the path or headers of the request name.
+
+        This precedes the key check, because a session's own key is known only after the session is restored.
+        """
         if self._restoring and not self.doors.lacks_key(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
 
     async def _here(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request in this process."""
         await self._restore(scope)
         await self._enter(scope)(scope, receive, send)
 
     def _check_door(self, scope: Scope) -> None:
-        """Refuse what nobody lets in. Which key it is, the process that answers asks. Raises as `_enter`."""
+        """Check a request before it is forwarded to another process, which also checks the value of the key.
+
+        Raises:
+            Unauthorized: the path requires a key, and the request contains none.
+            ForeignOrigin: no key is required, and a web page of another origin sent the request.
+            BodyTooLarge: the announced body exceeds `--max-request-bytes`.
+        """
         door = self.doors.of(scope["path"])
         if self.doors.lacks_key(scope["path"], scope["headers"]):
             self.doors.authorize(door, scope["path"], scope["headers"])
@@ -128,12 +135,14 @@ class RouterApp:
         scope[SCOPE_KEY].check_announced_size(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
-        """Who answers, once the request may enter.
+        """Check access and return the app that answers: own routes or the middleware stack.
+
+        Replaces the headers in `scope` by those for layers and workers, and records the request's group.
 
         Raises:
-            Unauthorized: the key that its door takes did not come.
-            ForeignOrigin: no key is needed, and a web page of somebody else asks.
-            BodyTooLarge: the request announces more than anybody here takes.
+            Unauthorized: the path requires a key, and the request contains no valid one.
+            ForeignOrigin: no key is required, and a web page of another origin sent the request.
+            BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
         door = self.doors.of(scope["path"])
         scope["headers"] = self.doors.authorize(door, scope["path"], scope["headers"])
@@ -144,7 +153,11 @@ class RouterApp:
         return self._routes if door.own else self._stack
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
-        """One line for each failure. A reply that had begun ends here without its end: the server breaks it off."""
+        """Count a failed request and log it in one line.
+
+        Args:
+            began: the reply had begun; it stays incomplete, and the server breaks off the connection.
+        """
         fields = {**_fields(exchange, scope), "type": error.type, "reason": str(error)}
         if isinstance(error, ClientDisconnected):
             self._metrics.client_disconnects += 1

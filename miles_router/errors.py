@@ -1,4 +1,4 @@
-"""Every error the router raises by type; the one edge in `edge.py` renders them.
+"""All error types of the router. `edge.py` renders them as HTTP replies.
 
     RouterError                     500 internal_error
     ├── ConfigError                 start-up stops with one line naming the setting
@@ -12,32 +12,32 @@
     │   ├── BodyTooLarge            413 request_too_large
     │   ├── RequestTimeout          408 request_timeout
     │   └── GroupAborted            409 group_aborted
-    ├── PolicyFault                 500 policy_failed: a policy of one's own failed, or chose what it may not
-    ├── ClientDisconnected          nothing is rendered: the client is gone
+    ├── PolicyFault                 500 policy_failed: a custom policy failed, or made an invalid choice
+    ├── ClientDisconnected          no reply: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
-    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
-    ├── OwnerLost                   502 owner_lost: its process was lost while it was asked, and may have done it
-    ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
-    ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
+    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: the owning process is down or overloaded
+    ├── OwnerLost                   502 owner_lost: the owning process was lost; it may have executed the request
+    ├── NodeUnleased                503 node_unleased, with Retry-After: the lease of this shard has expired
+    ├── FleetPaused                 503 fleet_paused, with Retry-After: waited too long, or too many requests wait
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
-    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's leader is away
+    ├── ControlUnavailable          503 control_unavailable, with Retry-After: the router's leader cannot be reached
     ├── PartlyFailed                502 fan_out_failed
-    ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
-    │   ├── StateForeign            500 state_foreign: not this router's file, or another format
-    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks what was acknowledged
+    ├── StateError                  500 state_failed: `--state-dir` cannot be read or written
+    │   ├── StateForeign            500 state_foreign: a file of another program, or in another format
+    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks acknowledged commits
     │   ├── StateFull               507 state_full: no room on the disk
-    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it
-    │   └── StateOutdated           503 state_outdated: a younger epoch has the slot
-    ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine can do it
+    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it open
+    │   └── StateOutdated           503 state_outdated: another router has taken the slot over
+    ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine supports the request
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
         ├── UpstreamTimeout         504 upstream_timeout
-        ├── PromptNotRead           502 prompt_not_read: the engine read another prompt than it was given
-        └── UpstreamBroken          lost inside the body: the client's connection is broken off
+        ├── PromptNotRead           502 prompt_not_read: the engine read another prompt than the router sent
+        └── UpstreamBroken          the worker was lost inside the body: the router breaks off the client's connection
 
-Answers of workers, 4xx and 5xx included, are replies and never become exceptions.
+Replies of workers, including 4xx and 5xx, never become exceptions.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from typing import ClassVar
 
 
 class RouterError(Exception):
-    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe. One
-    without a type of its own is answered as a defect: its message goes to the log alone."""
+    """An error that is sent to the client with its `status` and `type`; `retryable` is True if a retry is safe. An
+    error without its own `type` is answered as a defect, and its message goes only to the log."""
 
     status: int = 500
     type: str = "internal_error"
@@ -56,22 +56,22 @@ class RouterError(Exception):
     headers: ClassVar[Mapping[str, str]] = {}
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
-        """The JSON that every error of the router's own is rendered as."""
+        """Return the JSON body of the error reply."""
         return {"error": {"type": self.type, "message": str(self), "request_id": request_id}}
 
 
 class ConfigError(RouterError, ValueError):
-    """A setting that cannot be used; the message is one line that names it."""
+    """A setting is invalid; the message names it in one line."""
 
     type = "configuration_error"
 
 
 class MiddlewareLoadError(ConfigError):
-    """A middleware that cannot be loaded, or an option it does not take."""
+    """A middleware cannot be loaded, or one of its options is invalid."""
 
 
 class BadRequest(RouterError):
-    """The client's fault; nothing was changed."""
+    """The request is invalid; nothing was changed."""
 
     status = 400
     type = "invalid_request"
@@ -100,7 +100,7 @@ class NotFound(BadRequest):
 
 
 class UnknownModel(NotFound):
-    """A request names a model that no worker has, or names none where there are several."""
+    """The request names a model that no worker has, or names no model although there are several."""
 
     type = "model_not_found"
 
@@ -115,7 +115,7 @@ class UnknownModel(NotFound):
 
 
 class MethodNotAllowed(BadRequest):
-    """A path of the router's own, or of a middleware's, that does not take this method."""
+    """The path belongs to the router or a middleware, and does not support this method."""
 
     status = 405
     type = "method_not_allowed"
@@ -136,20 +136,20 @@ class RequestTimeout(BadRequest):
 
 
 class GroupAborted(BadRequest):
-    """The group that the request belongs to was aborted, and nothing can be given of what was sampled for it."""
+    """The group of the request was aborted, and no tokens sampled for the request can be returned."""
 
     status = 409
     type = "group_aborted"
 
 
 class PolicyFault(RouterError):
-    """A policy of one's own (`--policy`) has failed, or chose what it may not."""
+    """A custom policy (`--policy`) failed, or made an invalid choice."""
 
     type = "policy_failed"
 
 
 class ClientDisconnected(RouterError):
-    """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
+    """The client disconnected. Metrics and logs show status 499 (nginx's convention)."""
 
     status = 499
     type = "client_disconnected"
@@ -165,7 +165,7 @@ class NoWorkerAvailable(RouterError):
 
 
 class TooManyConnections(RouterError):
-    """The router has its maximum of client connections, and none of them is idle."""
+    """The router has reached its maximum of client connections, and no connection is idle."""
 
     status = 503
     type = "too_many_connections"
@@ -174,7 +174,7 @@ class TooManyConnections(RouterError):
 
 
 class OwnerUnavailable(RouterError):
-    """The process that owns the session or text does not take requests: it restarts, or too many wait for it."""
+    """The process that owns the session or text accepts no requests: it restarts, or too many requests wait for it."""
 
     status = 503
     type = "owner_unavailable"
@@ -183,14 +183,14 @@ class OwnerUnavailable(RouterError):
 
 
 class OwnerLost(RouterError):
-    """The process that has what a request is about was lost while it was asked: it may have done what was asked."""
+    """The process that owns the session or text was lost during the request; it may have executed the request."""
 
     status = 502
     type = "owner_lost"
 
 
 class NodeUnleased(RouterError):
-    """This shard has not heard from the leader for longer than it may act without it: it may not answer."""
+    """The lease of this shard has expired, because the leader was silent too long: the shard may not answer."""
 
     status = 503
     type = "node_unleased"
@@ -214,7 +214,7 @@ class FleetFull(FleetPaused):
 
 
 class ControlUnavailable(RouterError):
-    """The router's leader is away, or was lost while it was asked: it may have done what was asked."""
+    """The router's leader cannot be reached, or was lost during the request; it may have executed the request."""
 
     status = 503
     type = "control_unavailable"
@@ -222,7 +222,7 @@ class ControlUnavailable(RouterError):
 
 
 class PartlyFailed(RouterError):
-    """Some worker did not do what all were asked to."""
+    """At least one worker did not carry out a request that was sent to all workers."""
 
     status = 502
     type = "fan_out_failed"
@@ -234,12 +234,12 @@ class StateError(RouterError):
     type = "state_failed"
 
     def written(self) -> list[str]:
-        """For another process: type and message."""
+        """Return type and message, for `read` in another process."""
         return [self.type, str(self)]
 
     @staticmethod
     def read(written: Sequence[str]) -> StateError:
-        """Return the error that `written` describes, the inverse property."""
+        """Return the error that `written` described; an unknown type becomes a plain `StateError`."""
         type_, message = written
         kinds = (StateForeign, StateDamaged, StateFull, StateHeld, StateOutdated)
         return next((kind for kind in kinds if kind.type == type_), StateError)(message)
@@ -258,7 +258,7 @@ class StateDamaged(StateError):
 
 
 class StateFull(StateError):
-    """The disk of `--state-dir` has no room left: nothing new is held until it has. What is held can be read."""
+    """The disk of `--state-dir` is full. New state is refused until there is room; stored state can still be read."""
 
     status = 507
     type = "state_full"
@@ -280,36 +280,36 @@ class StateOutdated(StateError):
 
 
 class UnsupportedByEngine(RouterError):
-    """No routable worker has an engine that answers this as it is meant; none was asked."""
+    """No routable worker has an engine that supports the request; the request was sent to no worker."""
 
     status = 501
     type = "unsupported_by_engine"
 
 
 class UpstreamError(RouterError):
-    """Talking to a worker failed."""
+    """The exchange with a worker failed."""
 
     status = 502
     type = "upstream_error"
-    #: True when this machine has no descriptor, memory or port left, which says nothing of the worker.
+    #: True when this machine has no descriptor, memory or port left; the worker is not at fault.
     exhausted = False
 
 
 class PromptNotRead(UpstreamError):
-    """The engine read another prompt than it was given. SGLang does so with `--allow-auto-truncate`: it cuts a prompt
-    that is too long for its context window or its KV cache, and answers 200. Nothing is recorded."""
+    """The engine read another prompt than the router sent. With `--allow-auto-truncate`, SGLang truncates a prompt that
+    exceeds its context window or KV cache, and answers 200. Nothing is recorded."""
 
     type = "prompt_not_read"
 
     @classmethod
     def of(cls, worker: str | None, given: int, read: int) -> PromptNotRead:
-        """Return the error of a worker that read so many tokens of a prompt of `given` tokens."""
+        """Return the error for a worker that read `read` tokens of a prompt of `given` tokens."""
         advice = "start it without --allow-auto-truncate, give it more memory, or send shorter prompts"
         return cls(f"worker {worker} read {read} tokens of a prompt of {given}: {advice}")
 
 
 class UpstreamUnreachable(UpstreamError):
-    """No connection, or it was lost before a reply began: no part of a reply exists, so another worker may be tried."""
+    """The connection failed, or was lost before a reply began. The request may be tried on another worker."""
 
     type = "upstream_unreachable"
     retryable = True
@@ -326,23 +326,23 @@ class UpstreamUnreachable(UpstreamError):
         written: bool = False,
     ) -> None:
         super().__init__(message)
-        #: True when the request was written before to a kept connection that was lost, whatever became of the next one.
+        #: True when the request was already written to a kept-alive connection that was lost, whatever happened next.
         self.written = written
-        #: True when a kept connection was lost, and the worker takes new ones: it had most likely closed it while idle.
+        #: True when a kept connection was lost but the worker accepts new ones: it most likely closed it while idle.
         self.kept = kept
-        #: True when no connection could be made in time: the worker was silent.
+        #: True when the worker did not accept a connection in time.
         self.timed_out = timed_out
         self.exhausted = exhausted
-        #: True when the router broke it off itself: another connection to the same worker would be no better.
+        #: True when the router itself ended the connection: a new connection to the same worker would not help.
         self.given_up = given_up
-        #: True when no connection could be made at all, which speaks against the worker itself.
+        #: True when no connection could be made, for a reason that lies with the worker.
         self.refused = refused
-        #: How many workers were tried.
+        #: The number of workers tried.
         self.attempts = 1
 
 
 class UpstreamInvalidResponse(UpstreamError):
-    """The worker's bytes are not an HTTP reply, or an answer that a layer must read is too large or cannot be read."""
+    """The worker sent no valid HTTP reply, or a reply that the router must read is unreadable or too large."""
 
     type = "upstream_invalid_response"
 
@@ -355,6 +355,6 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamBroken(UpstreamError):
-    """The reply was cut after it had begun; what the client has is incomplete and must not look complete."""
+    """The reply was cut off after it had begun. The client has an incomplete reply, which must not look complete."""
 
     type = "upstream_broken"

@@ -1,7 +1,7 @@
-"""Log lines: an event name and fields, as text for people or JSON for machines. Prompts and keys never go in.
+"""Log lines of an event name and fields, as text for people or JSON for machines. Lines never contain prompts or keys.
 
-Nobody waits for a line to be written. It goes into a bounded queue, and a thread writes what is in it: where nobody
-reads standard error, or its disk is full, lines are dropped and counted.
+Logging never blocks the caller. Lines go into a bounded queue, and a thread writes them. If standard error is not read,
+or its disk is full, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import orjson
 
 LogFormat = Literal["text", "json"]
 
-#: Bytes of lines that wait to be written.
+#: The most characters of queued lines; further lines are dropped.
 MAX_WAITING = 4 * 1024 * 1024
-#: Bytes of one line; the rest is cut off.
+#: The most characters of one line; the rest is cut off.
 MAX_LINE = 64 * 1024
-#: Seconds that the end of the process waits for them.
+#: The most seconds that `flush` waits for queued lines.
 LAST_WORDS = 2.0
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
+    """A formatter of text: `2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
@@ -37,13 +37,13 @@ class TextFormatter(logging.Formatter):
         parts += [f"{name}={_shown(value)}" for name, value in _fields(record).items()]
         if not record.exc_info:
             return " ".join(parts)
-        # Indented: what an exception says is no line of ours.
+        # Indented, so that no line of an exception's message looks like a log line.
         trace = [f"    {_escaped(line)}" for line in self.formatException(record.exc_info).split("\n")]
         return "\n".join([" ".join(parts), *trace])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (Unix seconds), `level`, `event`, `logger`, then the fields."""
+    """A formatter of one JSON object per line: `time` (Unix seconds), `level`, `event`, `logger`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
             entry["traceback"] = self.formatException(record.exc_info)
         try:
             return orjson.dumps(entry, default=str).decode()
-        except TypeError:  # a text with half of a surrogate pair, which this one can write
+        except TypeError:  # orjson refuses lone surrogates and integers over 64 bits; json writes them
             return json.dumps(entry, default=str)
 
 
@@ -77,34 +77,36 @@ QUOTED = '"\\'
 
 
 def _escaped(text: str, *, also: str = "") -> str:
-    """Text that stays in its line and changes nothing around it: control characters, those of C1 and those that turn
-    the direction of writing included, are written as JSON escapes them."""
+    """Escape unprintable characters and those in `also` as JSON does, so that text cannot forge or disturb a line.
+
+    Line breaks, control characters (C0 and C1) and characters that change the writing direction are unprintable.
+    """
     if text.isprintable() and not also:
         return text
     return "".join(c if c.isprintable() and c not in also else json.dumps(c)[1:-1] for c in text)
 
 
 class LogWriter(logging.Handler):
-    """Writes lines to a stream, in a thread of its own."""
+    """A log handler that writes lines to a stream in its own thread."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        #: Lines that nobody took, or that found no room.
+        #: The number of lines dropped because the queue was full or the stream could not be written.
         self.dropped = 0
         self._stream = stream
         self._descriptor = _descriptor(stream)
         self._lines: deque[str] = deque()
-        self._size = 0  # of these, about
-        self._untold = 0  # lines that were dropped since a line was written
+        self._size = 0  # characters in `_lines` and in the line that is being written
+        self._untold = 0  # dropped lines that no `log_lines_dropped` line has reported yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Put a record's line into the queue."""
+        """Format a record and queue its line."""
         self.put(self.format(record))
 
     def put(self, line: str) -> None:
-        """Have a line written; it is dropped where too many wait."""
+        """Queue a line for writing. If the queue is full, drop the line and count it."""
         line = line[:MAX_LINE]
         with self._changed:
             if self._size + len(line) > MAX_WAITING:
@@ -118,7 +120,7 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, but not for ever."""
+        """Wait until all queued lines are written, for at most `LAST_WORDS` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._size, LAST_WORDS)
 
@@ -148,8 +150,10 @@ class LogWriter(logging.Handler):
         return f"{self.format(record)}\n"
 
     def _write(self, text: str) -> bool:
-        """Write to the descriptor itself: what a stream has buffered when its disk is full would fail again at the end
-        of the process."""
+        """Write to the file descriptor, and return False if that fails.
+
+        The stream's own buffer is avoided: text left in it by a full disk would fail again at the end of the process.
+        """
         data = text.encode("utf-8", "backslashreplace")
         try:
             if self._descriptor is None:
@@ -160,7 +164,7 @@ class LogWriter(logging.Handler):
                     data = data[os.write(self._descriptor, data) :]
                 except BlockingIOError:
                     select.select([], [self._descriptor], [])
-        except (OSError, ValueError):  # nobody reads any more, the disk is full, or the stream is closed
+        except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream is closed
             return False
         return True
 
@@ -173,7 +177,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 def configure(level: str, log_format: LogFormat) -> None:
-    """Send all logs to standard error in one format."""
+    """Send all logs to standard error in one format, and mute uvicorn below WARNING."""
     handler = LogWriter(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -181,22 +185,22 @@ def configure(level: str, log_format: LogFormat) -> None:
 
 
 def writers() -> list[LogWriter]:
-    """Those that logs go to; none before `configure`."""
+    """Return the handlers that write the logs; an empty list before `configure`."""
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, LogWriter)]
 
 
 def show(text: str) -> None:
-    """Show people a text as it is, where logs go."""
+    """Write a text where logs go, without formatting it as a log line."""
     for writer in writers():
         writer.put(text)
 
 
 def flush() -> None:
-    """Wait until all lines are written, but not for ever."""
+    """Wait until all queued lines are written, for at most `LAST_WORDS` seconds."""
     for writer in writers():
         writer.flush()
 
 
 def dropped_lines() -> int:
-    """Lines that were dropped."""
+    """Return the number of dropped log lines."""
     return sum(writer.dropped for writer in writers())

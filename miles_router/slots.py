@@ -1,16 +1,16 @@
-"""Slots: the fixed parts into which sessions and texts are dealt, so that each part has one owner and one file."""
+"""Slots: a fixed number of partitions of sessions and texts. Each slot has one owning process and one state file."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
-#: Of one router, however many processes and machines it has: another count of them only deals the slots anew.
+#: The number of slots, whatever the number of processes and machines. Changing that number only reassigns slots.
 SLOTS = 64
-#: A slot beside those that names are dealt into: what belongs to the router as a whole.
+#: An additional slot for state of the whole router; `slot_of` never returns it.
 CONTROL = SLOTS
 ALL_SLOTS = (*range(SLOTS), CONTROL)
 
 
 def slot_of(name: str) -> int:
-    """The slot of a session's id, or of whatever names a thing that has one owner."""
+    """Return the slot, from 0 to `SLOTS` - 1, of a session id or of another name that has one owner."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % SLOTS

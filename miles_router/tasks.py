@@ -1,5 +1,4 @@
-"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash. And work
-that is long for the event loop, which lets others go on in between."""
+"""Helpers for asyncio: background tasks that log their crash, time limits, and long work that yields to the loop."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the event loop is held at a time by work that can be done in steps.
+#: Seconds that work in steps may block the event loop before `Pace.step` yields.
 HOLD = 0.002
-#: As often somebody looks whether a time limit has been reached. A stop of this process itself, however long, takes one
-#: look: nobody is blamed for what the router did not let him do.
+#: The number of intervals that a time limit is divided into. While this process itself is stopped, at most one interval
+#: passes, so that work does not time out because the router did not run.
 LOOKS = 10
 
 Result = TypeVar("Result")
@@ -23,7 +22,10 @@ _running: set[asyncio.Task[Any]] = set()
 
 
 def spawn(work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-    """Run `work` beside the caller. The event loop holds tasks only weakly (CPython docs, `create_task`); we do not."""
+    """Start `work` in the background, and log `task_crashed` if it fails.
+
+    The task is referenced until it ends: the event loop holds only weak references (CPython docs, `create_task`).
+    """
     task = asyncio.get_running_loop().create_task(work, name=name)
     _running.add(task)
     task.add_done_callback(_finished)
@@ -37,10 +39,12 @@ def _finished(task: asyncio.Task[Any]) -> None:
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> None:
-    """Run all of `works` at once; the first that fails, or the caller's cancellation, ends them all.
+    """Run all of `works` concurrently. The first failure, or the caller's cancellation, cancels the others.
+
+    Returns or raises only after all of them have ended.
 
     Raises:
-        Whatever the first failure was.
+        Exception: the first failure, unchanged.
     """
     if len(works) == 1:
         await works[0]
@@ -58,11 +62,13 @@ async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> 
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
-    """What `work` gives within so many seconds. Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that
-    arrives together with the result; this never does.
+    """Return the result of `work`, or cancel it after this number of seconds.
+
+    Before Python 3.12, `asyncio.wait_for` may swallow a cancellation that arrives together with the result. This
+    function never does.
 
     Raises:
-        TimeoutError: it took longer; it has been cancelled, and has ended.
+        TimeoutError: `work` took longer; it was cancelled and has ended.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     try:
@@ -73,11 +79,11 @@ async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str
         if not task.done():
             await cancelled(task)
         if not task.cancelled():
-            task.exception()  # nobody else looks at the failure of what nobody waits for any more
+            task.exception()  # mark a failure as retrieved, else asyncio logs it when the task is deleted
 
 
 async def ends_within(seconds: float, task: asyncio.Task[Any]) -> bool:
-    """Wait until `task` has ended, for so many seconds at most; whether it has. It goes on if not."""
+    """Wait for `task` for at most this number of seconds, and return whether it has ended. A slow task continues."""
     for _ in range(LOOKS):
         await asyncio.wait({task}, timeout=seconds / LOOKS)
         if task.done():
@@ -86,20 +92,19 @@ async def ends_within(seconds: float, task: asyncio.Task[Any]) -> bool:
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
-    """Cancel `task` and wait until it has ended."""
+    """Cancel `task` and wait until it has ended. Its result or failure is ignored."""
     task.cancel()
     await asyncio.wait({task})
 
 
 class Pace:
-    """Long work in steps on the event loop: `await pace.step()` between them lets everybody else go on, where this has
-    held the loop for `HOLD` seconds."""
+    """A timer for long work on the event loop. Await `step` between pieces of work, so that other tasks can run."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
     async def step(self) -> None:
-        """One is done."""
+        """Yield to the event loop if the work has blocked it for more than `HOLD` seconds since the last yield."""
         if time.perf_counter() - self._since > HOLD:
             await asyncio.sleep(0)
             self._since = time.perf_counter()
