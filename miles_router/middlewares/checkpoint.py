@@ -93,14 +93,16 @@ def load_tokenizer(config: RouterConfig) -> Any:
     except ImportError:
         raise ConfigError("hf_checkpoint: needs transformers; pip install 'miles-router[tito]'") from None
     trusted = config.trust_remote_tokenizer
-    if not trusted and _needs_code(config.hf_checkpoint):
-        raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
     try:
+        if not trusted and _needs_code(config.hf_checkpoint):
+            raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
         # Always passed: without this argument, transformers asks on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint, trust_remote_code=trusted)
         if config.chat_template_path is not None:
             with open(config.chat_template_path, encoding="utf-8") as template:
                 tokenizer.chat_template = template.read()
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"hf_checkpoint: cannot load a tokenizer from {config.hf_checkpoint!r}: {error}") from None
     _check_loaded(tokenizer, config.hf_checkpoint)

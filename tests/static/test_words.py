@@ -28,8 +28,6 @@ PROSE = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", 
 NOT_YET: tuple[str, ...] = (
     "miles_router/fleet/",
     "miles_router/metrics/",
-    "miles_router/middlewares/",
-    *(f"miles_router/{name}.py" for name in ("app", "check", "cli", "compat", "edge", "log", "slots", "tasks")),
 )
 
 

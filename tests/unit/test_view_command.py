@@ -99,6 +99,7 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
         (["page.html"], "view: the page would replace the file page.html"),
         (["page.html", "--output", "absent/page.html"], "view: [Errno 2] No such file or directory"),
         (["page.html", "--hf-checkpoint", "."], "hf_checkpoint: cannot load a tokenizer from '.'"),
+        (["page.html", "--hf-checkpoint", "/no/such/directory"], "hf_checkpoint: cannot load a tokenizer from '/no"),
         (["page.html", "--ouput", "x"], "unrecognized arguments: --ouput x; did you mean '--output'?"),
         ([], "the following arguments are required: FILE"),
     ],
