@@ -1,7 +1,5 @@
-"""The fleet: the object through which workers join, leave, pause and wake, and report their facts.
-
-It uses the pool, which decides which workers are routable, and the gate, at which generations wait.
-"""
+"""The fleet: the object through which workers join, leave, pause and wake, and report their facts. It uses the pool,
+which decides which workers are routable, and the gate, at which generations wait."""
 
 from __future__ import annotations
 
@@ -175,10 +173,8 @@ class Fleet:
         return worker
 
     async def reach(self, worker: Worker, weight_version: str | None) -> None:
-        """Make a configured worker routable that has answered for the first time.
-
-        If the fleet is paused or asleep, the worker is paused or put to sleep first. Raises the errors of `join`.
-        """
+        """Make a configured worker routable that has answered for the first time. Pause it or put it to sleep first if
+        the fleet is. Raises the errors of `join`."""
         async with self.membership:
             await self._bring_along(worker)
             self.pool.reach(worker, None if self.pool.weight_version is None else weight_version)
@@ -192,10 +188,8 @@ class Fleet:
         return None
 
     async def _bring_along(self, newcomer: Worker) -> None:
-        """Pause a new worker, or put it to sleep, like the fleet.
-
-        SGLang 0.5.23 crashes on an order to resume memory that it never released. A registered worker already sleeps.
-        """
+        """Pause a new worker, or put it to sleep, like the fleet: SGLang 0.5.23 crashes when told to resume memory that
+        it never released. A registered worker already sleeps."""
         if self.pause is not None:
             engine = await self.engine(newcomer)
             await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
@@ -365,10 +359,8 @@ class Fleet:
             self._ask_soon(worker)
 
     def said(self, worker: Worker, facts: Facts) -> None:
-        """Compare newly reported facts of a worker with the known ones, and forget the engine if they contradict.
-
-        A contradiction means that another process answers there, or that it has another model.
-        """
+        """Forget a worker's engine if newly reported facts contradict the known ones: another process answers there, or
+        it has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
             worker.forget_engine()
             self.note_heard()
@@ -454,4 +446,4 @@ class Fleet:
 
 
 async def _here() -> None:
-    """Do nothing: the default for a router of one process without a state directory."""
+    """Do nothing, in a router of one process without a state directory."""

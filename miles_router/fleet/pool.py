@@ -76,8 +76,7 @@ class WorkerPool(Members):
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
-        #: Simulates the choices of the other processes among these units, before a choice for a request without a known
-        #: session.
+        #: Simulates choices of other processes among these units, before a choice for a request of no known session.
         self.let_others_choose: Callable[[Sequence[Unit]], None] | None = None
         self._weights_changed = False  # of any worker, ever
 
@@ -101,11 +100,8 @@ class WorkerPool(Members):
         attributes: Mapping[str, object] | None = None,
         weight_version: str | None = None,
     ) -> Worker:
-        """Register a worker and return it. It is routable at once, unless its `weight_version` differs from the fleet's.
-
-        For a registered worker this only changes the key and attributes that are given, and ends a drain, but not a
-        quarantine.
-        """
+        """Register a worker and return it; routable at once, unless its `weight_version` differs from the fleet's. For
+        a registered worker only change the key and attributes given, and end a drain, but not a quarantine."""
         if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
             self.reach(known, weight_version)
@@ -124,11 +120,8 @@ class WorkerPool(Members):
         return worker
 
     def expect(self, address: WorkerUrl) -> Worker:
-        """Register a configured worker and return it.
-
-        It gets no requests before it has answered a check. Where failed checks do not quarantine workers, it is
-        routable at once.
-        """
+        """Register a configured worker and return it. It is not routable before it has answered a check, unless failed
+        checks do not quarantine workers."""
         if (known := self._workers.get(address.url)) is not None:
             return known
         if self._failure_threshold >= NEVER:
@@ -158,7 +151,7 @@ class WorkerPool(Members):
             self._move(worker, WorkerState.UNREACHED, reason, before=worker.state)
 
     def distrust_caches(self) -> None:
-        """Reuse no prefix cache of any present or future worker: another router may have filled it under old weights."""
+        """Stop reusing prefix caches, of later workers too: another router may have filled them under old weights."""
         self._weights_changed = True
         for worker in self:
             worker.caches = PrefixCaches(new_number())
@@ -187,10 +180,8 @@ class WorkerPool(Members):
         self._settle_weights()
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """Send no new requests to a worker, and remove it after its last request.
-
-        `when_idle` is called then, or when the worker is registered again before that.
-        """
+        """Send no new requests to a worker and remove it after its last one. `when_idle` is called then, or when the
+        worker is registered again before that."""
         if worker.state is not WorkerState.DRAINING:
             self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
@@ -214,12 +205,9 @@ class WorkerPool(Members):
         """Lease the unit that `policy` chooses among the routable units, or among the paused ones if none is routable.
 
         Args:
-            key: the session of the request. The unit becomes its home, unless only this request cannot go to its home.
-            excluded: workers whose units are not chosen.
-            preferred: the URL of a worker whose units are chosen if they are candidates.
-            rank: a rank that is chosen if candidates have it.
+            key: the session. The unit becomes its home, unless only this request cannot go to its present home.
+            preferred: the URL of a worker that is chosen if it is a candidate. The same holds for `rank`.
             tokens: the length of the prompt; 0 for a request that generates nothing.
-            body: the request body, for the policy.
             generates: choose only among units that take generations.
 
         Raises:
@@ -241,10 +229,8 @@ class WorkerPool(Members):
     def lease_prefill(
         self, policy: Policy, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes
     ) -> Lease:
-        """Lease a prefill unit, which computes the prompt of a generation that a decode unit answers.
-
-        A session has a home among the prefill units too, besides its home on a decode unit. Arguments are those of
-        `lease`.
+        """Lease a prefill unit, which computes the prompt of a generation that a decode unit answers. A session has a
+        home among the prefill units too. Arguments are those of `lease`.
 
         Raises:
             NoWorkerAvailable: no prefill worker is routable and not excluded.
@@ -263,8 +249,7 @@ class WorkerPool(Members):
         tokens: int,
         body: bytes,
     ) -> Lease:
-        """Lease one of the candidates. `at_home`: units on which a session keeps its home though this request cannot go
-        there."""
+        """Lease a candidate. `at_home`: units on which a session keeps its home though this request cannot go there."""
         if self.admission.bounds:
             candidates = self.admission.places(key, candidates, tokens)
         known = self.homes.find(key)
@@ -332,20 +317,15 @@ class WorkerPool(Members):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
     def _forget_engine(self, worker: Worker) -> None:
-        """Forget the worker's engine: the next process there may be another, with other weights.
-
-        The weight version is forgotten only for engines that do not report it themselves.
-        """
+        """Forget the worker's engine: the next process may have other weights, which most engines report themselves."""
         if self.report is None and worker.engine is not None and not worker.engine.tells_version:
             worker.weight_version = None
         worker.forget_engine()
         self._publish()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
-        """Quarantine a worker whose engine stalled. It keeps this reason while it is silent.
-
-        Each router process with requests there observes the stall itself; only the first observation counts.
-        """
+        """Quarantine a worker whose engine stalled. It keeps this reason while it is silent. Each router process with
+        requests there observes the stall; only the first observation counts."""
         if worker.stalled:
             return
         self.stalls += 1
@@ -368,11 +348,8 @@ class WorkerPool(Members):
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Mark the weights of all workers as changing within this context.
-
-        Weight versions that checks read meanwhile are discarded, and no two generations share a prefix cache. Caches are
-        separated afterwards in any case, since a refused update may have taken effect.
-        """
+        """Discard weight versions that checks read within this context, and let no two generations share a prefix
+        cache. The caches change even if the update is refused, since it may have taken effect."""
         self.weights_epoch += 1
         self._change_caches(self, under_way=True)
         try:
@@ -392,13 +369,8 @@ class WorkerPool(Members):
         self.updated(workers, version)
 
     def updated(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
-        """Record that `workers` have the weights of this version (None: the update named no version).
-
-        Under `same-weights` the other workers get no requests until they have taken an update.
-
-        Args:
-            took: True after an update of the weights; False if only the version's name was set.
-        """
+        """Record that `workers` took an update to this version (None: it named none), or, without `took`, that only
+        the version's name was set. Under `same-weights` the other workers get no requests until they are updated."""
         self.weight_version, self.unnamed_weights = version, version is None
         for worker in self:
             worker.missed_update = (version is None or worker.missed_update) and not (took and worker in workers)
@@ -441,10 +413,7 @@ class WorkerPool(Members):
         return worker.state is state and self._workers.get(worker.url) is worker
 
     def _settle_weights(self) -> None:
-        """Vote on the fleet's weight version, and move workers between READY and OUTDATED accordingly.
-
-        It is called again after each removal, since a removed worker no longer votes.
-        """
+        """Vote on the fleet's weight version, and move workers between READY and OUTDATED. Removals need this too."""
         if self._settling or self.report is not None:
             return
         self._settling = True

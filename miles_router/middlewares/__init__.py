@@ -1,10 +1,10 @@
-"""The public API for middlewares. docs/writing-a-middleware.md says what each name is for.
+"""The public API for middlewares. docs/writing-a-middleware.md explains each name.
 
-The router's own large layers also use four sub-APIs, which promise less: `middlewares.rows`, `middlewares.generation`,
-`middlewares.state` and `middlewares.episodes`.
+The router's own large middlewares also use four sub-APIs, which are less stable: `middlewares.rows`,
+`middlewares.generation`, `middlewares.state` and `middlewares.episodes`.
 
-Besides these a middleware imports `miles_router.errors`, the errors that become answers, and the two libraries that
-know nothing of the router: `miles_router.engines`, the engine's wire, and `miles_router.trajectory`, exact tokens.
+A middleware may also import `miles_router.errors` (the errors that become error replies) and two libraries that do not
+depend on the router: `miles_router.engines` (the engines' wire formats) and `miles_router.trajectory` (exact tokens).
 """
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body

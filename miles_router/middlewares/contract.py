@@ -1,8 +1,8 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Seven further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
+Seven further methods are optional and found by name: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
 `owner_name()`, `metrics()`, `restore()`.
-A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
+A class with `one_model = True` works for one model only: requests for pools other than the default one skip it.
 """
 
 from __future__ import annotations
@@ -16,66 +16,77 @@ from starlette.routing import BaseRoute
 
 from miles_router.asgi.exchange import Receive, Scope, Send
 
-#: In place of a name: the body says whose a request is.
+#: Returned by `owner_name` if only the request's body contains the name.
 BODY_SAYS = ""
 
 
 class ASGIApp(Protocol):
-    """What a layer wraps and what it is."""
+    """An ASGI app: a middleware, and the app it wraps."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None: ...
 
 
 @runtime_checkable
 class HasLifespan(Protocol):
-    """Wants to start and stop things with the router; entered outermost first, left in reverse."""
+    """A middleware that starts and stops things with the router. Entered outermost first, left in reverse order."""
 
     def lifespan(self) -> AbstractAsyncContextManager[None]: ...
 
 
 @runtime_checkable
 class HasRoutes(Protocol):
-    """Answers paths of its own; they are looked up before the stack runs."""
+    """A middleware with routes of its own, which are looked up before the stack runs."""
 
     def routes(self) -> Sequence[BaseRoute]: ...
 
 
 @runtime_checkable
 class HasDataPaths(Protocol):
-    """Answers paths inside the stack that no worker knows, and the clients' key opens them. One that ends with `/`
-    stands for all beneath it. Its `routes()` are opened without this."""
+    """A middleware that answers, inside the stack, paths that no worker has. The clients' key opens these paths.
+
+    A path that ends with `/` includes all paths below it. Paths of `routes()` need not be listed here.
+    """
 
     def data_paths(self) -> Sequence[str]: ...
 
 
 @runtime_checkable
 class HasKeys(Protocol):
-    """Gives keys of its own, for some paths that the clients' key opens: the one that opens this path, or None. It is
-    asked before a request enters, and must look at nothing but the path's spelling and what it holds."""
+    """A middleware with keys of its own for some of the paths that the clients' key opens.
+
+    `key_of` returns the key that opens this path, or None. It is called before a request enters the stack and may use
+    only the path and the middleware's own state.
+    """
 
     def key_of(self, path: str) -> str | None: ...
 
 
 @runtime_checkable
 class Restores(Protocol):
-    """Has things that outlive the process. Where `--state-dir` is set it is asked before a request enters, with the
-    path decoded, to bring back what the request names by its path or headers."""
+    """A middleware with state that outlives the process.
+
+    With `--state-dir`, `restore` is called before a request enters the stack, with the decoded path. It loads the state
+    that the request names by its path or headers.
+    """
 
     async def restore(self, scope: Scope) -> None: ...
 
 
 @runtime_checkable
 class HasOwners(Protocol):
-    """Holds things of which one process of several has each: the name of what a request is about, by which its process
-    is found; `BODY_SAYS` where the head does not say it; None where any process may answer. It is asked before a
-    request enters, wherever the router has several processes, and must look at nothing but the head. What a body says,
-    the layer tells `router.owners` itself, before it does anything and with the body read."""
+    """A middleware with objects (such as sessions) that each belong to one of the router's processes.
+
+    `owner_name` returns the name of the object that a request is about, from which its process follows. It returns
+    `BODY_SAYS` if only the body contains the name, and None if any process may answer. A router of several processes
+    calls it before a request enters the stack; it may use only the request's head. A middleware that returns
+    `BODY_SAYS` reads the body and passes the name to `router.owners` before it does anything else.
+    """
 
     def owner_name(self, scope: Scope) -> str | None: ...
 
 
 @runtime_checkable
 class HasMetrics(Protocol):
-    """Shows numbers of its own at `GET /metrics`."""
+    """A middleware with its own Prometheus collectors for `GET /metrics`."""
 
     def metrics(self) -> Iterable[Collector]: ...

@@ -1,5 +1,7 @@
-"""The sub-API for generation: what layers that record generations tell their clients and the log, and how a turn that a
-pause or a lost worker cuts is carried on. `router.resume` says whether it is to be."""
+"""The sub-API for generation: resume turns that a pause or a lost worker cut, and keep their clients informed.
+
+For middlewares that record generations. `router.resume` is None where turns are not resumed.
+"""
 
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter

@@ -1,4 +1,4 @@
-"""Workers whose answers contradict themselves: counted, and named in the log."""
+"""A count of the self-contradictory answers of each worker, with log lines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 
 logger = logging.getLogger(__name__)
 
-#: Counts at which a worker is named: a log with a line for each answer would hide all others.
+#: Counts at which a line is logged: a line for each answer would flood the log.
 NAMED_AT = frozenset(10**power for power in range(10))
 
 
 def flag_worker(counts: Counter[str], worker: str | None) -> None:
-    """Count an answer that cannot be recorded since it contradicts itself. The worker is named in the log at its first,
-    its tenth, its hundredth and so on."""
+    """Count an answer that cannot be recorded because it contradicts itself. Log its worker at the 1st, 10th, 100th ...
+    such answer."""
     name = worker or "unknown"
     counts[name] += 1
     if counts[name] in NAMED_AT:

@@ -1,4 +1,7 @@
-"""Whose a session or a text is, where a router is several processes; and what of it was lost with one of them."""
+"""The owner process of each session or text in a router of several processes, and the names lost with a process.
+
+The classes here are those of a router of one process, which owns everything; `shards` has the others.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from miles_router.errors import OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import ASGIApp, HasOwners
 
-#: Seconds in which a process must say what it has, where all are asked.
+#: Seconds in which each process must answer a request that is sent to all of them.
 PATIENCE = 30.0
 
 
 class Elsewhere(RouterError):
-    """Another process answers the request, of which nothing was answered.
+    """Another process should answer the request. This process has sent nothing of the reply.
 
     Attributes:
-        owner: that process.
-        needed: whether this one must not answer it.
+        owner: the number of the other process.
+        needed: True if this process must not answer it instead.
     """
 
     def __init__(self, owner: int, *, needed: bool = True) -> None:
@@ -35,109 +38,114 @@ class Elsewhere(RouterError):
 
 
 class HeldNames:
-    """The names of all that a layer holds, for the process that comes after this one. Here none comes, so nothing is
-    ever lost."""
+    """The names of a middleware's objects, kept for the process that replaces this one.
+
+    A router of one process is not replaced, so nothing is recorded or lost.
+    """
 
     def add(self, name: str) -> None:
-        """Something is held under this name now."""
+        """Record that an object with this name exists."""
 
     def remove(self, name: str) -> None:
-        """Nothing is held under this name any more, or what was lost need not be known."""
+        """Forget a name whose object is gone, or whose loss no longer matters."""
 
     def was_lost(self, name: str) -> bool:
-        """Whether something was held under this name by a process that has ended."""
+        """Return True if an object with this name was lost with a process that ended."""
         return False
 
 
 class Owners:
-    """What a layer asks about processes. Of one process, which has everything: nothing here costs or does anything."""
+    """The interface of middlewares to the router's processes, here for one process that owns everything."""
 
     #: Whether there are other processes.
     several = False
-    #: The layers whose things have one process each.
+    #: The middlewares whose objects each belong to one process.
     layers: Sequence[HasOwners] = ()
-    #: What waits for clients, over all connections.
+    #: The reply bytes that wait for clients, over all connections.
     backlog = Backlog()
 
     def numbers(self) -> Sequence[Statistics]:
-        """What is counted about it."""
+        """Return the statistics about forwarding between processes."""
         return ()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, the processes reach each other."""
+        """Keep the connections between the processes open within this context."""
         yield
 
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
-        """Answer a request `here`, or relay the answer of the process that has what it is about. Nobody calls it where
-        there is one process.
+        """Answer a request with the app `here`, or forward it to the owner of its object and relay the reply.
+
+        Not called in a router of one process.
 
         Args:
-            check: called before a request is forwarded, with its body unread; refuses what nobody would let in.
+            check: called before a request is forwarded, with its body unread; raises for requests to be refused.
 
         Raises:
-            BadRequest: it says that another process has forwarded it, and how is not readable.
-            OwnerUnavailable: the process that has it does not take it.
-            OwnerLost: that was lost before its answer began, and may have done what was asked.
+            BadRequest: the request's forwarding headers from another process are malformed.
+            OwnerUnavailable: the owner does not accept the request.
+            OwnerLost: the owner was lost before its reply began, and may have executed the request.
         """
         raise NotImplementedError("there is no other process")
 
     def require(self, scope: Scope, name: str) -> None:
-        """Go on only in the process that has what is named so; the request's body was read.
+        """Return only in the process that owns the object with this name. Call it after the request's body was read.
 
         Raises:
-            Elsewhere: another process has it, and answers.
-            OwnerUnavailable: another process has sent it here, and this one does not have it.
+            Elsewhere: another process owns it and must answer.
+            OwnerUnavailable: another process has forwarded the request here, but this process is not the owner.
         """
 
     def prefer(self, scope: Scope) -> None:
-        """Go on only in the process where the key in a request's headers is at home; the request's body was read.
+        """Return only in the home process of the affinity key in the headers. Call it after the body was read.
 
         Raises:
-            Elsewhere: another process has it, and answers.
+            Elsewhere: another process is the home of the key and should answer.
         """
 
     def is_asked(self, scope: Scope) -> bool:
-        """Return whether another process asks this one for its part of an answer (`ask`)."""
+        """Return True if the request comes from another process that collects partial answers with `ask`."""
         return False
 
     def is_forwarded(self, scope: Scope) -> bool:
-        """Return whether the request is answered here, whatever text it is about: another process has sent it here, or
-        its session is here."""
+        """Return True if this process answers the request whatever text it is about.
+
+        Another process has forwarded it here, or its session is here.
+        """
         return False
 
     def others(self, scope: Scope) -> Sequence[int]:
-        """All other processes; none for a request that one of them asks of this one."""
+        """Return the numbers of all other processes; empty for a request that comes from one of them by `ask`."""
         return ()
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Have another process answer the same request with this body: status, headers and body.
+        """Send the request with this body to another process, and return its status, headers and body.
 
         Args:
-            patience: seconds in which it must have answered; None: the client's own.
+            patience: the timeout in seconds; None for the default of requests between processes.
 
         Raises:
-            OwnerUnavailable: it cannot be reached, or does not answer in time.
+            OwnerUnavailable: the process cannot be reached, or does not answer in time.
         """
         raise NotImplementedError("there is no other process")
 
     async def answers(self, scope: Scope) -> list[Any]:
-        """What all other processes answer to the same request, which has no body, as JSON.
+        """Send the request without a body to all other processes, and return their parsed JSON answers.
 
         Raises:
-            OwnerUnavailable: one does not answer: what the others say is not all there is.
+            OwnerUnavailable: one process does not answer, so the result would be incomplete.
         """
         return await self.answers_to(_reading(scope), b"")
 
     async def answers_to(self, scope: Scope, body: bytes) -> list[Any]:
-        """What all other processes answer to a request with this body, as JSON, in the order of `others`.
+        """Send the request with this body to all other processes, and return their JSON answers in order of `others`.
 
         Raises:
-            OwnerUnavailable: one does not answer: what the others say is not all there is.
+            OwnerUnavailable: one process does not answer with 200, so the result would be incomplete.
         """
         others = self.others(scope)
         found = []
@@ -149,11 +157,10 @@ class Owners:
         return found
 
     async def first_answer(self, scope: Scope, body: bytes) -> tuple[int, Mapping[str, str], bytes] | None:
-        """What the first of the other processes answers to the same request with this body that has what it is about;
-        None where each says 404.
+        """Ask the other processes one after another, and return the first answer that is not 404, or None.
 
         Raises:
-            OwnerUnavailable: as of `ask`.
+            OwnerUnavailable: a process cannot be reached, or does not answer in time.
         """
         reading = _reading(scope)
         for other in self.others(scope):
@@ -163,18 +170,18 @@ class Owners:
         return None
 
     def new_name(self) -> str:
-        """A name that nobody can guess, of something that this process is to have."""
+        """Return an unguessable name for a new object, such that this process owns it."""
         return secrets.token_hex(16)
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
-        """The names of what a layer holds, at most so many."""
+        """Return the table of names of a middleware's objects of this kind, at most `capacity` of them."""
         return HeldNames()
 
     def own_url(self, base_url: str) -> str | None:
-        """Where this process alone is reached, for a client that knows the router by `base_url`."""
+        """Return the URL that reaches this process alone, for a client that knows `base_url`; None if there is none."""
         return None
 
 
 def _reading(scope: Scope) -> Scope:
-    """The same request, with GET in place of HEAD: an answer to that has no body to read."""
+    """Return the scope with GET in place of HEAD, because a reply to HEAD has no body."""
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

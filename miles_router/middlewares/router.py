@@ -1,4 +1,4 @@
-"""What a middleware may see of the router. Everything here is public; everything else is not."""
+"""The part of the router that middlewares may use. Everything here is public; everything else is not."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Numbers = TypeVar("Numbers", bound=Statistics)
 
 
 class Router:
-    """The handle each middleware gets as `router=`.
+    """The handle that each middleware gets as `router=`.
 
-    An ordinary object on purpose: middlewares written for other routers of this shape set attributes of their own.
+    An ordinary object on purpose: middlewares written for similar routers set attributes of their own on it.
     """
 
     def __init__(
@@ -63,45 +63,45 @@ class Router:
         self.config = config
         if tokenizer is not None:
             self.tokenizer = tokenizer
-        #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
+        #: The workers; `await router.fleet.facts(url)` returns the facts of a worker's engine.
         self.fleet = fleet
-        #: Their states, their weight versions, and how many requests each carries.
+        #: The states, weight versions and requests in flight of the workers.
         self.pool = fleet.pool
-        #: Whether the fleet is paused or asleep, and who waits.
+        #: The gate: whether the fleet is paused or asleep, and which requests wait.
         self.gate = fleet.gate
         self.metrics = metrics
-        #: Which of several processes has what.
+        #: The owners of objects among the router's processes.
         self.owners = owners or Owners()
-        #: Requests to every worker at once.
+        #: Requests to all workers at once.
         self.control = control
-        #: What outlives the process (`--state-dir`); None where nothing does.
+        #: The state that outlives the process (`--state-dir`); None without one.
         self.store = store
-        #: Where a layer tells what it has read of a turn (`--otel`); None where nobody wants to know.
+        #: Receives what a middleware has read of a turn (`--otel`); None without tracing.
         self.traces = traces
-        #: Carries cut generations on; None where that is not asked for.
+        #: Resumes cut generations; None if generations are not resumed.
         self.resume: ResumeServices | None = None
-        #: Free for middlewares to leave each other things that last longer than a request.
+        #: A free namespace in which middlewares share objects that live longer than a request.
         self.state = SimpleNamespace()
-        #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
+        #: The argparse Namespace of the framework that embeds the router, or one with the names such frameworks use.
         self.args = args if args is not None else namespace_of(config)
-        #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
+        #: The middlewares' entries under `statistics` in `GET /router/info`: a function that returns JSON, by name.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
-        #: By the same name, where that has some: declared numbers.
+        #: The declared numbers among these, by the same name.
         self.published: dict[str, Statistics] = {}
-        #: What `GET /metrics` shows of them.
+        #: The middlewares' collectors for `GET /metrics`.
         self.collectors: list[Collector] = []
-        #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
+        #: Connects middlewares that hold trajectories with the middleware that captures a kind of rows.
         self.rows = {kind: RowChannel(kind) for kind in KINDS}
-        #: Who holds episodes that the dashboard shows, by their kind.
+        #: The middlewares whose episodes the dashboard shows, by the kind of episode.
         self.episodes: dict[str, EpisodeSource] = {}
-        #: What is told of generations that are recorded, and of samples that are read.
+        #: The series of `GET /router/run`, fed by recorded generations and by samples that are read.
         self.run = RunSeries(lambda: fleet.pool.weight_version)
         fleet.gate.when_waited = self.run.wait
         self._forwarder = forwarder
 
     def publish(self, name: str, statistics: Numbers, **facts: Callable[[], object]) -> Numbers:
-        """Show a middleware's numbers at `GET /metrics` and, with `facts` beside them, under `statistics` and this name
-        in `GET /router/info`. Gives them back.
+        """Publish a middleware's numbers at `GET /metrics`, and together with `facts` under `statistics` and this name
+        in `GET /router/info`. Return `statistics`.
 
             self.counts = router.publish("token_cap", Counts())
         """
@@ -122,20 +122,19 @@ class Router:
         flight: Flight | None = None,
         preferred: str | None = None,
     ) -> AsyncIterator[Forwarded]:
-        """A request of a middleware's own to a worker, chosen, leased and retried like a client's; while the worker at
-        the URL `preferred` takes requests, it is that one.
+        """Send a middleware's own request to a worker, which is chosen and retried like for a client's request. The
+        worker at the URL `preferred` is chosen if it takes requests.
 
             async with router.forward("POST", "/generate", headers=[(b"content-type", b"application/json")],
                                       body=orjson.dumps(payload), key=session_id) as forwarded:
                 status, text = forwarded.reply.status, await forwarded.reply.read_all(limit)
 
-        `path` is sent as it is spelled, query included. Leaving the block early tells the worker to stop generating.
-        One that generates waits at the gate while that is closed; an abort of the request with this `flight`, which is
-        the one it is made for, ends that.
+        `path` is sent unchanged, including its query. Leaving the block early makes the worker stop generating. A
+        generation waits while the gate is closed; an abort of the client's request with this `flight` ends the wait.
 
         Raises:
             BadRequest: the path is ambiguous.
-            NoWorkerAvailable, UpstreamError, FleetPaused: as for a client's request.
+            NoWorkerAvailable, UpstreamError, FleetPaused: for the same reasons as a client's request.
         """
         sent = end_to_end(headers or [], REQUEST_DROPPED)
         if not any(name == b"x-request-id" for name, _ in sent):
@@ -160,35 +159,35 @@ class Router:
             forwarded.close()
 
     def end_session(self, key: str) -> None:
-        """The session whose requests have this key is over: what it holds on its worker weighs no more on who takes the
-        next ones. Harmless for one that nobody knows."""
+        """End the session with this affinity key: its cached tokens no longer count in the choice of workers. Unknown
+        keys are ignored."""
         self.fleet.end_session(key)
         if self.traces is not None:
             self.traces.end_session(key)
 
     def base_url(self, scope: Scope) -> str:
-        """The router's address as the client of this request knows it, without a slash at its end.
+        """Return the router's URL as the client of this request knows it, without a trailing slash.
 
         Raises:
-            BadRequest: there is no `--public-url`, and the request's `Host` is no clean authority.
+            BadRequest: `--public-url` is not set, and the request's `Host` is not a valid authority.
         """
         return base_url(scope, self.config.public_url)
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Any]:
-        """The model's `config.json`, of `--hf-checkpoint`; empty where that has none, or is not set.
+        """The `config.json` of `--hf-checkpoint`; empty if the file or the setting is missing.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         return load_model_config(self.config)
 
     @functools.cached_property
     def generation_config(self) -> Mapping[str, Any]:
-        """The model's `generation_config.json`, of `--hf-checkpoint`; empty where that has none, or is not set.
+        """The `generation_config.json` of `--hf-checkpoint`; empty if the file or the setting is missing.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         return load_generation_config(self.config)
 
