@@ -1,6 +1,6 @@
-"""miles-router: the router between RL rollouts and their SGLang workers.
+"""miles-router: the router between RL rollouts and their inference workers.
 
-The public names, imported at their first use so that `import miles_router` costs nothing:
+The public names are imported at their first use, so that `import miles_router` is fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`python -m miles_router` is `miles-router`."""
+"""Run `miles-router` as `python -m miles_router`."""
 
 from miles_router.cli import main
 

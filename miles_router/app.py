@@ -1,4 +1,4 @@
-"""The composition root: `create_app` is the only place that puts the parts together."""
+"""The composition root: `create_app` puts all parts of a router together."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def create_app(
     duty: Duty | None = None,
     owners: Owners | None = None,
 ) -> RouterApp:
-    """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
+    """Build a router as an ASGI app for any server; its lifespan runs the health checks and the middlewares.
 
     Args:
-        config: every setting; None takes the defaults.
-        args: a framework's own Namespace, shown to middlewares as `router.args`.
-        tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
-        duty: what this process does of the router; None: all of it.
-        owners: of a router of several processes, which of them has what.
+        config: the settings; None for the defaults.
+        args: a framework's own Namespace, which middlewares get as `router.args`.
+        tokenizer: the tokenizer that middlewares get as `router.tokenizer`, instead of the checkpoint's.
+        duty: the tasks of this process in a router of several processes; None: all tasks.
+        owners: the owners of sessions and texts in a router of several processes.
 
     Raises:
-        ConfigError: a middleware that cannot be loaded, a worker URL that is none, or `otel` without its extra.
+        ConfigError: a middleware cannot be loaded, a worker URL is invalid, or `otel` is set without its extra.
     """
     duty, owners = duty or Duty(), owners or Owners()
     config = duty.config(config or RouterConfig())
@@ -160,7 +160,10 @@ def _pool(
     tokenizer: Any,
     owners: Owners,
 ) -> ModelPool:
-    """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
+    """Build the pool of one model's workers, and everything that serves this pool alone.
+
+    Only the default pool gets the configured checkpoint, chat template and tokenizer.
+    """
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
     workers = duty.pool(
@@ -249,13 +252,13 @@ def _pool(
 
 
 def open_traces() -> Traces | None:
-    """Turns are traced as the environment says; None where that switches traces off.
+    """Return the tracer that the environment configures, or None if the environment disables traces.
 
     Raises:
-        ConfigError: the extra `otel` is not installed, or the environment asks for something that is not there.
+        ConfigError: the extra `otel` is not installed, or the environment names an exporter that is not available.
     """
     try:
-        from miles_router.traces.exporting import open_traces  # nothing of it is loaded unless it is asked for
+        from miles_router.traces.exporting import open_traces  # loaded only if tracing is on
     except ModuleNotFoundError as error:
         raise ConfigError(f"otel: needs the module {error.name!r}; pip install 'miles-router[otel]'") from None
     return open_traces()
@@ -302,7 +305,12 @@ def _own_routes(
     layers: Iterable[ASGIApp],
     stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
-    """The router's own routes and those of the middlewares, and the door of every path."""
+    """Build the routes of the router and of the middlewares, and the access rules of all paths.
+
+    Raises:
+        ConfigError: a setting lists a path of the router's own.
+        MiddlewareLoadError: a middleware claims a path of the router's own, or a path is malformed.
+    """
     guarded = [*duty.routes(admin.guarded_routes()), *admin.episode_routes()]
     groups = [admin.open_routes(), guarded, duty.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
@@ -318,7 +326,7 @@ def _own_routes(
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is the router's own")
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
-    if problem := paths_problem(layered):  # of a text, each character would be one, and "/" would open everything
+    if problem := paths_problem(layered):  # a str instead of a list would give its characters, and "/" opens all paths
         raise MiddlewareLoadError(f"a middleware's data_paths: {problem}")
     doors = Doors(
         Keys(data_keys(config), admin_keys(config)),
@@ -353,7 +361,7 @@ def _fixed_segment(route: BaseRoute) -> str:
 
 
 class _WrongMethod:
-    """Stands behind the router's own routes and those of layers, for methods that none of them takes."""
+    """The last route of each path of the router and of middlewares, which refuses all other methods."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
@@ -379,8 +387,10 @@ def _lifespan(
     loop_delay: LoopDelay,
     traces: Traces | None,
 ) -> Lifespan[Any]:
-    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
-    what outlives us."""
+    """Return the lifespan of the app: it starts the health checks, then the middlewares (outermost first).
+
+    They stop in reverse order. Connections to workers close after them, and the state store last.
+    """
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
@@ -404,5 +414,5 @@ def _lifespan(
 
 
 def _described(loaded: Iterable[LoadedMiddleware]) -> list[dict[str, object]]:
-    """The stack for `GET /router/info`, outermost first."""
+    """Return the stack as `GET /router/info` shows it, outermost first."""
     return [{"name": each.name, "path": each.path, "options": dict(each.options)} for each in loaded]

@@ -1,5 +1,5 @@
-"""What the author of a middleware holds it against: its contract, clause by clause (`miles-router check`), and a stage
-to drive it on.
+"""Tests for authors of middlewares: the contract, clause by clause (`miles-router check`), and `stage`, a router with
+one middleware and a simulated worker.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | None]]:
-    """Each clause of the contract with what broke it, or None.
+    """Check a middleware class, and yield each clause of the contract with the violation found, or None.
 
-    Options given for `path` in the configuration are used; the rest of the stack is left out.
+    The options that the configuration gives for `path` are used; the other middlewares of the configuration are not.
 
     Raises:
-        MiddlewareLoadError: the class cannot be loaded at all.
+        MiddlewareLoadError: the class cannot be loaded.
     """
     find_class(path)
     spec = next((spec for spec in config.middlewares if spec.path == path), MiddlewareSpec(path))
@@ -49,13 +49,13 @@ def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | Non
 async def stage(
     middleware: type | str, /, *, worker: Mapping[str, Any] | None = None, tokenizer: Any = None, **options: Any
 ) -> AsyncIterator[Stage]:
-    """A router with one middleware in front of a simulated worker, for tests of that middleware.
+    """Run a router with one middleware in front of a simulated worker, for tests of that middleware.
 
     Args:
-        middleware: a class at the top of its module, or its dotted path.
-        worker: options of the `SimulatedWorker`; by default it generates as many tokens as it is asked for.
-        tokenizer: what the middleware gets as `router.tokenizer`.
-        options: the middleware's own.
+        middleware: a class at the top level of its module, or its dotted path.
+        worker: options of the `SimulatedWorker`; by default it generates exactly `max_new_tokens` tokens.
+        tokenizer: the object that the middleware gets as `router.tokenizer`.
+        options: the middleware's options.
 
     Raises:
         MiddlewareLoadError: the class cannot be loaded, or an option does not fit.
@@ -73,18 +73,18 @@ async def stage(
 
 @dataclasses.dataclass(frozen=True)
 class StageReply:
-    """A whole reply as a client gets it."""
+    """A complete reply as a client gets it."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Return the parsed body."""
         return orjson.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The JSON of each event of a stream, without `[DONE]`.
+        """Return the parsed JSON of each event of a stream, without `[DONE]`.
 
         Raises:
             ValueError: the stream ended inside an event.
@@ -97,7 +97,7 @@ class StageReply:
 
 
 class Stage:
-    """What a test of a middleware has in its hands: `worker.door` tells what the engine was sent."""
+    """A router under test; `worker.door` records the requests that the simulated engine got."""
 
     def __init__(self, app: RouterApp, worker: SimulatedWorker) -> None:
         self.router = app.router
@@ -105,22 +105,22 @@ class Stage:
         self._app = app
 
     async def generate(self, text: str = "Hi", **fields: Any) -> StageReply:
-        """`POST /generate`, for 8 tokens unless `sampling_params` says otherwise; with `stream=True` its events."""
+        """Send `POST /generate`, for 8 tokens unless `sampling_params` is given. `stream=True` makes it a stream."""
         return await self.post("/generate", {"text": text, "sampling_params": {"max_new_tokens": 8}, **fields})
 
     async def chat(self, text: str = "Hi", **fields: Any) -> StageReply:
-        """`POST /v1/chat/completions` of one user message; with `stream=True` its events."""
+        """Send `POST /v1/chat/completions` with one user message. `stream=True` makes it a stream."""
         messages = [{"role": "user", "content": text}]
         return await self.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 8, **fields})
 
     async def post(self, path: str, content: object) -> StageReply:
-        """A POST of JSON."""
+        """Send a POST with a JSON body."""
         return await self.ask("POST", path, orjson.dumps(content))
 
     async def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> StageReply:
-        """Any request. A reply that breaks off raises what broke it."""
+        """Send any request. Raise the router's exception if the reply breaks off."""
         given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         route, _, query = path.partition("?")
         scope: Scope = {

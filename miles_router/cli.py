@@ -1,4 +1,4 @@
-"""The command `miles-router`: start the router, look at what it would start, or at what it has recorded."""
+"""The command line `miles-router`: start the router, show its settings and state, check middlewares, view samples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ commands:
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
 """
-#: Flags of a part of a router on several machines.
+#: The flags that require `--leader` or `--join`.
 OF_PARTS = ("shards", "shard", "url", "secret_file", "shared_state")
-#: By the kind that an owner's head names, what writes it as lines of JSON.
+#: The function that writes an owner's state as lines of JSON, by the kind in the owner's header.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
     "family": "middleware_hub.radix_tree.archive.lines.lines_of",
@@ -46,7 +46,7 @@ WRITERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exits with 2 and one line on a wrong setting."""
+    """Run the command line. Exit with status 2 and one line on standard error for a wrong setting."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments and arguments[0] in (*ACTIONS, *APART) else "run"
     try:
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"miles-router: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever reads a table has seen enough; nothing more may be written at exit
+    except BrokenPipeError:  # the reader (`head`) has closed the pipe; flushing at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as for every other setting."""
+    """A parser that reports errors in one line, like errors in other settings."""
 
     def error(self, message: str) -> NoReturn:
         flag = next((word for word in message.split() if word.startswith("--")), "")
@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag for each setting; values stay text here and are converted with all other sources."""
+    """Build a parser with one flag for each setting. Values stay text; `settings` converts those of all sources."""
     made = _Parser(
         prog="miles-router",
         usage="miles-router [command] [options]",
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def view_parser() -> argparse.ArgumentParser:
-    """Of `view`, which has no settings."""
+    """Build the parser of `view`, which takes no settings."""
     made = _Parser(
         prog="miles-router view",
         description="Write one self-contained page that shows a file of samples token by token.",
@@ -135,7 +135,7 @@ def view_parser() -> argparse.ArgumentParser:
 
 
 def ray_parser() -> argparse.ArgumentParser:
-    """Of `ray`, which has all settings."""
+    """Build the parser of `ray`, which takes all settings."""
     made = parser()
     made.prog = "miles-router ray"
     made.usage = "miles-router ray --nodes N [options]"
@@ -146,7 +146,7 @@ def ray_parser() -> argparse.ArgumentParser:
 
 
 class _Switch(argparse.Action):
-    """`--otel`, `--no-otel`; or `--otel true`, `--otel false`."""
+    """A boolean flag: `--otel`, `--no-otel`, `--otel true` or `--otel false`."""
 
     def __call__(
         self,
@@ -178,7 +178,7 @@ def _add_flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
 
 
 def _placeholder(name: str) -> str:
-    """What stands for a setting's value in `--help`."""
+    """Return the placeholder of a setting's value in `--help`."""
     choices = type_name(name).split(" | ")
     return {"str": "TEXT", "int": "N", "float": "NUMBER"}.get(choices[0]) or "|".join(choices)
 
@@ -196,7 +196,7 @@ def _run(options: argparse.Namespace) -> None:
         serve_part(loaded.config, options)
         return
     given = [name for name in OF_PARTS if getattr(options, name) not in (None, False)]
-    if given:  # a part that is told so by half would be a router of its own
+    if given:  # otherwise a shard without --join would silently start as a separate router
         raise ConfigError(f"{given[0].replace('_', '-')}: only with --leader or --join")
     from miles_router.compat import run
 
@@ -289,7 +289,7 @@ def _write_owner(owner: str, blobs: Blobs) -> None:
 
 
 def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their longest cell."""
+    """Print a table whose columns are as wide as their longest cells."""
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
     for row in (heading, tuple("-" * width for width in widths), *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -302,7 +302,7 @@ def _ray(arguments: Sequence[str]) -> int:
     loaded = _load(options)
     try:
         from miles_router.ray.router import run
-    except ImportError as error:  # of an extra that is not installed, and it says which
+    except ImportError as error:  # its message names the missing extra
         raise ConfigError(f"ray: {error}") from None
     run(loaded.config, options.address, options.nodes)
     return 0
@@ -311,12 +311,12 @@ def _ray(arguments: Sequence[str]) -> int:
 def _audit(arguments: Sequence[str]) -> int:
     try:
         from miles_router.audit.command import run
-    except ImportError as error:  # of an extra that is not installed, and it says which
+    except ImportError as error:  # its message names the missing extra
         raise ConfigError(f"audit: {error}") from None
     return run(arguments)
 
 
-#: Commands that look at settings, with the flags of all of them.
+#: Commands that use the settings and take all their flags.
 ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check, "state": _show_state}
-#: Commands with flags of their own; each gives its exit status.
+#: Commands with flags of their own; each returns its exit status.
 APART = {"audit": _audit, "ray": _ray, "view": _view}

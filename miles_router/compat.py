@@ -1,4 +1,4 @@
-"""How training frameworks start us, with the Namespace they already have: `run_router(args)`, and
+"""The entry points for training frameworks, which pass the Namespace they already have: `run_router(args)`, and
 `run_session_server(args, url)` for sessions in front of another router.
 
     rollout code ──► session server (sessions, no workers of its own) ──► url: any router ──► workers
@@ -20,7 +20,7 @@ from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 POSITIONS = "middleware_hub.indexer_topk_middleware.IndexerTopkMiddleware"
-#: Who keeps rows of a kind.
+#: The middleware that keeps each kind of rows.
 KEEPERS = {"routed_experts": EXPERTS, "indexer_topk": POSITIONS}
 
 
@@ -28,8 +28,8 @@ def run_router(args: Namespace | RouterConfig) -> None:
     """Start a router and serve until SIGTERM. Safe as the target of a `multiprocessing.Process`.
 
     Args:
-        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `dialects.NAMES`;
-            everything else in it is left alone and reaches middlewares as `router.args`.
+        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `dialects.NAMES`.
+            Other names in it are ignored; middlewares get the whole Namespace as `router.args`.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -44,9 +44,9 @@ def run_session_server(args: Namespace, backend_url: str) -> None:
     """Serve sessions in front of another router until SIGTERM. Safe as the target of a `multiprocessing.Process`.
 
     Args:
-        args: the argparse Namespace of a training framework; `session_server_ip` and `session_server_port` are where
-            it listens.
-        backend_url: of the router behind it.
+        args: the argparse Namespace of a training framework. The server listens on its `session_server_ip` and
+            `session_server_port`.
+        backend_url: the URL of the router behind this server.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -55,10 +55,10 @@ def run_session_server(args: Namespace, backend_url: str) -> None:
 
 
 def config_from(args: Namespace) -> RouterConfig:
-    """Our settings out of a framework's Namespace.
+    """Convert a framework's Namespace to settings.
 
     Raises:
-        ConfigError: a value that cannot be used, or a setting that is none of ours, named as the framework names it.
+        ConfigError: a value cannot be used, or a setting is not supported. The message has the framework's name for it.
     """
     try:
         settings: Mapping[str, Any] = settings_of(args)
@@ -73,7 +73,7 @@ def config_from(args: Namespace) -> RouterConfig:
 
 
 def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
-    """The settings of a session server in front of the router at `backend_url`. Raises as `config_from`."""
+    """Return the settings of a session server in front of the router at `backend_url`. Raises like `config_from`."""
     host, port = getattr(args, SESSION_HOST, None), getattr(args, SESSION_PORT, None)
     if isinstance(port, (list, tuple)) and len(port) == 1:
         port = port[0]
@@ -89,7 +89,7 @@ def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
         "host": str(host) if host is not None else given.get("host", RouterConfig.host),
         "port": str(port),
         "worker_urls": backend_url,
-        # The router behind a session server is the only place to send to, and answers for its workers itself.
+        # The router behind a session server is the only target, and checks the health of its workers itself.
         "health_check_failure_threshold": str(NEVER),
         "deep_health_check_interval": "0",
     }
@@ -107,7 +107,7 @@ def _config(settings: Mapping[str, Any], middlewares: list[MiddlewareSpec]) -> R
 
 
 def run(config: RouterConfig, args: Namespace | None = None) -> None:
-    """Configure logging, build the app and serve it."""
+    """Configure logging, build the app, and serve it until SIGTERM."""
     log.configure(config.log_level, config.log_format)
     try:
         if config.processes > 1:
@@ -120,4 +120,4 @@ def run(config: RouterConfig, args: Namespace | None = None) -> None:
 
             serve(create_app(config, args=args))
     finally:
-        log.flush()  # a process that a framework has started runs nothing at its exit
+        log.flush()  # a `multiprocessing.Process` of a framework runs no atexit handlers

@@ -1,7 +1,7 @@
-"""Log lines: an event name and fields, as text for people or JSON for machines. Prompts and keys never go in.
+"""Log lines: an event name and fields, as text or JSON. Prompts and keys are never logged.
 
-Nobody waits for a line to be written. It goes into a bounded queue, and a thread writes what is in it: where nobody
-reads standard error, or its disk is full, lines are dropped and counted.
+Logging does not block: lines go into a bounded queue, and a thread writes them. If standard error is not read, or its
+disk is full, lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import orjson
 
 LogFormat = Literal["text", "json"]
 
-#: Bytes of lines that wait to be written.
+#: The most characters of lines that wait to be written.
 MAX_WAITING = 4 * 1024 * 1024
-#: Bytes of one line; the rest is cut off.
+#: The most characters of one line; the rest is cut off.
 MAX_LINE = 64 * 1024
-#: Seconds that the end of the process waits for them.
+#: Seconds that `flush`, also at the end of the process, waits for the queue.
 LAST_WORDS = 2.0
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
+    """A formatter for text lines: `2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
@@ -37,13 +37,13 @@ class TextFormatter(logging.Formatter):
         parts += [f"{name}={_shown(value)}" for name, value in _fields(record).items()]
         if not record.exc_info:
             return " ".join(parts)
-        # Indented: what an exception says is no line of ours.
+        # Indented, so that text of an exception cannot look like a log line.
         trace = [f"    {_escaped(line)}" for line in self.formatException(record.exc_info).split("\n")]
         return "\n".join([" ".join(parts), *trace])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (Unix seconds), `level`, `event`, `logger`, then the fields."""
+    """A formatter for one JSON object a line: `time` (Unix seconds), `level`, `event`, `logger`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
             entry["traceback"] = self.formatException(record.exc_info)
         try:
             return orjson.dumps(entry, default=str).decode()
-        except TypeError:  # a text with half of a surrogate pair, which this one can write
+        except TypeError:  # a lone surrogate, which orjson refuses and json writes
             return json.dumps(entry, default=str)
 
 
@@ -77,34 +77,36 @@ QUOTED = '"\\'
 
 
 def _escaped(text: str, *, also: str = "") -> str:
-    """Text that stays in its line and changes nothing around it: control characters, those of C1 and those that turn
-    the direction of writing included, are written as JSON escapes them."""
+    """Escape unprintable characters as JSON does, so that a text cannot break its line or change how it is displayed.
+
+    This includes C1 control characters and bidirectional overrides.
+    """
     if text.isprintable() and not also:
         return text
     return "".join(c if c.isprintable() and c not in also else json.dumps(c)[1:-1] for c in text)
 
 
 class LogWriter(logging.Handler):
-    """Writes lines to a stream, in a thread of its own."""
+    """A handler that writes lines to a stream in its own thread."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        #: Lines that nobody took, or that found no room.
+        #: Lines that could not be written or did not fit into the queue.
         self.dropped = 0
         self._stream = stream
         self._descriptor = _descriptor(stream)
         self._lines: deque[str] = deque()
-        self._size = 0  # of these, about
-        self._untold = 0  # lines that were dropped since a line was written
+        self._size = 0  # characters in the queue, including the line being written
+        self._untold = 0  # dropped lines that `log_lines_dropped` has not reported yet
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Put a record's line into the queue."""
+        """Queue a record's line."""
         self.put(self.format(record))
 
     def put(self, line: str) -> None:
-        """Have a line written; it is dropped where too many wait."""
+        """Queue a line, or drop it if the queue is full."""
         line = line[:MAX_LINE]
         with self._changed:
             if self._size + len(line) > MAX_WAITING:
@@ -118,7 +120,7 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, but not for ever."""
+        """Wait until all lines are written, at most `LAST_WORDS` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._size, LAST_WORDS)
 
@@ -148,8 +150,10 @@ class LogWriter(logging.Handler):
         return f"{self.format(record)}\n"
 
     def _write(self, text: str) -> bool:
-        """Write to the descriptor itself: what a stream has buffered when its disk is full would fail again at the end
-        of the process."""
+        """Write to the descriptor itself, and return False on failure.
+
+        A stream would keep its buffer when the disk is full, and fail again when it is flushed at exit.
+        """
         data = text.encode("utf-8", "backslashreplace")
         try:
             if self._descriptor is None:
@@ -160,7 +164,7 @@ class LogWriter(logging.Handler):
                     data = data[os.write(self._descriptor, data) :]
                 except BlockingIOError:
                     select.select([], [self._descriptor], [])
-        except (OSError, ValueError):  # nobody reads any more, the disk is full, or the stream is closed
+        except (OSError, ValueError):  # the pipe has no reader, the disk is full, or the stream is closed
             return False
         return True
 
@@ -181,22 +185,22 @@ def configure(level: str, log_format: LogFormat) -> None:
 
 
 def writers() -> list[LogWriter]:
-    """Those that logs go to; none before `configure`."""
+    """Return the log writers; empty before `configure`."""
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, LogWriter)]
 
 
 def show(text: str) -> None:
-    """Show people a text as it is, where logs go."""
+    """Write a text unformatted to where logs go."""
     for writer in writers():
         writer.put(text)
 
 
 def flush() -> None:
-    """Wait until all lines are written, but not for ever."""
+    """Wait until all lines are written, at most `LAST_WORDS` seconds."""
     for writer in writers():
         writer.flush()
 
 
 def dropped_lines() -> int:
-    """Lines that were dropped."""
+    """Return the number of dropped lines."""
     return sum(writer.dropped for writer in writers())

@@ -1,5 +1,5 @@
-"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash. And work
-that is long for the event loop, which lets others go on in between."""
+"""Background tasks that are named, referenced until they end, and logged when they crash; time limits; and `Pace`, for
+long computations on the event loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the event loop is held at a time by work that can be done in steps.
+#: Seconds for which work in steps may block the event loop at a time.
 HOLD = 0.002
-#: As often somebody looks whether a time limit has been reached. A stop of this process itself, however long, takes one
-#: look: nobody is blamed for what the router did not let him do.
+#: The number of waits into which a time limit is divided. When the router process itself is stopped (SIGSTOP, a
+#: suspended machine), only one of them expires, so the task is not blamed for the router's own stop.
 LOOKS = 10
 
 Result = TypeVar("Result")
@@ -23,7 +23,7 @@ _running: set[asyncio.Task[Any]] = set()
 
 
 def spawn(work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-    """Run `work` beside the caller. The event loop holds tasks only weakly (CPython docs, `create_task`); we do not."""
+    """Start `work` as a task and keep a strong reference to it; the event loop holds only weak ones (CPython docs)."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     _running.add(task)
     task.add_done_callback(_finished)
@@ -37,10 +37,10 @@ def _finished(task: asyncio.Task[Any]) -> None:
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> None:
-    """Run all of `works` at once; the first that fails, or the caller's cancellation, ends them all.
+    """Run all of `works` concurrently. The first failure, or cancellation of the caller, cancels all others.
 
     Raises:
-        Whatever the first failure was.
+        BaseException: the first failure.
     """
     if len(works) == 1:
         await works[0]
@@ -58,11 +58,13 @@ async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> 
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
-    """What `work` gives within so many seconds. Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that
-    arrives together with the result; this never does.
+    """Return the result of `work`, which may take `seconds` seconds.
+
+    Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that arrives together with the result; this
+    function does not.
 
     Raises:
-        TimeoutError: it took longer; it has been cancelled, and has ended.
+        TimeoutError: the work took longer. It has been cancelled and has ended.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     try:
@@ -73,11 +75,11 @@ async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str
         if not task.done():
             await cancelled(task)
         if not task.cancelled():
-            task.exception()  # nobody else looks at the failure of what nobody waits for any more
+            task.exception()  # mark the exception as retrieved: after a timeout or cancellation the caller ignores it
 
 
 async def ends_within(seconds: float, task: asyncio.Task[Any]) -> bool:
-    """Wait until `task` has ended, for so many seconds at most; whether it has. It goes on if not."""
+    """Wait for `task` for at most `seconds` seconds. Return True if it has ended; otherwise it keeps running."""
     for _ in range(LOOKS):
         await asyncio.wait({task}, timeout=seconds / LOOKS)
         if task.done():
@@ -92,14 +94,14 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 class Pace:
-    """Long work in steps on the event loop: `await pace.step()` between them lets everybody else go on, where this has
-    held the loop for `HOLD` seconds."""
+    """A pacer for long work on the event loop: `await pace.step()` between steps yields to other tasks every `HOLD`
+    seconds."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
     async def step(self) -> None:
-        """One is done."""
+        """Yield to the event loop if the steps so far have blocked it for more than `HOLD` seconds."""
         if time.perf_counter() - self._since > HOLD:
             await asyncio.sleep(0)
             self._since = time.perf_counter()

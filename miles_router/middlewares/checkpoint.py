@@ -1,4 +1,4 @@
-"""What the checkpoint of `--hf-checkpoint` has for middlewares: its tokenizer and its `config.json`."""
+"""Load the tokenizer and the JSON configs of `--hf-checkpoint` for middlewares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_router.settings.config import RouterConfig
 
 
 def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
-    """`config.json` of `--hf-checkpoint`; nothing where there is none."""
+    """Return `config.json` of `--hf-checkpoint`; empty if there is none."""
     if config.hf_checkpoint is None:
         return {}
     try:
@@ -24,8 +24,11 @@ def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
 
 
 def load_generation_config(config: RouterConfig) -> Mapping[str, Any]:
-    """`generation_config.json` of `--hf-checkpoint`: what an engine assumes in chat where a request says nothing
-    (SGLang 0.5.23, `--sampling-defaults model`); nothing where there is none."""
+    """Return `generation_config.json` of `--hf-checkpoint`; empty if there is none.
+
+    It contains the sampling defaults that an engine applies to chat requests (SGLang 0.5.23 with
+    `--sampling-defaults model`).
+    """
     if config.hf_checkpoint is None:
         return {}
     try:
@@ -45,7 +48,7 @@ def _read(checkpoint: str, name: str) -> Mapping[str, Any]:
 
 
 def _from_hub(checkpoint: str) -> Mapping[str, Any]:
-    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    """Return `config.json` of a checkpoint on the hub; empty without the extra `tito`, or if the hub has none."""
     try:
         from transformers import PretrainedConfig
     except ImportError:
@@ -58,7 +61,7 @@ def _from_hub(checkpoint: str) -> Mapping[str, Any]:
 
 
 def _generation_from_hub(checkpoint: str) -> Mapping[str, Any]:
-    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    """Return `generation_config.json` like `_from_hub`."""
     try:
         from transformers import GenerationConfig
     except ImportError:
@@ -71,7 +74,12 @@ def _generation_from_hub(checkpoint: str) -> Mapping[str, Any]:
 
 
 def load_tokenizer(config: RouterConfig) -> Any:
-    """Load `--hf-checkpoint`'s tokenizer, with `--chat-template-path` in place of its own template."""
+    """Load the tokenizer of `--hf-checkpoint`. `--chat-template-path` replaces its chat template.
+
+    Raises:
+        ConfigError: no checkpoint is set, transformers is not installed, the tokenizer cannot be loaded or needs
+            `--trust-remote-tokenizer`, or the loaded tokenizer differs from `tokenizer.json`.
+    """
     if config.hf_checkpoint is None:
         raise ConfigError("hf_checkpoint: a middleware needs the model's tokenizer; set --hf-checkpoint")
     try:
@@ -82,7 +90,7 @@ def load_tokenizer(config: RouterConfig) -> Any:
     if not trusted and _needs_code(config.hf_checkpoint):
         raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
     try:
-        # Given either way: where nothing is said, transformers asks on the terminal.
+        # Always pass trust_remote_code: without it transformers prompts on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint, trust_remote_code=trusted)
         if config.chat_template_path is not None:
             with open(config.chat_template_path, encoding="utf-8") as template:
@@ -93,12 +101,12 @@ def load_tokenizer(config: RouterConfig) -> Any:
     return tokenizer
 
 
-#: What to do about a tokenizer that comes with code of its own.
+#: Advice in the error about a tokenizer that comes with its own code.
 TRUST = "set --trust-remote-tokenizer to run what comes with the checkpoint"
 
 
 def _file(checkpoint: str, name: str) -> Path | None:
-    """A file of a checkpoint, a directory or of the hub; None where it has none."""
+    """Return the path of a checkpoint's file, from its directory or from the hub; None if it has no such file."""
     if Path(checkpoint).is_dir():
         found = Path(checkpoint, name)
         return found if found.is_file() else None
@@ -111,23 +119,26 @@ def _file(checkpoint: str, name: str) -> Path | None:
 
 
 def _needs_code(checkpoint: str) -> bool:
-    """Whether a tokenizer is made by code that comes with it, and by no `tokenizer.json`: what transformers makes of
-    its other files (Kimi K2.5's tiktoken ones) splits texts in another way."""
+    """Return True if only the checkpoint's own code builds its tokenizer correctly: there is no `tokenizer.json`.
+
+    The tokenizer that transformers builds of other files (Kimi K2.5's tiktoken files) splits texts in another way.
+    """
     auto = _settings(checkpoint).get("auto_map")
     return _file(checkpoint, "tokenizer.json") is None and isinstance(auto, dict) and "AutoTokenizer" in auto
 
 
 def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
-    """See that what transformers has loaded is what `tokenizer.json` says: releases put other parts in place of its own
-    (5.2 to 5.14 and 5.19 of DeepSeek-V3's, 5.24 by the model's type). Parts are written in several ways, so that what
-    they do counts.
+    """Check that the loaded tokenizer encodes and decodes like `tokenizer.json`.
+
+    Some releases of transformers replace parts of the tokenizer: 5.2 to 5.14 and 5.19 for DeepSeek-V3, 5.24 depending
+    on the model type. The same part can be written in several ways, so the check compares results, not definitions.
 
     Raises:
-        ConfigError: it reads or writes a text otherwise.
+        ConfigError: the loaded tokenizer encodes or decodes differently.
     """
     backend, file = getattr(tokenizer, "backend_tokenizer", None), _file(checkpoint, "tokenizer.json")
     if backend is None or file is None or b'"ByteLevel"' not in file.read_bytes():
-        return  # what is no ByteLevel tokenizer, transformers makes of other files too; engines are compared with it
+        return  # transformers builds other kinds from further files too; the engines' tokenizers are compared instead
     import transformers
     from tokenizers import Tokenizer
 
@@ -144,8 +155,11 @@ def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
 
 
 def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | None:
-    """Return how a loaded tokenizer differs from the one in its file; None where it does not. `tokenizer_config.json`
-    may say otherwise than the file how added tokens are found, and whether a text is begun and ended by some."""
+    """Return how the loaded tokenizer differs from the one in `tokenizer.json`, or None if it does not.
+
+    `tokenizer_config.json` may override how added tokens are matched and which special tokens surround a text, so
+    these differences are permitted.
+    """
     told = settings.get("added_tokens_decoder")
     alike = []
     here = loaded.get_added_tokens_decoder()
@@ -170,19 +184,19 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
 
 
 def _found_by(added: Any) -> tuple[object, ...] | None:
-    """Return an added token's text, and by what is around it in a text it is found."""
+    """Return an added token's text and its matching flags."""
     return None if added is None else (added.content, added.lstrip, added.rstrip, added.single_word)
 
 
 def _told(added: Any) -> tuple[object, ...] | None:
-    """The same as it is written in `tokenizer_config.json`."""
+    """Return the same for an added token in `tokenizer_config.json`."""
     if not isinstance(added, dict):
         return None
     return (added.get("content"), *(added.get(name, False) for name in ("lstrip", "rstrip", "single_word")))
 
 
 def _settings(checkpoint: str) -> Mapping[str, Any]:
-    """Return `tokenizer_config.json`; nothing where there is none, or transformers says what is wrong with it."""
+    """Return `tokenizer_config.json`; empty if it is missing or malformed (transformers then raises its own error)."""
     config = _file(checkpoint, "tokenizer_config.json")
     try:
         read = {} if config is None else orjson.loads(config.read_bytes())

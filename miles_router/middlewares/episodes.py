@@ -1,8 +1,9 @@
-"""The sub-API for episodes: what the dashboard and `GET /router/run` show. A layer that holds some tells the router:
+"""The sub-API for episodes, which the dashboard and `GET /router/run` show. A middleware that holds episodes registers:
 
     router.episodes["session"] = source      an `EpisodeSource`
 
-The router asks for pages of them, newest first, and for one by its id; whether texts and ids are shown is its affair.
+The router asks for pages of episodes, newest first, and for one episode by its id. The router decides whether texts and
+token ids are shown.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ __all__ = [
     "version_spans",
 ]
 
-#: Where an episode stands in a list of all: when it began, and its id.
+#: The sort key of an episode: when it began (Unix seconds), and its id.
 EpisodePlace = tuple[float, str]
 RUNNING, WAITING, IDLE, ENDED = STATES = ("running", "waiting", "idle", "ended")
-#: In place of a reason in words, of which there may be any number.
+#: Stands for reasons in free text, since their number is unbounded.
 OTHER_REASON = "other"
-#: Places in one block of a shelf.
+#: Entries in one block of a shelf.
 BLOCK = 512
 Held = TypeVar("Held")
 
 
 class Facets(NamedTuple):
-    """What filters look at: cheap to tell."""
+    """The properties of an episode that filters use, cheap to compute."""
 
     state: str
     group: str | None
@@ -57,8 +58,13 @@ class Facets(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of an episode: `all` that were given or sampled, shared ones once; those `sampled`; of these, those in the
-    loss of the samples that a trainer gets, or None where that is decided token by token."""
+    """The token counts of an episode.
+
+    Attributes:
+        all: given and sampled tokens; tokens that branches share count once.
+        sampled: sampled tokens.
+        trained: sampled tokens in the loss of the samples for the trainer; None if that is decided token by token.
+    """
 
     all: int
     sampled: int
@@ -67,7 +73,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRow:
-    """Its row in a list. docs/http-api.md says what each field is; times are Unix seconds."""
+    """The row of an episode in a list. docs/http-api.md explains the fields; times are Unix seconds."""
 
     id: str
     state: str
@@ -91,7 +97,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRow:
-    """One generation of an episode. docs/http-api.md says what each field is."""
+    """One generation of an episode. docs/http-api.md explains the fields."""
 
     turn: int
     parent: int | None
@@ -118,7 +124,7 @@ class TurnRow:
 
 
 def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> list[dict[str, Any]]:
-    """What a turn sampled from a position on, by the weights that did: `TurnRow.spans`."""
+    """Return the spans of a turn (`TurnRow.spans`): its sampled tokens by weight version, from position `start` on."""
     spans: list[dict[str, Any]] = []
     for piece in pieces:
         begin, start = start, start + len(piece)
@@ -131,18 +137,17 @@ def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLine:
-    """The tokens up to the end of a turn; n of them.
+    """The branch of an episode that ends with a turn; its n tokens from the first prompt on.
 
     Attributes:
         leaf: the turn.
-        trajectory: of the line.
-        loss_mask: makes uint8 [n], 1 = in the loss of the sample of this leaf. It may take its time.
-        turns: of the line, `turn`, `start` and `end` of what each sampled, and more to show.
-        response_length: tokens behind the first prompt.
-        status: of the sample.
-        experts: rows `[start, stop)` of routed experts, integers [stop - start, layers, top_k]; None where there are
-            none.
-        about: what else there is to say.
+        trajectory: the branch's trajectory.
+        loss_mask: returns uint8 [n], 1 = in the loss of this branch's sample. The call may be slow.
+        turns: the turns of the branch, with `turn`, `start` and `end` of the sampled tokens, and more to show.
+        response_length: the number of tokens after the first prompt.
+        status: the sample's status.
+        experts: returns rows `[start, stop)` of routed experts, integers [stop - start, layers, top_k], or None.
+        about: further facts to show.
     """
 
     leaf: int
@@ -156,35 +161,29 @@ class EpisodeLine:
 
 
 class ListedEpisode(Protocol):
-    """One episode in a list, as it is now."""
+    """The present state of one episode in a list."""
 
     @property
-    def place(self) -> EpisodePlace:
-        """Where it stands."""
-        ...
+    def place(self) -> EpisodePlace: ...
 
-    def facets(self) -> Facets:
-        """What filters look at."""
-        ...
+    def facets(self) -> Facets: ...
 
-    def row(self) -> EpisodeRow:
-        """Its row."""
-        ...
+    def row(self) -> EpisodeRow: ...
 
 
 class EpisodeView(ListedEpisode, Protocol):
-    """One episode, as it is now."""
+    """The present state of one episode, with its turns."""
 
     def about(self) -> Mapping[str, Any]:
-        """What stands beside its turns: `metadata`, `contract`, `untraced`."""
+        """Return the facts besides the turns: `metadata`, `contract`, `untraced`."""
         ...
 
     def turns(self) -> Iterable[TurnRow]:
-        """Its turns, oldest first: parents stand before those that go on from them."""
+        """Return the turns, oldest first: parents come before their children."""
         ...
 
     def line(self, leaf: int | None) -> EpisodeLine:
-        """The tokens up to a turn, by default the last leaf.
+        """Return the branch that ends with a turn, by default with the last leaf.
 
         Raises:
             BadRequest: there is no such turn.
@@ -193,23 +192,22 @@ class EpisodeView(ListedEpisode, Protocol):
 
 
 class EpisodeSource(Protocol):
-    """A layer's episodes. `reasons`: those that its turns may have, but for words."""
+    """The episodes of a middleware. `reasons`: the reasons that its turns may have, without those in free text."""
 
     @property
     def reasons(self) -> Collection[str]: ...
 
     async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[ListedEpisode]:
-        """At most so many of those before a place, by default the end, the last of them first; fewer only where there
-        are no more."""
+        """Return the `most` newest episodes before a place (None: of all), newest first; fewer only at the end."""
         ...
 
     async def find(self, episode_id: str) -> EpisodeView | None:
-        """One by its id, wherever it is held."""
+        """Return the episode with this id, in memory or on disk, or None."""
         ...
 
 
 class EpisodeShelf(Generic[Held]):
-    """What a layer holds, in the order of beginning. Whoever comes or goes costs a block, however many there are."""
+    """A middleware's episodes sorted by place. Adding and removing costs the time of one block, however many exist."""
 
     def __init__(self) -> None:
         self._blocks: list[list[EpisodePlace]] = []
@@ -219,7 +217,6 @@ class EpisodeShelf(Generic[Held]):
         return len(self._held)
 
     def add(self, place: EpisodePlace, held: Held) -> None:
-        """Something has come."""
         self._held[place] = held
         at = max(self._block_of(place), 0)
         if not self._blocks:
@@ -233,7 +230,7 @@ class EpisodeShelf(Generic[Held]):
         insort(block, place)
 
     def remove(self, place: EpisodePlace) -> None:
-        """It has gone; harmless where it was not there."""
+        """Remove the episode at a place, if there is one."""
         if self._held.pop(place, None) is not None:
             at = self._block_of(place)
             block = self._blocks[at]
@@ -242,7 +239,7 @@ class EpisodeShelf(Generic[Held]):
                 del self._blocks[at]
 
     def newest(self, before: EpisodePlace | None, most: int) -> list[Held]:
-        """At most so many of those before a place, by default the end, the last of them first."""
+        """Return the `most` newest episodes before a place (None: of all), newest first."""
         found: list[EpisodePlace] = []
         at = len(self._blocks) - 1 if before is None else self._block_of(before)
         while at >= 0 and len(found) < most:
@@ -253,9 +250,9 @@ class EpisodeShelf(Generic[Held]):
         return [self._held[place] for place in found]
 
     def oldest(self) -> EpisodePlace:
-        """The first place of all; there must be one."""
+        """Return the first place. The shelf must not be empty."""
         return self._blocks[0][0]
 
     def _block_of(self, place: EpisodePlace) -> int:
-        """The last block that begins at or before a place; -1 where none does."""
+        """Return the index of the last block that begins at or before a place, or -1."""
         return bisect_right(self._blocks, place, key=lambda block: block[0]) - 1

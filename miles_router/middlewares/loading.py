@@ -1,6 +1,4 @@
-"""Finds the middlewares that the configuration names, binds their options, and builds the stack. First listed =
-outermost.
-"""
+"""Find the middlewares that the configuration names, bind their options, and build the stack (first listed = outermost)."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True)
 class LoadedMiddleware:
-    """A class that was found, with options that fit its constructor."""
+    """A middleware class with options that fit its constructor."""
 
     name: str
     path: str
@@ -46,7 +44,8 @@ def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
     """Find every class and bind every option, before anything runs.
 
     Raises:
-        MiddlewareLoadError: one line that says what is wrong and, for a misspelling, the nearest name.
+        MiddlewareLoadError: a class or option cannot be used. The message is one line, with the nearest name for a
+            misspelling.
     """
     loaded = []
     for name, spec in zip(middleware_names(specs), specs, strict=True):
@@ -58,10 +57,10 @@ def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
 
 
 def find_class(path: str) -> Callable[..., ASGIApp]:
-    """The class that `pkg.module.Class` (or `pkg.module:Class`) names.
+    """Return the middleware class at `pkg.module.Class` (or `pkg.module:Class`).
 
     Raises:
-        MiddlewareLoadError: as `class_at`; or it has what a middleware cannot have.
+        MiddlewareLoadError: `class_at` fails, or an optional method of the contract is another kind of attribute.
     """
     found = class_at(path, "middleware")
     for capability in CAPABILITIES:
@@ -71,10 +70,10 @@ def find_class(path: str) -> Callable[..., ASGIApp]:
 
 
 def class_at(path: str, what: str) -> Callable[..., Any]:
-    """The class that a dotted path names.
+    """Return the class at a dotted path.
 
     Args:
-        what: it is for, in errors.
+        what: the purpose of the class, for error messages.
 
     Raises:
         MiddlewareLoadError: no such module, a module that fails to import, no such attribute, or not a class.
@@ -93,7 +92,7 @@ def class_at(path: str, what: str) -> Callable[..., Any]:
 
 
 def _absent() -> None:
-    """Stands for a capability that a class does not have."""
+    """Stand in for an optional method that a class does not have."""
 
 
 def _import(module_name: str, where: str) -> Any:
@@ -104,17 +103,17 @@ def _import(module_name: str, where: str) -> Any:
         if module_name == missing or module_name.startswith(missing + "."):
             raise MiddlewareLoadError(f"{where}: there is no module {missing!r}") from None
         raise MiddlewareLoadError(f"{where}: {module_name} needs the module {missing!r}") from error
-    except Exception as error:  # a foreign module may fail in any way while it is imported
+    except Exception as error:  # a user's module may fail in any way while it is imported
         reason = f"{type(error).__name__}: {error}"
         raise MiddlewareLoadError(f"{where}: {module_name} fails to import: {reason}") from error
 
 
 def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Option, ...]:
-    """Hold the options given against the constructor's keywords and their types.
+    """Match the given options with the constructor's keywords, and convert them to the annotated types.
 
     Raises:
-        MiddlewareLoadError: no `router` keyword, an unknown option, a value of the wrong type, or one left out that
-            has no default.
+        MiddlewareLoadError: no `router` keyword, an unknown option, a value of the wrong type, or a missing option
+            without a default.
     """
     where = f"middleware {spec.path!r}"
     parameters = _keywords(cls)
@@ -149,7 +148,7 @@ def _bind(where: str, name: str, parameter: inspect.Parameter, hint: Any, given:
 
 
 def _keywords(cls: Callable[..., ASGIApp]) -> dict[str, inspect.Parameter]:
-    """The constructor's parameters behind the wrapped app."""
+    """Return the constructor's parameters after the wrapped app."""
     parameters = list(inspect.signature(cls).parameters.items())
     return dict(parameters[1:]) if parameters and parameters[0][1].kind is not inspect.Parameter.VAR_KEYWORD else {}
 
@@ -157,14 +156,14 @@ def _keywords(cls: Callable[..., ASGIApp]) -> dict[str, inspect.Parameter]:
 def _hints(cls: Any) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)
-    except NameError:  # names imported under TYPE_CHECKING alone: such options are taken as they are
+    except NameError:  # a name imported only under TYPE_CHECKING: such options are not converted
         return {}
 
 
 def build_stack(
     innermost: ASGIApp, loaded: Iterable[LoadedMiddleware], router: Router
 ) -> tuple[ASGIApp, list[ASGIApp]]:
-    """Wrap `innermost`, first listed = outermost. Gives the outermost app and all layers, outermost first."""
+    """Wrap `innermost` in the middlewares. Return the outermost app, and all middlewares, outermost first."""
     layers: list[ASGIApp] = []
     app = innermost
     for each in reversed(list(loaded)):
@@ -175,7 +174,7 @@ def build_stack(
 
 
 class _OfOneModel:
-    """A layer that requests for other models than its own pass by."""
+    """A middleware that requests for other models than its own skip."""
 
     def __init__(self, layer: ASGIApp, inside: ASGIApp) -> None:
         self._layer = layer

@@ -126,7 +126,7 @@ class Owners:
         """Send the request with this body to another process, and return its status, headers and body.
 
         Args:
-            patience: the timeout in seconds; None for the default of requests between processes.
+            patience: the timeout in seconds; None: as long as the client waits.
 
         Raises:
             OwnerUnavailable: the process cannot be reached, or does not answer in time.

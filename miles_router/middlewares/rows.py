@@ -1,17 +1,17 @@
-"""The sub-API for rows: how the layers of a stack hand each other rows aligned with tokens, such as the expert ids of a
-mixture-of-experts engine. For layers that hold trajectories or capture rows.
+"""The sub-API for rows: pass rows aligned with tokens between middlewares, such as the expert ids of a
+mixture-of-experts engine. For middlewares that hold trajectories or capture rows.
 
-One layer captures a kind of rows: it asks the engine for them and takes them out of answers. Layers around it hold
-trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
+One middleware captures a kind of rows: it asks the engine for them and removes them from replies. Middlewares around it
+hold trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
 
-    outer layer    RowDeliveries.captured(router.rows, ...).left_on(exchange)
+    outer          RowDeliveries.captured(router.rows, ...).left_on(exchange)
                                                     ──►  the engine is asked for the rows that are not held yet
-    outer layer    deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
-    outer layer    router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that layer
+    outer          deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
+    outer          router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that middleware
 
-`written_rows` and `read_rows` make bytes of rows and rows of bytes, for trajectories that outlive the process
-(`--state-rows`): the own rows of one generation, behind those of the one that it continues. The header (`state.blobs`)
-has start, width, type and parent.
+`written_rows` and `read_rows` convert rows to bytes and back, for trajectories that outlive the process
+(`--state-rows`). The bytes contain a generation's own rows, which follow those of the generation that it continues. The
+header (`state.blobs`) contains start, width, type and parent.
 """
 
 from __future__ import annotations
@@ -55,56 +55,62 @@ NOTE = "miles_router.middlewares.rows"
 
 @dataclass(frozen=True)
 class RowPrefix:
-    """What is held of a prompt: the first `count` rows of `rows` are about its first tokens."""
+    """The rows that are held for the beginning of a prompt: the first `count` of `rows`, for its first tokens."""
 
     rows: AlignedRows
     count: int
 
     @classmethod
     def of(cls, rows: AlignedRows | None, tokens: int) -> RowPrefix | None:
-        """What `rows` have of a prompt that begins with `tokens` tokens of their generation."""
+        """Return the prefix that `rows` give a prompt beginning with `tokens` tokens of their generation, or None."""
         if rows is None:
             return None
         count = min(len(rows), tokens)
-        # What shares them has them from their owner: else unrelated rollouts of one prompt would hang on each other.
+        # Refer to the generation that owns the rows. Otherwise unrelated rollouts of one prompt would keep each other
+        # alive.
         while rows.parent is not None and count <= rows.start:
             rows = rows.parent
         return cls(rows, count) if count and rows.complete(count) else None
 
 
 def first_prefix(line: Iterable[tuple[TrajectoryRows | None, int]]) -> RowPrefix | None:
-    """Of a trajectory and those it continues, each with how many of a prompt's first tokens it has: the rows held."""
+    """Return the first usable prefix among the trajectory and those it continues, or None.
+
+    Each comes with the number of the prompt's first tokens that it contains.
+    """
     prefixes = (RowPrefix.of(each.rows, tokens) for each, tokens in line if each is not None)
     return next((prefix for prefix in prefixes if prefix is not None), None)
 
 
 class UncheckedRows(Protocol):
-    """Rows that came with an answer, not yet checked against its tokens."""
+    """Rows that arrived with an answer and are not yet checked against its tokens."""
 
     def align(self, tokens: int, rid: str | None) -> AlignedRows:
-        """All rows of the answer, whose prompt and output are `tokens`; they live for as long as somebody has them.
+        """Check the rows against `tokens` tokens of prompt and output, and return them.
+
+        The rows are freed when the last reference to them is gone.
 
         Raises:
-            InvalidTrajectory: they do not fit; the invariant names how.
+            InvalidTrajectory: the rows do not fit; its invariant names the mismatch.
         """
         ...
 
 
 class TrajectoryRows(NamedTuple):
-    """The rows of a trajectory, or why it has none."""
+    """The rows of a trajectory, or the reason why they are missing."""
 
     rows: AlignedRows | None
     reason: str | None = None
 
 
-#: Of a trajectory, by kind; a kind that nobody captures is not in it.
+#: The rows of a trajectory by kind, without the kinds that no middleware captures.
 RowsByKind = Mapping[RowKind, TrajectoryRows]
 NO_ROWS: RowsByKind = MappingProxyType({})
 
 
 @dataclass
 class RowDelivery:
-    """One request's, between the layer that holds its trajectory and the layer that captures a kind of rows."""
+    """The rows of one request, passed from the middleware that captures them to the one that holds the trajectory."""
 
     kind: RowKind
     prefixes: Sequence[RowPrefix | None] = ()  # by prompt
@@ -114,7 +120,7 @@ class RowDelivery:
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[RowDelivery]:
-        """While the inner app is called, and its answers are taken. Nothing of it stays on the exchange afterwards."""
+        """Attach this delivery to the exchange within this context, in which the inner app runs and rows are taken."""
         note = _note(self.kind)
         exchange.notes[note] = self
         try:
@@ -126,21 +132,21 @@ class RowDelivery:
 
     @classmethod
     def of(cls, exchange: Exchange, kind: RowKind) -> RowDelivery | None:
-        """The one that a layer has left for this kind, if one has."""
+        """Return the delivery of this kind that an outer middleware attached to the exchange, or None."""
         delivery: RowDelivery | None = exchange.notes.get(_note(kind))
         return delivery
 
     def prefix_for(self, answer: int) -> RowPrefix | None:
-        """What is held of the prompt of an answer."""
+        """Return the rows that are held for the prompt of an answer, or None."""
         prompt = self.prompt_of(answer)
         return self.prefixes[prompt] if prompt < len(self.prefixes) else None
 
     def prompt_of(self, answer: int) -> int:
-        """Answers are prompt-major."""
+        """Return the index of an answer's prompt; answers are prompt-major."""
         return answer // self.per_prompt
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> TrajectoryRows:
-        """The rows of an answer of `tokens` tokens, prompt included."""
+        """Check and return the rows of an answer of `tokens` tokens, prompt included. Each answer is taken once."""
         unchecked = self.unchecked.pop(answer, None)
         if unchecked is None:
             return TrajectoryRows(None, self.missing or "the worker sent none with this answer")
@@ -151,7 +157,7 @@ class RowDelivery:
 
 
 class RowDeliveries(dict[RowKind, RowDelivery]):
-    """One request's, of every kind that is captured."""
+    """The deliveries of one request, for each kind that is captured."""
 
     @classmethod
     def captured(
@@ -162,25 +168,24 @@ class RowDeliveries(dict[RowKind, RowDelivery]):
         per_prompt: int = 1,
         missing: str | None = None,
     ) -> RowDeliveries:
-        """Those of the kinds that some layer captures.
+        """Build a delivery for each kind that a middleware captures.
 
         Args:
-            prefixes: gives what is held of each prompt.
-            missing: why an answer has no rows that come with it.
+            prefixes: returns the rows that are held of each prompt, for a kind.
+            per_prompt: the number of answers to each prompt.
+            missing: the reason to give for an answer that comes without rows.
         """
         kinds = [kind for kind, channel in channels.items() if channel.captures]
         return cls({kind: RowDelivery(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[None]:
-        """As `RowDelivery.left_on`."""
         with ExitStack() as stack:
             for delivery in self.values():
                 stack.enter_context(delivery.left_on(exchange))
             yield
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> RowsByKind:
-        """As `RowDelivery.take`."""
         if not self:
             return NO_ROWS
         return {kind: delivery.take(answer, tokens, rid) for kind, delivery in self.items()}
@@ -192,7 +197,7 @@ def _note(kind: RowKind) -> str:
 
 @dataclass(frozen=True)
 class RowMatch:
-    """A trajectory that a request named, with its rows."""
+    """A trajectory that a request for rows refers to."""
 
     rows: TrajectoryRows
     tokens: int
@@ -201,10 +206,15 @@ class RowMatch:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string. Of a router of several processes, `require` raises
-    Elsewhere where another has what that string names; without it, all have to be asked. `bring` is awaited behind it,
-    with that string: what is held outside of memory can be read."""
+    """A finder of the trajectory that a request for rows refers to by a field, a string.
+
+    Attributes:
+        find: returns the trajectory for the request's fields; raises NotFound or BadRequest.
+        fields: further fields that `find` reads.
+        require: in a router of several processes, raises Elsewhere if another process owns the string's trajectory.
+            If None, all processes are asked.
+        bring: awaited after `require` with the string, to load the trajectory from disk.
+    """
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
@@ -213,39 +223,40 @@ class RowSource:
 
 
 class RowChannel:
-    """`router.rows[kind]`: where the layers of one stack find each other for one kind of rows."""
+    """`router.rows[kind]`: what the middlewares of one stack share about one kind of rows."""
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind
-        #: The model's, where the layer that captures knows it, and the option of that layer that says it.
+        #: The model's row shape, if the capturing middleware knows it, and that middleware's option for the shape.
         self.shape: RowShape | None = None
         self.shape_option = ""
-        #: Whether a layer captures.
+        #: Whether a middleware captures this kind.
         self.captures = False
-        #: Bytes that it keeps at most.
+        #: The most bytes of rows that the capturing middleware keeps.
         self.max_bytes = 0
-        #: Its own way to keep rows that were had before: own rows, the first one's number, those before, and the
-        #: generation's id.
+        #: Set by the capturing middleware: keeps rows that were restored from disk. Arguments: the generation's own
+        #: rows, the position of the first, the rows before them, and the generation's id.
         self.hold: Callable[[RowArray, int, AlignedRows | None, str | None], AlignedRows] | None = None
-        #: Hears of rows that it let go of for want of room.
+        #: Called with rows that the capturing middleware evicts for lack of space.
         self.when_evicted: Callable[[AlignedRows], None] = lambda rows: None
-        #: Is awaited with the id of a generation that it does not know: what is held outside of memory can be read.
+        #: Awaited with the id of a generation unknown to the capturing middleware, to load its rows from disk.
         self.bring_rid: Callable[[str], Awaitable[None]] | None = None
-        #: By the field that names a trajectory in a request ("text", "session_id").
+        #: The finders by the field that names a trajectory in a request ("text", "session_id").
         self.sources: dict[str, RowSource] = {}
 
     def array(self, rows: AlignedRows, start: int, stop: int) -> RowArray:
-        """Rows `[start, stop)`, [stop - start, layers, top_k], of the smallest type that holds them; where the shape is
-        not known, [stop - start, layers * top_k].
+        """Return rows `[start, stop)` as an array of the smallest type that holds their values.
+
+        Its shape is [stop - start, layers, top_k], or [stop - start, layers * top_k] if the model's shape is unknown.
 
         Raises:
-            InvalidTrajectory: some are missing or evicted.
+            InvalidTrajectory: some rows are missing or evicted.
         """
         flat = rows.array(start, stop)
         return flat if self.shape is None else self.shape.reshape(flat)
 
     def describe(self) -> dict[str, int | None] | None:
-        """The model's shape as `layers`, `top_k` and the number of its ids to choose from, where it is known."""
+        """Return the model's shape as `layers`, `top_k` and the number of distinct ids, or None if it is unknown."""
         if self.shape is None:
             return None
         return {"layers": self.shape.layers, "top_k": self.shape.top_k, self.kind.ids: self.shape.choices}
@@ -253,32 +264,32 @@ class RowChannel:
 
 # Rows as bytes
 
-#: Why a trajectory that was read back has no rows, where none were written.
+#: The reason why a restored trajectory has no rows if they were not written.
 NOT_WRITTEN = "the router was restarted since, and --state-rows was off"
-#: Of a number, the lower bits that tell the kind by its place in `KINDS`.
+#: The low bits of a blob's number, which contain the index of the kind in `KINDS`.
 KIND_BITS = 4
 
 
 def number_of_rows(kind: RowKind, number: int) -> int:
-    """Return the number of the large blob that has the rows of a generation with this number."""
+    """Return the number of the large blob for the rows of the generation with this number."""
     return number << KIND_BITS | KINDS.index(kind)
 
 
 def generation_of_rows(number: int) -> tuple[RowKind, int]:
-    """Return what `number_of_rows` was given. Raises IndexError where it was nothing."""
+    """Return the arguments that `number_of_rows` made this number of. Raise IndexError for an unknown kind."""
     return KINDS[number & (1 << KIND_BITS) - 1], number >> KIND_BITS
 
 
 def can_be_written(rows: AlignedRows, parent: int | None) -> bool:
-    """Whether rows can be read as far as `written_rows` has to."""
+    """Return True if all rows that `written_rows` would write are still held."""
     return rows.complete() if _whole(rows, parent) else rows.held or len(rows) == rows.start
 
 
 def written_rows(rows: AlignedRows, parent: int | None) -> bytes:
-    """Own rows behind those of the generation with the number `parent`; without one, all that it has.
+    """Return rows as bytes: those after the rows of the generation with the number `parent`, or all without a parent.
 
     Raises:
-        InvalidTrajectory: they are no longer held.
+        InvalidTrajectory: rows are no longer held.
     """
     start = 0 if _whole(rows, parent) else rows.start
     own = rows.array(start)
@@ -288,22 +299,22 @@ def written_rows(rows: AlignedRows, parent: int | None) -> bytes:
 
 
 def _whole(rows: AlignedRows, parent: int | None) -> bool:
-    """Whether rows are repeated that are another generation's."""
+    """Return True if the inherited rows must be written too, because their generation is not written."""
     return parent is None and rows.parent is not None
 
 
 def parent_of(data: bytes) -> int | None:
-    """The number of the generation whose rows these go on from.
+    """Return the number of the generation that the written rows continue, or None.
 
     Raises:
-        KeyError, ValueError: they are none.
+        KeyError, ValueError: `data` does not contain rows.
     """
     parent: int | None = header_of(data)[0]["parent"]
     return parent
 
 
 def are_kept(channels: Mapping[RowKind, RowChannel]) -> bool:
-    """Return whether a layer keeps rows that are read again."""
+    """Return True if a middleware can keep rows that are restored from disk."""
     return any(channel.hold is not None for channel in channels.values())
 
 
@@ -314,14 +325,14 @@ def read_rows(
     channels: Mapping[RowKind, RowChannel],
     rid: str | None = None,
 ) -> TrajectoryRows:
-    """The rows that were written so, kept by the layer that captures them now.
+    """Restore rows from the bytes of `written_rows`, and keep them in the middleware that captures the kind.
 
     Args:
-        before: gives the rows of the generation with a number, which were read before.
-        rid: of the generation.
+        before: returns the rows of the generation with a number; parents must be restored first.
+        rid: the generation's id.
 
     Raises:
-        KeyError, IndexError, ValueError: they are none, or missing.
+        KeyError, IndexError, ValueError: the bytes are missing or do not contain rows.
     """
     hold = channels[kind].hold if kind in channels else None
     if hold is None:

@@ -1,8 +1,8 @@
-"""The sub-API for state: what outlives the process, and which of several processes owns a name. For layers that keep
+"""The sub-API for state: data that outlives the process, and the owner process of each name. For middlewares that keep
 sessions, texts or rows.
 
-    router.store     a journal of blobs by owner, kept where `--state-dir` is set
-    router.owners    where a router has several processes, `require` sends a request on to the owner of its name
+    router.store     a journal of blobs by owner; None without `--state-dir`
+    router.owners    in a router of several processes, `require` forwards a request to the owner of its name
 """
 
 from miles_router.asgi.headers import header_texts, raw_headers
