@@ -1,6 +1,4 @@
-"""The edge: the one ASGI callable, where a path is decoded and its door found, where errors become answers and requests
-are counted.
-"""
+"""The edge: the ASGI callable of the router. It decodes paths, checks access, renders errors and counts requests."""
 
 from __future__ import annotations
 
@@ -47,17 +45,18 @@ class RouterApp:
         clients: ClientStatistics,
         counts: bool = True,
     ) -> None:
-        """
+        """Build the app from its parts.
+
         Args:
-            counts: whether requests come in here first; if not, they were counted and logged where they did.
+            counts: False if another process has accepted the requests, and counts and logs them.
         """
         self.pools = pools
         #: The middlewares, outermost first.
         self.layers = layers
-        #: The handle that the layers have.
+        #: The handle that the middlewares got.
         self.router = router = pools.default.router
         self.doors = doors
-        #: What the server of this app counts.
+        #: The counts of client connections, which the server updates.
         self.clients = clients
         self._counts = counts
         self._routes = routes
@@ -71,11 +70,11 @@ class RouterApp:
         self._restoring = () if router.store is None else tuple(each for each in layers if isinstance(each, Restores))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
-        """While this is entered, health checks and middlewares run: the lifespan protocol without a server."""
+        """Return a context within which health checks and middlewares run: the lifespan without a server."""
         return self._routes.lifespan_context(self._routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry: HTTP and lifespan; anything else is refused."""
+        """Handle an ASGI scope: HTTP or lifespan; websockets are closed."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._routes(scope, receive, send)
@@ -90,40 +89,46 @@ class RouterApp:
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
-            scope["path"] = decode_path(scope["raw_path"])  # here, and nowhere else
+            scope["path"] = decode_path(scope["raw_path"])  # the only decoding: later code must not decode again
             if self._owners.several:
                 await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
             else:
                 await self._restore(scope)
                 await self._enter(scope)(scope, receive, outlet)
-        except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
+        except Exception as error:  # a bug is logged with its traceback and answered with 500
             if isinstance(error, RouterError) and error.type != RouterError.type:
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
                     await _answer(error, exchange, outlet)
                 refused = error.status
-            else:  # one that has no type was made for control flow, and somebody has let it out
+            else:  # a bug, or a RouterError without a type, which is for control flow and should have been caught
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            if self._counts and not exchange.forwarded:  # else another process counts it
+            if self._counts and not exchange.forwarded:  # otherwise another process counts it
                 self._finished(scope, exchange, outlet.status or refused, started_at)
 
     async def _restore(self, scope: Scope) -> None:
-        """Have layers bring back what the request names. A session's own key is known once it is read."""
+        """Let middlewares load the state that the request names, unless the request lacks a required key.
+
+        This comes before the key is compared, since a session's own key is known only after the session is loaded.
+        """
         if self._restoring and not self.doors.lacks_key(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
 
     async def _here(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request in this process."""
+        """Answer a request in this process, not in the owner's."""
         await self._restore(scope)
         await self._enter(scope)(scope, receive, send)
 
     def _check_door(self, scope: Scope) -> None:
-        """Refuse what nobody lets in. Which key it is, the process that answers asks. Raises as `_enter`."""
+        """Refuse a request that no process would accept, before it is forwarded. Raises the errors of `_enter`.
+
+        A key is only checked for presence here; the process that answers compares it.
+        """
         door = self.doors.of(scope["path"])
         if self.doors.lacks_key(scope["path"], scope["headers"]):
             self.doors.authorize(door, scope["path"], scope["headers"])
@@ -132,12 +137,12 @@ class RouterApp:
         scope[SCOPE_KEY].check_announced_size(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
-        """Who answers, once the request may enter.
+        """Check whether a request may enter, and return the app that answers it.
 
         Raises:
-            Unauthorized: the key that its door takes did not come.
-            ForeignOrigin: no key is needed, and a web page of somebody else asks.
-            BodyTooLarge: the request announces more than anybody here takes.
+            Unauthorized: the key for this path is missing or wrong.
+            ForeignOrigin: the path needs no key, and the request comes from a web page of another origin.
+            BodyTooLarge: the announced body length is over the limit.
         """
         door = self.doors.of(scope["path"])
         scope["headers"] = self.doors.authorize(door, scope["path"], scope["headers"])
@@ -148,7 +153,7 @@ class RouterApp:
         return self._routes if door.own else self._stack
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
-        """One line for each failure. A reply that had begun ends here without its end: the server breaks it off."""
+        """Log and count a failed request. If its reply has begun, the server closes the connection without an end."""
         fields = {**_fields(exchange, scope), "type": error.type, "reason": str(error)}
         if isinstance(error, ClientDisconnected):
             self._metrics.client_disconnects += 1
@@ -172,7 +177,7 @@ _finished = RouterApp._finished
 
 
 class TracedRouterApp(RouterApp):
-    """The same, with a trace of each turn."""
+    """A `RouterApp` that traces each turn."""
 
     def __init__(self, traces: Traces, **parts: Any) -> None:
         super().__init__(**parts)
@@ -185,7 +190,7 @@ class TracedRouterApp(RouterApp):
             exchange.flight.trace.detailed().error = error.type
 
     def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
-        _finished(self, scope, exchange, status, started_at)  # `super` would look it up anew each time
+        _finished(self, scope, exchange, status, started_at)  # `super()` would cost a lookup for each request
         flight = exchange.flight
         turn = flight.trace
         if turn is None:
@@ -195,7 +200,7 @@ class TracedRouterApp(RouterApp):
             workers is None or request is None or request.tried
         ):
             self._traces.finish(exchange, turn, scope["path"], status, started_at)
-        elif traceparent.endswith(self._kept):  # here, since a call more costs each small request some thousandths
+        elif traceparent.endswith(self._kept):  # inlined: a call costs a few thousandths of a small request
             path, worker, turns = scope["path"], flight.worker_url, self._plain_turns
             version, own, ended_at = workers.version_of(worker), exchange.request_id, time.perf_counter()
             turns.append((traceparent, path, worker, version, status, own, started_at, head_at, ended_at))

@@ -1,7 +1,7 @@
-"""Every error the router raises by type; the one edge in `edge.py` renders them.
+"""The router's errors by type. `edge.py` renders them as replies.
 
     RouterError                     500 internal_error
-    ├── ConfigError                 start-up stops with one line naming the setting
+    ├── ConfigError                 start-up stops with one line that names the setting
     │   └── MiddlewareLoadError     a dotted path or an option that cannot be used
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
@@ -12,32 +12,32 @@
     │   ├── BodyTooLarge            413 request_too_large
     │   ├── RequestTimeout          408 request_timeout
     │   └── GroupAborted            409 group_aborted
-    ├── PolicyFault                 500 policy_failed: a policy of one's own failed, or chose what it may not
-    ├── ClientDisconnected          nothing is rendered: nobody is listening
+    ├── PolicyFault                 500 policy_failed: a custom policy failed, or returned a unit it was not given
+    ├── ClientDisconnected          nothing is rendered: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
-    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
-    ├── OwnerLost                   502 owner_lost: its process was lost while it was asked, and may have done it
-    ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
+    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: the owner process is restarting
+    ├── OwnerLost                   502 owner_lost: the owner was lost, and may have executed the request
+    ├── NodeUnleased                503 node_unleased, with Retry-After: this shard's right to act has expired
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
-    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's leader is away
+    ├── ControlUnavailable          503 control_unavailable, with Retry-After: the leader cannot be reached
     ├── PartlyFailed                502 fan_out_failed
-    ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
-    │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format
-    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks what was acknowledged
-    │   ├── StateFull               507 state_full: no room on the disk
-    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it
-    │   └── StateOutdated           503 state_outdated: a younger epoch has the slot
-    ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine can do it
+    ├── StateError                  500 state_failed: `--state-dir` cannot be read or written
+    │   ├── StateForeign            500 state_foreign: a file of another program, or in another format
+    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks acknowledged commits
+    │   ├── StateFull               507 state_full: the disk is full
+    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it open
+    │   └── StateOutdated           503 state_outdated: a newer epoch has the slot
+    ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine supports the request
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
         ├── UpstreamTimeout         504 upstream_timeout
-        ├── PromptNotRead           502 prompt_not_read: the engine read another prompt than it was given
-        └── UpstreamBroken          lost inside the body: the client's connection is broken off
+        ├── PromptNotRead           502 prompt_not_read: the engine truncated the prompt
+        └── UpstreamBroken          lost inside the body: the client's connection is closed
 
-Answers of workers, 4xx and 5xx included, are replies and never become exceptions.
+Replies of workers, including 4xx and 5xx, are relayed and never become exceptions.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from typing import ClassVar
 
 
 class RouterError(Exception):
-    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe. One
-    without a type of its own is answered as a defect: its message goes to the log alone."""
+    """An error that is rendered as a reply with `status` and `type`; `retryable`: a retry is safe.
+
+    An error without its own type is answered as a bug of the router: its message goes only to the log.
+    """
 
     status: int = 500
     type: str = "internal_error"
@@ -56,7 +58,7 @@ class RouterError(Exception):
     headers: ClassVar[Mapping[str, str]] = {}
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
-        """The JSON that every error of the router's own is rendered as."""
+        """Return the JSON body of the reply."""
         return {"error": {"type": self.type, "message": str(self), "request_id": request_id}}
 
 
@@ -71,14 +73,14 @@ class MiddlewareLoadError(ConfigError):
 
 
 class BadRequest(RouterError):
-    """The client's fault; nothing was changed."""
+    """The request is invalid; nothing was changed."""
 
     status = 400
     type = "invalid_request"
 
 
 class Unauthorized(BadRequest):
-    """The api key is missing or wrong."""
+    """The API key is missing or wrong."""
 
     status = 401
     type = "unauthorized"
@@ -86,21 +88,21 @@ class Unauthorized(BadRequest):
 
 
 class ForeignOrigin(BadRequest):
-    """A web page of somebody else wants to change something where no key is set."""
+    """A web page of another origin tries to change something, and no key is set."""
 
     status = 403
     type = "foreign_origin"
 
 
 class NotFound(BadRequest):
-    """What the request names does not exist."""
+    """The path, or an object that the request names, does not exist."""
 
     status = 404
     type = "not_found"
 
 
 class UnknownModel(NotFound):
-    """A request names a model that no worker has, or names none where there are several."""
+    """The request names a model that no worker has, or names no model and there are several."""
 
     type = "model_not_found"
 
@@ -109,13 +111,13 @@ class UnknownModel(NotFound):
         self._parameter = parameter
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
-        """As OpenAI's API and SGLang say it."""
+        """Return the body in the format of OpenAI's API and SGLang."""
         error = {"message": str(self), "type": "invalid_request_error", "param": self._parameter, "code": self.type}
         return {"error": {**error, "request_id": request_id}}
 
 
 class MethodNotAllowed(BadRequest):
-    """A path of the router's own, or of a middleware's, that does not take this method."""
+    """The path belongs to the router or a middleware and does not take this method."""
 
     status = 405
     type = "method_not_allowed"
@@ -136,20 +138,20 @@ class RequestTimeout(BadRequest):
 
 
 class GroupAborted(BadRequest):
-    """The group that the request belongs to was aborted, and nothing can be given of what was sampled for it."""
+    """The group of the request was aborted, and none of its sampled tokens can be returned."""
 
     status = 409
     type = "group_aborted"
 
 
 class PolicyFault(RouterError):
-    """A policy of one's own (`--policy`) has failed, or chose what it may not."""
+    """A custom policy (`--policy`) raised an exception, or returned a unit that was not a candidate."""
 
     type = "policy_failed"
 
 
 class ClientDisconnected(RouterError):
-    """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
+    """The client is gone. Metrics and logs show status 499 (nginx's convention)."""
 
     status = 499
     type = "client_disconnected"
@@ -165,7 +167,7 @@ class NoWorkerAvailable(RouterError):
 
 
 class TooManyConnections(RouterError):
-    """As many clients are connected as the router takes, and none of their connections is idle."""
+    """The router has its maximum number of client connections, and none of them is idle."""
 
     status = 503
     type = "too_many_connections"
@@ -174,8 +176,8 @@ class TooManyConnections(RouterError):
 
 
 class OwnerUnavailable(RouterError):
-    """What a request belongs to is another process's, which does not take it: it is being started again, or too many
-    wait for it."""
+    """Another process owns the session or text of the request, and does not accept the request: it is restarting, or
+    too many requests wait for it."""
 
     status = 503
     type = "owner_unavailable"
@@ -184,14 +186,14 @@ class OwnerUnavailable(RouterError):
 
 
 class OwnerLost(RouterError):
-    """The process that has what a request is about was lost while it was asked: it may have done what was asked."""
+    """The process that owns the session or text was lost during the request, and may have executed it."""
 
     status = 502
     type = "owner_lost"
 
 
 class NodeUnleased(RouterError):
-    """This shard has not heard from the leader for longer than it may act without it: it may not answer."""
+    """This shard has not heard from the leader for so long that it may not answer any more."""
 
     status = 503
     type = "node_unleased"
@@ -200,7 +202,7 @@ class NodeUnleased(RouterError):
 
 
 class FleetPaused(RouterError):
-    """The fleet is paused or asleep, and this request cannot wait (any longer)."""
+    """The fleet is paused or asleep, and the request cannot wait, or has waited for too long."""
 
     status = 503
     type = "fleet_paused"
@@ -209,13 +211,13 @@ class FleetPaused(RouterError):
 
 
 class FleetFull(FleetPaused):
-    """No worker has room for another session, and this one cannot wait (any longer)."""
+    """No worker has room for another session, and the request cannot wait, or has waited for too long."""
 
     type = "fleet_full"
 
 
 class ControlUnavailable(RouterError):
-    """The router's leader is away, or was lost while it was asked: it may have done what was asked."""
+    """The router's leader cannot be reached, or was lost during the request and may have executed it."""
 
     status = 503
     type = "control_unavailable"
@@ -223,31 +225,31 @@ class ControlUnavailable(RouterError):
 
 
 class PartlyFailed(RouterError):
-    """Some worker did not do what all were asked to."""
+    """A request to all workers failed on at least one of them."""
 
     status = 502
     type = "fan_out_failed"
 
 
 class StateError(RouterError):
-    """What `--state-dir` holds cannot be read or written; nothing that was held is lost."""
+    """`--state-dir` cannot be read or written; nothing that was stored is lost."""
 
     type = "state_failed"
 
     def written(self) -> list[str]:
-        """For another process: type and message."""
+        """Return type and message, to pass the error to another process."""
         return [self.type, str(self)]
 
     @staticmethod
     def read(written: Sequence[str]) -> StateError:
-        """What `written` has written."""
+        """Build the error from the result of `written`."""
         type_, message = written
         kinds = (StateForeign, StateDamaged, StateFull, StateHeld, StateOutdated)
         return next((kind for kind in kinds if kind.type == type_), StateError)(message)
 
 
 class StateForeign(StateError):
-    """A file under `--state-dir` is somebody else's, or of a format that this version does not read."""
+    """A file under `--state-dir` belongs to another program, or has a format that this version does not read."""
 
     type = "state_foreign"
 
@@ -259,7 +261,7 @@ class StateDamaged(StateError):
 
 
 class StateFull(StateError):
-    """The disk of `--state-dir` has no room left: nothing new is held until it has. What is held can be read."""
+    """The disk of `--state-dir` is full. Nothing new is stored until it has space; stored data can be read."""
 
     status = 507
     type = "state_full"
@@ -274,43 +276,43 @@ class StateHeld(StateError):
 
 
 class StateOutdated(StateError):
-    """Another router has taken this part of `--state-dir` over."""
+    """Another router has taken over this part of `--state-dir`."""
 
     status = 503
     type = "state_outdated"
 
 
 class UnsupportedByEngine(RouterError):
-    """No routable worker has an engine that answers this as it is meant; none was asked."""
+    """No routable worker has an engine that supports the request; it was not sent."""
 
     status = 501
     type = "unsupported_by_engine"
 
 
 class UpstreamError(RouterError):
-    """Talking to a worker failed."""
+    """A request to a worker failed."""
 
     status = 502
     type = "upstream_error"
-    #: True when this machine has no descriptor, memory or port left, which says nothing of the worker.
+    #: True when this machine has no descriptor, memory or port left, so the worker is not at fault.
     exhausted = False
 
 
 class PromptNotRead(UpstreamError):
-    """The engine read another prompt than it was given. SGLang does so with `--allow-auto-truncate`: it cuts a prompt
-    that is too long for its context window or its KV cache, and answers 200. Nothing is recorded."""
+    """The engine read another prompt than it was sent; nothing is recorded. SGLang with `--allow-auto-truncate` cuts a
+    prompt that is too long for its context window or KV cache, and answers 200."""
 
     type = "prompt_not_read"
 
     @classmethod
     def of(cls, worker: str | None, given: int, read: int) -> PromptNotRead:
-        """Return the error of a worker that read so many tokens of a prompt of `given` tokens."""
+        """Return the error for a worker that read `read` tokens of a prompt of `given` tokens."""
         advice = "start it without --allow-auto-truncate, give it more memory, or send shorter prompts"
         return cls(f"worker {worker} read {read} tokens of a prompt of {given}: {advice}")
 
 
 class UpstreamUnreachable(UpstreamError):
-    """No connection, or it was lost before a reply began: no part of a reply exists, so another worker may be tried."""
+    """No connection to the worker, or it was lost before a reply began, so another worker may be tried."""
 
     type = "upstream_unreachable"
     retryable = True
@@ -327,23 +329,23 @@ class UpstreamUnreachable(UpstreamError):
         written: bool = False,
     ) -> None:
         super().__init__(message)
-        #: True when the request was written before to a kept connection that was lost, whatever became of the next one.
+        #: True when the request had been written to a keep-alive connection that was lost, whatever came afterwards.
         self.written = written
-        #: True when a kept connection was lost, and the worker takes new ones: it had most likely closed it while idle.
+        #: True when a keep-alive connection was lost and the worker accepts new ones: it probably closed an idle one.
         self.kept = kept
-        #: True when no connection could be made in time: the worker was silent.
+        #: True when the worker did not accept a connection in time.
         self.timed_out = timed_out
         self.exhausted = exhausted
-        #: True when the router broke it off itself: another connection to the same worker would be no better.
+        #: True when the router itself gave up: another connection to the same worker would not help.
         self.given_up = given_up
-        #: True when no connection could be made at all, which speaks against the worker itself.
+        #: True when no connection could be made at all, so the worker is probably down.
         self.refused = refused
         #: How many workers were tried.
         self.attempts = 1
 
 
 class UpstreamInvalidResponse(UpstreamError):
-    """The worker's bytes are not an HTTP reply, or an answer that a layer must read is too large or cannot be read."""
+    """The worker's bytes are not an HTTP reply, or a reply that a middleware must read is too large or unreadable."""
 
     type = "upstream_invalid_response"
 
@@ -356,6 +358,6 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamBroken(UpstreamError):
-    """The reply was cut after it had begun; what the client has is incomplete and must not look complete."""
+    """The worker's reply broke off after it had begun. The part that the client has must not look complete."""
 
     type = "upstream_broken"

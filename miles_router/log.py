@@ -29,7 +29,7 @@ LAST_WORDS = 2.0
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter for text lines: `2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
+    """A formatter for text: `2026-05-01 12:00:00.123 WARNING worker_quarantined worker=http://... reason="..."`."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))

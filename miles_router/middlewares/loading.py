@@ -1,4 +1,4 @@
-"""Find the middlewares that the configuration names, bind their options, and build the stack (first listed = outermost)."""
+"""Find the configured middlewares, bind their options, and build the stack (first listed = outermost)."""
 
 from __future__ import annotations
 
