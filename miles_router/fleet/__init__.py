@@ -1,1 +1,1 @@
-"""Who the workers are: addresses, states, leases, the policies that choose among them, the gate, who is in flight."""
+"""The workers: addresses, states, leases, placement policies, the gate, and the requests in flight."""

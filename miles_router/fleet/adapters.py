@@ -1,4 +1,4 @@
-"""What a worker says of its adapters, and what holds where it says nothing."""
+"""The LoRA adapters of a worker: read from the worker, or remembered when the worker does not report them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ from miles_router.fleet.workers import Worker
 
 
 class AdapterQuestion(Protocol):
-    """How one worker is asked: `control.probes.Probes`."""
+    """A client of the workers' adapter lists; `control.probes.Probes` implements it."""
 
     async def adapters(self, worker: Worker, patience: float | None, key: bytes | None) -> frozenset[str] | None:
-        """The adapters that it has; None where it does not say, within so many seconds; raises Unauthorized where it
-        says so to others than this `Authorization`."""
+        """Return the names of the loaded adapters, or None if the worker does not report them.
+
+        Args:
+            patience: the timeout in seconds.
+            key: the `Authorization` header to send.
+
+        Raises:
+            Unauthorized: the worker refuses this key.
+        """
         ...
 
 
 async def told_adapters(
     question: AdapterQuestion, worker: Worker, patience: float | None = None, key: bytes | None = None
 ) -> frozenset[str] | None:
-    """The adapters that a worker has, asked now, with this `Authorization` where it has none of its own; None where it
-    does not say, within so many seconds."""
+    """Ask a worker for its adapters now, and return None if it does not report them within `patience` seconds.
+
+    `key` is the `Authorization` header for a worker that was registered without a key.
+    """
     try:
         return await question.adapters(worker, patience, key)
     except Unauthorized:
@@ -31,7 +40,7 @@ async def told_adapters(
 
 
 async def adapters_by(question: AdapterQuestion, facts: Facts, worker: Worker) -> frozenset[str] | None:
-    """Those of an engine with these facts: as it says now, or said before, if it is the same."""
+    """Return a worker's adapters: reported now, or else the last known ones if the engine process is the same."""
     if not facts.lora:
         return worker.adapters if facts.lora is None else frozenset()
     told, before = await told_adapters(question, worker), worker.facts

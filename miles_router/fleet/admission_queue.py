@@ -1,7 +1,7 @@
-"""Where new sessions wait for room. Turns of a session that has begun have nothing to wait for here.
+"""The queue of new sessions that wait for room. Later turns of a session do not wait here.
 
-Only the first of them looks whether there is room, and calls one other at a time that may begin before it: each takes
-its room before the next one is called. What frees room has many places, and tells nobody.
+Room becomes free in many places of the code, without notice, so the first session in the queue polls for it. It also
+wakes one other session at a time that may begin before it: each occupies its room before the next one is woken.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Protocol
 from miles_router.errors import FleetFull
 from miles_router.fleet.placement.admission import Admission
 
-#: Seconds after which whoever is first looks again.
+#: Seconds between two checks by the first session in the queue.
 GLANCE = 0.1
 
 
 class Waiting(Protocol):
-    """Who waits: a request, which may be aborted meanwhile. `waits`: how often now; `waited`: seconds, until now."""
+    """A request that waits, and may be aborted meanwhile. `waits`: its waits under way; `waited`: seconds so far."""
 
     aborted: bool
     waits: int
@@ -30,7 +30,7 @@ class Waiting(Protocol):
 
     @property
     def number(self) -> int:
-        """Lower for one that came before."""
+        """A number that is lower for requests that arrived earlier."""
         ...
 
     def mark(self, name: str, *, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Waiting(Protocol):
 
 
 class _Newcomer:
-    """One request's."""
+    """The place of one request in the queue."""
 
     __slots__ = ("called", "key", "number", "tokens", "who", "woken")
 
@@ -48,7 +48,7 @@ class _Newcomer:
         self.key = key
         self.tokens = tokens
         self.number = (who.number, count)
-        #: Whether it may look, although it is not the first.
+        #: Whether it may check for room although it is not the first.
         self.called = False
         self.woken: asyncio.Future[None] | None = None
 
@@ -61,7 +61,7 @@ _NUMBER = attrgetter("number")
 
 
 class AdmissionQueue:
-    """At most `max_waiting` requests, each for at most `timeout` seconds (0: as long as it takes)."""
+    """A queue of at most `max_waiting` requests, each for at most `timeout` seconds (0: without limit)."""
 
     def __init__(self, admission: Admission, *, max_waiting: int, timeout: float, is_open: Callable[[], bool]) -> None:
         self._admission = admission
@@ -71,27 +71,30 @@ class AdmissionQueue:
         self._count = itertools.count()
         self._order: list[_Newcomer] = []
         self._of: dict[str, list[_Newcomer]] = {}  # by session
-        self._least = inf  # nobody who waits has a shorter prompt than this
+        self._least = inf  # a lower bound of the waiting prompts' lengths, in tokens
 
     def __len__(self) -> int:
         return len(self._order)
 
     def must_wait(self, key: str | None, tokens: int) -> bool:
-        """Whether a generation has to wait here first: the session that it begins has no room, or others wait."""
+        """Return True if a generation must wait here: it begins a session, and there is no room or others wait."""
         rules = self._admission
         if not rules.begins(key) or (not self._order and rules.has_room(tokens)):
             return False
         return not rules.fits_nowhere(tokens)
 
     async def wait(self, who: Waiting, key: str, tokens: int, came_at: float) -> None:
-        """Wait until a session with a prompt of so many tokens may begin, or has begun; or until `who` is aborted and
-        released. Whoever returns takes the room before anybody else looks.
+        """Wait until the session `key` may begin or has begun, or until the request is aborted and released.
+
+        The caller must take its lease before it next awaits, because the next request checks for room after that.
 
         Args:
-            came_at: since when it waits, in the event loop's time.
+            who: the request.
+            tokens: the length of its prompt.
+            came_at: when its wait began, in the event loop's time.
 
         Raises:
-            FleetFull: too many wait already, or this one has waited for too long.
+            FleetFull: too many requests wait already, or this one has waited for too long.
         """
         if len(self._order) >= self._max_waiting:
             raise FleetFull(f"no worker has room for it; {len(self._order)} requests wait already (--gate-max-held)")
@@ -104,7 +107,7 @@ class AdmissionQueue:
             self._leave(place)
 
     def release(self, those: Collection[Waiting]) -> None:
-        """They were aborted: let them go on."""
+        """Wake aborted requests."""
         for place in self._order:
             if place.who in those:
                 place.wake()
@@ -121,7 +124,7 @@ class AdmissionQueue:
         del self._order[at]
         others = self._of[place.key]
         others.remove(place)
-        for other in others:  # their session has begun now, or what goes on is no concern of theirs
+        for other in others:  # their session may have begun with this request
             other.wake()
         if not others:
             del self._of[place.key]
@@ -131,7 +134,7 @@ class AdmissionQueue:
             self._least = inf
 
     def _goes(self, place: _Newcomer) -> bool:
-        """Whether it is this one that may begin now."""
+        """Return True if this request may begin now. The first in the queue also wakes another that may."""
         if place is self._order[0]:
             following = self._next()
             if following is not None and following is not place:
@@ -142,7 +145,7 @@ class AdmissionQueue:
         return called and self._is_open() and self._admission.has_room(place.tokens, spare=True)
 
     def _next(self) -> _Newcomer | None:
-        """Who may begin now: the first, or else the first of those for whom there is room beside what it waits for."""
+        """Return the request that may begin now: the first, or else the next that fits outside the reserved units."""
         rules, first = self._admission, self._order[0]
         if not self._is_open():
             return None
@@ -158,7 +161,7 @@ class AdmissionQueue:
         return found
 
     async def _hold(self, place: _Newcomer, came_at: float) -> None:
-        """Wait until somebody wakes it, or until it looks again by itself."""
+        """Wait until the request is woken, until its next check if it is the first, or until its timeout."""
         loop = asyncio.get_running_loop()
         bounds = [GLANCE] if place is self._order[0] else []
         if self._timeout:

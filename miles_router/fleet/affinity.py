@@ -1,4 +1,4 @@
-"""What ties a request to earlier ones, so that it goes to the worker that has their prefix in its cache."""
+"""The affinity key of a request: requests with the same key go to the worker that has their prefix in its cache."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.paths import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from miles_router.engines.scan import Field, Incomplete, value_at
 
-#: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
+#: The path prefix of session requests, before the engine's own path: `/sessions/{id}/...`.
 SESSION_PREFIX = "/sessions/"
-#: Headers that name a conversation wherever it takes place.
+#: Headers that name a conversation, on every path.
 ROUTING_KEY, SESSION_ID = b"x-smg-routing-key", b"x-session-id"
-#: What coding agents call their conversation: Claude Code, and Codex in both spellings, in a header; Codex, pi and
-#: OpenCode in a field of OpenAI's APIs; others in a field of their own.
+#: Where coding agents name their conversation. Headers: Claude Code, and Codex in two spellings. Body fields:
+#: `prompt_cache_key` (Codex, pi, OpenCode; from OpenAI's APIs) and `session_id` (others).
 NAMES = ("x-claude-code-session-id", "session_id", "session-id", "body:prompt_cache_key", "body:session_id")
-#: In front of the name of a field.
+#: The prefix that marks a name as a body field.
 BODY = "body:"
-#: Bytes at either end of a body in which fields are looked for: those of the request itself stand before or behind its
-#: messages, whose length must cost nothing here.
+#: Bytes at each end of a body that are searched for fields. The request's own fields stand before or after its
+#: messages, which may be long and are not searched.
 EDGE = 32 * 1024
-#: The APIs that have such fields.
+#: The paths whose bodies are searched for these fields.
 PATHS = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES})
 MAX_KEY_LENGTH = 512
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_FIELD_NAME = re.compile(r"[ !#-\[\]-~]+")  # as it stands in JSON: ASCII that is not escaped there
+_FIELD_NAME = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON does not escape
 
 
 def names_problem(names: Iterable[str]) -> str | None:
-    """Return why these cannot name headers and fields, or None."""
+    """Return why `names` are not valid header or field names, or None if they are."""
     for name in names:
         pattern, named = (_FIELD_NAME, name[len(BODY) :]) if name.startswith(BODY) else (_HEADER_NAME, name)
         if pattern.fullmatch(named) is None:
@@ -39,9 +39,11 @@ def names_problem(names: Iterable[str]) -> str | None:
 
 
 class Affinity:
-    """Finds the key of requests: a routing key, a session header, the session in the path, or one of the configured
-    names, the first in this order that is not empty. These count behind a session's path, for one session may be
-    several conversations."""
+    """A finder of affinity keys.
+
+    The key is the first of these that is not empty: the routing key header, the session header, the session in the
+    path, a configured header, a configured body field.
+    """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         given = [*names]
@@ -51,7 +53,7 @@ class Affinity:
         self.links = frozenset({ROUTING_KEY, SESSION_ID, *self._headers})
 
     def named(self, path: str, headers: RawHeaders) -> str | None:
-        """Return the key that headers or path give."""
+        """Return the key from the headers or the path, or None."""
         given = {name: value for name, value in reversed(headers) if name in self.links}
         found = given.get(ROUTING_KEY) or given.get(SESSION_ID)
         if not found and path.startswith(SESSION_PREFIX) and (session := path[len(SESSION_PREFIX) :].partition("/")[0]):
@@ -60,18 +62,20 @@ class Affinity:
         return found[:MAX_KEY_LENGTH].decode("latin-1") or None
 
     def looks_inside(self, path: str) -> bool:
-        """Return whether a field of such a request may give its key."""
+        """Return True if the body of a request to this path may contain a key."""
         return path in PATHS and bool(self._fields)
 
     def in_body(self, path: str, body: bytes) -> str | None:
-        """Return the key that a field of a chat, a completion, a message or a response gives: its first value that is
-        text, at any depth. No body is parsed for that."""
+        """Return the key from a body field of an OpenAI or Anthropic request, or None, without parsing the body.
+
+        A configured field counts at any depth; its first value that is a non-empty string is the key.
+        """
         if not self.looks_inside(path):
             return None
         edges = body if len(body) <= 2 * EDGE else b"%b\n%b" % (body[:EDGE], body[-EDGE:])
         for field in self._fields:
             for place in field.places(edges):
-                with suppress(Incomplete):  # it is cut, or the engine says what is wrong with it
+                with suppress(Incomplete):  # the edge cuts the value, or the JSON is malformed; the engine refuses that
                     value = value_at(edges, place)
                     if isinstance(value, str) and value:
                         return value[:MAX_KEY_LENGTH]

@@ -1,9 +1,9 @@
-"""Whose keys and values a worker's prefix cache may hold, and which generations may share them. Pure.
+"""Prefix caches by weights, so that new weights never reuse keys and values that old weights computed. Pure.
 
-An engine whose weights change keeps its prefix cache unless it is flushed: what a new generation finds there was
-computed by the old weights, and its tokens are stamped with the new ones all the same. So each change of a worker's
-weights has a number, and generations are sent with a key made of it (SGLang's `extra_key`). The number 0 needs no key:
-no weights have changed since the cache was empty, or since the worker joined.
+An engine keeps its prefix cache when its weights change, unless the cache is flushed. A new generation would then reuse
+entries of the old weights, while its tokens are stamped with the new version. So each change of a worker's weights gets
+a number, and generations are sent with a cache key made of that number (SGLang's `extra_key`). The number 0 needs no
+key: the weights have not changed since the cache was empty or since the worker joined.
 """
 
 from __future__ import annotations
@@ -13,67 +13,71 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-#: Of one worker since it was flushed; caches of older ones are not kept.
+#: Weight changes that are remembered of one worker since its last flush. Caches of older weights are not reused.
 MAX_VERSIONS = 1000
-_process = secrets.token_hex(4)  # another router may have used the same workers
+_process = secrets.token_hex(4)  # keeps this router's keys apart from those of another one on the same workers
 _numbers = itertools.count(1)
-#: How far apart numbers are where several processes send: between two, each has room for its own.
+#: The distance between two numbers when several processes send, so that each has room for its own between them.
 APART = 1 << 64
 
 
 def set_apart(after: int = 0) -> None:
-    """Leave so much room between all numbers from now on, which are greater than `after`."""
+    """Make all further numbers multiples of `APART`, greater than `after`."""
     global _numbers
     _numbers = itertools.count((after // APART + 1) * APART, APART)
 
 
 def new_number() -> int:
-    """A number that is greater than all before."""
+    """Return a number greater than all before."""
     return next(_numbers)
 
 
 class PrefixCaches:
-    """The caches in one worker, by the number of the weights that were new when each was begun.
+    """The prefix caches of one worker, each named by the number of the weights under which it began.
 
     Args:
-        number: a new one where the worker may have been used before, with weights of which nobody knows.
+        number: a new number if the worker may hold a cache of unknown weights, else 0.
     """
 
     __slots__ = ("_changing", "_new_number", "_past", "_router", "_since", "number")
 
     def __init__(self, number: int = 0) -> None:
-        #: Of the weights that it has now. Whoever has chosen a cache by another one must choose again.
+        #: The number of the present weights. A cache that was chosen under another number must be chosen again.
         self.number = number
-        self._since = self.number  # what was begun before is no longer known
+        self._since = self.number  # the oldest cache that is still known
         self._changing = False
-        #: The weight versions that it had, each with the number of the weights that came next.
+        #: The past weight versions, each with the number of the weights that followed.
         self._past: list[tuple[int, str | None]] = []
         self._new_number: Callable[[], int] = new_number
         self._router = _process
 
     def key(self, cache: int) -> str:
-        """What an engine keeps this cache apart by."""
+        """Return the string that names this cache to the engine."""
         return f"weights-{self._router}-{cache}"
 
     def state(self) -> list[Any]:
-        """All that another process has to know to choose as this one would."""
+        """Return the state that another process needs to choose the same caches."""
         return [self._router, self.number, self._since, self._changing, self._past]
 
     def follow(self, state: list[Any], own_number: Callable[[], int]) -> None:
-        """Choose as the process that gave this state, with numbers of one's own where no two may share one: between
-        the last of that process and its next."""
+        """Adopt the state of another process, and choose the same caches from now on.
+
+        Args:
+            own_number: yields this process's own small numbers, for caches that no two generations may share. They are
+                added to the last number of the other process, so they stay below its next one.
+        """
         self._router, self.number, self._since, self._changing, past = state
         self._past = [(number, version) for number, version in past]
         self._new_number = lambda: self.number + own_number()
 
     def change(self, version: str | None, number: int, *, under_way: bool = False) -> None:
-        """Its weights, of this version, are no longer what they were.
+        """Record that the worker's weights, which had this version, change.
 
         Args:
-            number: a new one; the same for all workers that change together, so that a session that moves from one to
-                another finds what is of the same weights there.
-            under_way: they are about to change, and nobody knows when. Until the next call no two generations share a
-                cache.
+            number: a new number, the same for all workers that change together. A session that moves between them then
+                uses the same cache key on both.
+            under_way: the change happens at an unknown moment from now on. Until the next call no two generations share
+                a cache.
         """
         self.number, self._changing = number, under_way
         if self._past and self._past[-1][1] == version:
@@ -83,25 +87,25 @@ class PrefixCaches:
             self._since, _ = self._past.pop(0)
 
     def flushed(self) -> None:
-        """All of them are empty."""
+        """Record that the worker's caches were flushed."""
         self._past.clear()
         self.number = self._since = 0
 
     def choose(self, goes_on: int | None) -> int:
-        """The cache of a generation that is sent now.
+        """Return the number of the cache for a generation that is sent now.
 
         Args:
-            goes_on: the cache of the generation whose tokens it goes on from, which it keeps; None for a new one.
+            goes_on: the cache of the generation that this one continues, which is kept; None for a new generation.
         """
         if goes_on is not None and self._since <= goes_on < self.number:
             return goes_on
         return self._new_number() if self._changing else self.number
 
     def versions(self, cache: int, now: str | None) -> list[str | None]:
-        """The weight versions that may have filled a cache, oldest first; None for weights that nobody has named.
+        """Return the weight versions that may have filled a cache, oldest first; None for weights without a version.
 
         Args:
-            now: the one that the worker has.
+            now: the worker's present version.
         """
         since = (version for ended, version in self._past if ended > cache)
         return list(dict.fromkeys((*since, now)))

@@ -1,5 +1,5 @@
-"""The fleet: one object for who the workers are, how they join, leave, pause and wake, and what is known of each. Below
-it stand the pool, which decides what is routable, and the gate, where generation waits."""
+"""The fleet: the object through which workers join, leave, pause and wake, and report their facts. It uses the pool,
+which decides which workers are routable, and the gate, at which generations wait."""
 
 from __future__ import annotations
 
@@ -32,66 +32,66 @@ logger = logging.getLogger(__name__)
 
 
 class Questions(AdapterQuestion, TokenizerQuestion, Protocol):
-    """How the fleet asks one worker about itself: `control.probes.Probes`."""
+    """The questions that the fleet asks one worker; `control.probes.Probes` implements it."""
 
     async def liveness(self, worker: Worker) -> Facts:
-        """What it says at the cheap check; raises UpstreamError where it does not answer."""
+        """Return the facts from the cheap liveness check; raise UpstreamError if the worker does not answer."""
         ...
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
-        """All that it says, and the number of the process that said it; None where that is not certain."""
+        """Return all facts of the worker, and the number of the process that reported them, or None if uncertain."""
         ...
 
     def process(self, worker: Worker) -> int | None:
-        """The number of the process that answers at its address; None where nobody can say."""
+        """Return the number of the process that answers at the worker's address, or None if unknown."""
         ...
 
 
 class Orders(Protocol):
-    """How the fleet has one worker do something: `control.fan_out.FanOut`."""
+    """The orders that the fleet sends to one worker; `control.fan_out.FanOut` implements it."""
 
     async def obey(self, worker: Worker, order: Order) -> str | None:
-        """Give it an order; None where it did it, else what it said."""
+        """Send an order. Return None if the worker executed it, else its error message."""
         ...
 
 
-#: Names of its model, and adapters seen last, that a fleet remembers.
+#: Model names and adapters (the last seen) that a fleet remembers.
 MAX_NAMES, MAX_ADAPTERS = 64, 1024
 
 
 class Fleet:
-    """Who the workers are."""
+    """The workers of one model, and everything the router does to all of them."""
 
     def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, questions: Questions, orders: Orders) -> None:
         self.pool = pool
         self.gate = gate
-        #: Held by whoever joins, and while the fleet is being paused, continued, put to sleep or woken.
+        #: Held while a worker joins, and while the fleet is being paused, continued, put to sleep or woken.
         self.membership = asyncio.Lock()
-        #: The router's own pause, while it lasts.
+        #: The router's own pause; None while there is none.
         self.pause: Pause | None = None
         self._policy = policy
         self.questions = questions
         self._orders = orders
-        #: The parts of its memory that the fleet is without, and what led to that.
+        #: The memory parts that the fleet has released, and the orders that released or resumed them.
         self.released: set[str] = set()
         self.memory_orders: list[Order] = []
-        self.slept: set[str] = set()  # the URLs of those that were told
-        #: Makes durable whether the fleet stands still, where the router has a state directory.
+        self.slept: set[str] = set()  # the URLs of the workers that got these orders
+        #: Saves the pause and sleep of the fleet to the state directory, if the router has one.
         self.keep: Callable[[], Awaitable[None]] = _here
-        #: Where another process decides: tells it what was seen of a worker, `(what, worker, reason)`.
+        #: Set where another process decides: reports an observation `(what, worker, reason)` to that process.
         self.report: Callable[[str, Worker, str], None] | None = None
-        #: Returns when every process that sends requests acts by what was decided here.
+        #: Returns when every process that sends requests has applied the decisions of this one.
         self.everywhere: Callable[[], Awaitable[None]] = _here
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
-        #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
+        #: The names that engines gave their model, in order of appearance: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
-        #: Whether one of its engines has said that it applies adapters.
+        #: Whether any engine has reported that it applies LoRA adapters.
         self.applies_adapters = False
-        #: Adapters that it has or had, as far as anybody has said so, the last one at the end.
+        #: The adapters that are or were loaded on any worker, the last seen at the end.
         self.adapter_names: dict[str, None] = {}
-        #: Called with each worker whose engine has said what it is: a newcomer, or a new process at its address.
+        #: Called with each worker whose facts have arrived: a new worker, or a new process at its address.
         self.facts_listeners: list[Callable[[Worker], None]] = []
-        self._heard_in: Snapshot | None = None  # for which it was found out whether all have said that
+        self._heard_in: Snapshot | None = None  # the snapshot for which `_all_heard` was computed
         self._all_heard = False
         pool.listeners.append(self._changed)
 
@@ -99,7 +99,7 @@ class Fleet:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What is routable now."""
+        """The units that are routable now."""
         return self.pool.snapshot
 
     def lease(
@@ -113,32 +113,32 @@ class Fleet:
         *,
         generates: bool = False,
     ) -> Lease:
-        """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
+        """Lease a unit with the fleet's policy; `WorkerPool.lease` documents the arguments."""
         return self.pool.lease(self._policy, key, excluded, preferred, rank, tokens, body, generates=generates)
 
     def lease_prefill(self, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes) -> Lease:
-        """The same for the other half of a pair, as `WorkerPool.lease_prefill`."""
+        """Lease a prefill unit with the fleet's policy; `WorkerPool.lease_prefill` documents the arguments."""
         return self.pool.lease_prefill(self._policy, key, excluded, tokens, body)
 
     def record_silence(self, worker: Worker, reason: str) -> None:
-        """Count that a worker took no connection in time, as `WorkerPool.record_failure` does."""
+        """Record that a worker did not accept a connection in time. Another process decides if there is one."""
         if self.report is None:
             self.pool.record_failure(worker, reason)
-        else:  # other processes may hear it
+        else:  # other processes may still reach it
             self.report("silence", worker, reason)
 
     def end_session(self, key: str) -> None:
-        """A session is over: what it holds on its workers counts no more."""
+        """Forget the homes of a session that has ended, so that its tokens count no more."""
         for each in (key, prefill_key(key)):
             self.pool.homes.forget(each)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
-        """Tell `listener` of every change of a worker's state, until what this returns is called."""
+        """Call `listener` for each change of a worker's state. Return a function that ends this."""
         self.pool.listeners.append(listener)
         return lambda: self.pool.listeners.remove(listener)
 
     def _changed(self, transition: Transition) -> None:
-        if self.report is not None:  # logged where it was decided; who waits for room must know whether there is some
+        if self.report is not None:  # the deciding process logs it; admission needs the facts in this process too
             if transition.after is WorkerState.READY:
                 self.ask_for_facts(transition.worker)
             return
@@ -152,12 +152,14 @@ class Fleet:
     async def join(
         self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
     ) -> Worker:
-        """Register a worker, as `WorkerPool.add`. Before anything else reaches it, it is paused or put to sleep as the
-        fleet is, and its weight version is known, for it may come with weights that the fleet no longer has.
+        """Register a worker and return it.
+
+        Before it gets requests, its weight version is read, since it may have older weights than the fleet. If the
+        fleet is paused or asleep, the worker is paused or put to sleep first.
 
         Raises:
             PartlyFailed: it could not be paused or put to sleep.
-            UpstreamUnreachable: the fleet is paused, and it does not say what it is.
+            UpstreamUnreachable: the fleet is paused, and the worker does not report its kind of engine.
         """
         newcomer = Worker(address, api_key=api_key)
         version = None
@@ -167,12 +169,12 @@ class Fleet:
             await self._bring_along(newcomer)
             worker = self.pool.add(address, api_key=api_key, attributes=attributes, weight_version=version)
         if worker.asked:
-            self.ask_for_facts(worker)  # it may say more to another key
+            self.ask_for_facts(worker)  # a new key may permit more answers
         return worker
 
     async def reach(self, worker: Worker, weight_version: str | None) -> None:
-        """Make a worker routable that has answered for the first time, once it is paused or put to sleep as the fleet
-        is. Raises as `join`."""
+        """Make a configured worker routable that has answered for the first time. Pause it or put it to sleep first if
+        the fleet is. Raises the errors of `join`."""
         async with self.membership:
             await self._bring_along(worker)
             self.pool.reach(worker, None if self.pool.weight_version is None else weight_version)
@@ -186,8 +188,8 @@ class Fleet:
         return None
 
     async def _bring_along(self, newcomer: Worker) -> None:
-        """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
-        that is registered already sleeps."""
+        """Pause a new worker, or put it to sleep, like the fleet: SGLang 0.5.23 crashes when told to resume memory that
+        it never released. A registered worker already sleeps."""
         if self.pause is not None:
             engine = await self.engine(newcomer)
             await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
@@ -202,7 +204,7 @@ class Fleet:
                 raise
 
     async def _spelled(self, newcomer: Worker, order: Order) -> Order:
-        """An order that others were given, as a newcomer takes it."""
+        """Translate an order that the other workers got to the API of the new worker's engine."""
         read = ReadOrder.from_order(order, read_json)
         if read is None or read.is_common:
             return order
@@ -219,37 +221,37 @@ class Fleet:
     # Standstills: what the router has done to all
 
     def begin_pause(self, pause: Pause) -> None:
-        """The workers are about to be paused, or paused in another mode."""
+        """Record that the workers are about to be paused, or paused in another mode."""
         self.pause = pause
         self.gate.pause(pause.mode)
 
     def keep_pause(self, before: Pause) -> None:
-        """A second pause has failed, and the first one stands."""
+        """Restore the first pause after a second one failed."""
         self.pause = before
         self.gate.mode = before.mode
 
     def end_pause(self) -> None:
-        """The workers go on."""
+        """Record that the workers continue."""
         self.pause = None
         self.gate.resume()
 
     def begin_sleep(self) -> None:
-        """The workers are about to release memory."""
+        """Record that the workers are about to release memory."""
         self.gate.sleep()
 
     def memory_released(self, parts: Collection[str], order: Order, workers: Iterable[Worker]) -> None:
-        """These are told to release these parts."""
+        """Record that `workers` get an order to release these parts of their memory."""
         self.released |= set(parts)
         self.memory_orders.append(order)
         self.slept |= {worker.url for worker in workers}
 
     def memory_resumed(self, parts: Collection[str], order: Order) -> None:
-        """They have these parts again; all, where none is named."""
+        """Record that the workers have these parts of their memory again; all parts if none is named."""
         self.released -= set(parts) or self.released
         self.memory_orders.append(order)
 
     def wake_if_whole(self) -> None:
-        """Trainers wake a fleet in steps: its weights, an update, then the rest. It sleeps until the last."""
+        """Open the gate once no memory part is released: trainers resume weights, update them, then resume the rest."""
         if not self.released:
             self.memory_orders.clear()
             self.slept.clear()
@@ -258,14 +260,14 @@ class Fleet:
     # Facts
 
     async def facts(self, url: str) -> Facts:
-        """What the engine at a worker's URL is and can do; asked now, unless this very process is known already.
+        """Return the facts of the engine at a worker's URL, asking it unless this engine process is known already.
 
-        Facts are those of one process: ask again for each request, and keep none. They are dropped when the worker is
-        lost, refused or quarantined, when all connections to it were closed, or when it names another model. Between
-        the question and a reply the worker may have been started anew. So where a fact decides how a reply is read, ask
-        when its head has come, and before it is closed: its connection holds the process.
+        Facts belong to one engine process: ask again for each request, and do not store them. They are dropped when the
+        worker is lost, refused or quarantined, when all connections to it are closed, or when it reports another model.
+        The engine may restart between this question and a reply. So where a fact decides how a reply is read, ask after
+        the head of the reply has arrived and before the reply is closed: its connection pins the process.
 
-        Whatever the engine does not answer is None, and so is everything for a URL that is no worker's.
+        Facts that the engine does not report are None; so are all facts for a URL that is not a worker's.
         """
         worker = self.pool.find(url)
         return Facts() if worker is None else await self._facts_of(worker)
@@ -280,36 +282,38 @@ class Fleet:
         return Facts() if asking.cancelled() else asking.result()
 
     async def engine(self, worker: Worker) -> Engine:
-        """Return the kind of engine that a worker is. The answer holds until the worker is lost or says that it is
-        another, and for requests that are translated by its flags until no connection to it is open.
+        """Return the kind of engine of a worker; the usual one if the worker reports nothing at all.
+
+        The answer is valid until the worker is lost or reports another kind. For an engine whose flags decide how
+        requests are translated, it is valid only while a connection to the worker is open.
 
         Raises:
-            UpstreamUnreachable: it answers, and does not say what it is.
+            UpstreamUnreachable: the worker answers but does not report its kind.
         """
         if worker.engine is not None and (not worker.engine.translates or self._known(worker) is not None):
             return worker.engine
         facts = await self._facts_of(worker)
         if worker.engine is None and facts.model_path is not None:
             raise UpstreamUnreachable(f"{worker.url} has not said yet what engine it is")
-        return worker.engine or USUAL  # it says nothing at all
+        return worker.engine or USUAL
 
     async def engines(self, workers: Collection[Worker]) -> list[Engine]:
-        """Return the engines of several workers; the usual one where a worker does not say which it is."""
+        """Return the kinds of engine of several workers, in order; the usual one where it is unknown."""
         found = await asyncio.gather(*map(self.engine, workers), return_exceptions=True)
         return [each if isinstance(each, Engine) else USUAL for each in found]
 
     async def weight_version(self, url: str) -> str | None:
-        """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
+        """Ask the worker at this URL for its weight version; return None if it does not report one."""
         worker = self.pool.find(url)
         return None if worker is None else await self._version_of(worker)
 
     def note_heard(self) -> None:
-        """Some worker may have said it, or no longer."""
+        """Recompute `heard` at its next use."""
         self._heard_in = None
 
     @property
     def heard(self) -> bool:
-        """Whether all workers that answer have said whether they apply adapters."""
+        """Whether all workers that answer have reported whether they apply adapters."""
         if self._heard_in is not self.pool.snapshot:
             self._all_heard, self._heard_in = all(map(self._has_said, self.alive)), self.pool.snapshot
         return self._all_heard
@@ -321,43 +325,42 @@ class Fleet:
 
     @property
     def applies_none(self) -> bool:
-        """Whether all that is known of its engines is that they apply none. Who withholds that is not waited for."""
+        """Whether no worker that answers applies adapters. Workers that refuse the question count as applying none."""
         untold = any(worker.adapters is None and not worker.withholds for worker in self.alive)
         return not self.applies_adapters and not untold
 
     def _has_said(self, worker: Worker) -> bool:
-        """What this process knows counts, too, where others have not heard it."""
         known = self._known(worker)
         return worker.applies_adapters is not None or (known is not None and known.lora is not None)
 
     def note_applies(self, worker: Worker, applies: bool | None, adapters: frozenset[str] | None) -> None:
-        """A worker has said whether it applies adapters, and which it has; None where it has not."""
+        """Record whether a worker applies adapters, and which are loaded; None where it did not report it."""
         worker.applies_adapters, worker.adapters = applies, adapters
         self.applies_adapters = self.applies_adapters or applies is True
         self.note_adapters(adapters or ())
         self.note_heard()
 
     async def all_facts(self) -> list[Facts]:
-        """The facts of each routable worker, for what has to be decided before one of them is chosen."""
+        """Return the facts of each routable worker, for decisions before a worker is chosen."""
         routable = self.pool.routable
         known = [facts for worker in routable if (facts := self._known(worker)) is not None]
-        if len(known) == len(routable):  # mostly, and then no tasks are needed
+        if len(known) == len(routable):  # the usual case, which needs no tasks
             return known
         return list(await asyncio.gather(*(self.facts(worker.url) for worker in routable)))
 
     def known_facts(self, url: str) -> Facts:
-        """The same without asking: as far as it is known of the process that answers there now."""
+        """Return the facts of the engine at a worker's URL without asking it; empty facts if they are not known."""
         worker = self.pool.find(url)
         return (self._known(worker) if worker is not None else None) or Facts()
 
     def ask_for_facts(self, worker: Worker) -> None:
-        """Have the facts of a worker that has just joined or returned, as soon as it tells them."""
+        """Ask a worker for its facts in the background, unless they are known."""
         if self._known(worker) is None:
             self._ask_soon(worker)
 
     def said(self, worker: Worker, facts: Facts) -> None:
-        """A worker has answered with a part of its facts; where they are no longer those that are known, it is another
-        process, or has another model."""
+        """Forget a worker's engine if newly reported facts contradict the known ones: another process answers there, or
+        it has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
             worker.forget_engine()
             self.note_heard()
@@ -399,7 +402,7 @@ class Fleet:
                 self.model_names[name] = None
 
     def note_adapters(self, names: Iterable[str]) -> None:
-        """It has these, or has loaded or unloaded them."""
+        """Remember these adapters, which a worker has, loads or unloads; forget the oldest beyond `MAX_ADAPTERS`."""
         for name in names:
             self.adapter_names.pop(name, None)
             self.adapter_names[name] = None
@@ -407,26 +410,29 @@ class Fleet:
             del self.adapter_names[name]
 
     def adapter_of(self, model: str) -> str | None:
-        """The adapter that it has or had which a model names that nobody knows."""
+        """Return the known LoRA adapter that `model` refers to, or None.
+
+        Unloaded adapters still count, so that a request for one is refused instead of answered with base weights.
+        """
         return next((name for name in possible_adapters(model) if name in self.adapter_names), None)
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
-        """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""
-        if self.report is not None and worker.rank_fault is not None:  # another process has seen it
+        """Count requests on each rank of the engine, unless this engine process has ignored the rank of a request."""
+        if self.report is not None and worker.rank_fault is not None:  # another router process has observed it
             facts.learned(RankFault).reason = worker.rank_fault
         fault = facts.learned(RankFault).reason
         if self.pool.set_ranks(worker, 1 if fault else (worker.engine or USUAL).ranks(facts), fault):
             logger.info("worker_ranks", extra={"fields": {"worker": worker.url, "ranks": len(worker.units)}})
 
     def rank_ignored(self, unit: Unit, reason: str) -> None:
-        """An engine has not heeded which rank was meant: it is one unit from now on, until another process is there."""
+        """Record that an engine ignored the rank of a request: it counts as one unit until its process changes."""
         if not unit.retired:
             if self.report is not None:
                 self.report("ranks", unit.worker, reason)
             self.drop_ranks(unit.worker, reason)
 
     def drop_ranks(self, worker: Worker, reason: str) -> None:
-        """Count a worker as one unit for this reason, until another process is there."""
+        """Count a worker as one unit until another engine process answers there, and log the reason."""
         if worker.facts is None or worker.facts.learned(RankFault).reason is not None:
             return
         worker.facts.learned(RankFault).reason = reason
@@ -434,10 +440,10 @@ class Fleet:
         self._count_on_ranks(worker, worker.facts)
 
     async def close(self) -> None:
-        """Ask nobody any more."""
+        """Cancel the questions that are under way."""
         for asking in tuple(self._asking.values()):
             await tasks.cancelled(asking)
 
 
 async def _here() -> None:
-    """There is only this process."""
+    """Do nothing, in a router of one process without a state directory."""

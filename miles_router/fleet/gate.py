@@ -1,7 +1,7 @@
-"""Where generation waits while the fleet is paused or asleep. The router's own knowledge of what it did to the fleet.
+"""The gate, at which generations wait while the fleet is paused or asleep.
 
-Closed for any of three reasons: the router paused the fleet, put it to sleep, or every worker that could answer was
-paused behind its back. While it is open, passing it costs one attribute check.
+It is closed for any of three reasons: the router paused the fleet, the router put the fleet to sleep, or another
+program paused every worker that could answer. While it is open, passing it costs one attribute check.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from miles_router.fleet.admission_queue import AdmissionQueue, Waiting
 from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.placement.admission import Admission
 
-#: Pauses that are remembered when they are over.
+#: Closed times that are remembered after they have ended.
 REMEMBERED = 256
-#: Why the gate was closed: by the router's pause or sleep, or as all workers were paused by somebody else.
+#: Why the gate was closed: the router's pause, its sleep, or a pause of all workers by another program.
 PAUSED, ASLEEP, WORKERS_PAUSED = "paused", "asleep", "workers_paused"
 
 
 def endpoint(path: str) -> str:
-    """The engine's part of a path: all of it, or what stands behind the session."""
+    """Return the engine's part of a path: the part after `/sessions/{id}`, or all of it."""
     return path[path.find("/", len(SESSION_PREFIX)) :] if path.startswith(SESSION_PREFIX) else path
 
 
 def generates(path: str) -> bool:
-    """Whether a request to this path generates, by itself or within a session."""
+    """Return True if a request to this path generates, with or without a session in the path."""
     return endpoint(path) in GENERATION
 
 
 def computes(path: str) -> bool:
-    """Whether the engine itself works on a request to this path, by itself or within a session."""
+    """Return True if the engine computes the reply to this path, with or without a session in the path."""
     return endpoint(path) in COMPUTED
 
 
 class ClosedTime(NamedTuple):
-    """When the gate was closed for one reason, in Unix seconds; `end` is None while it is. `mode`: of a pause."""
+    """A time during which the gate was closed, in Unix seconds. `end`: None while it lasts. `mode`: of a pause."""
 
     start: float
     end: float | None
@@ -50,98 +50,99 @@ class ClosedTime(NamedTuple):
 
 
 class ActsUnderLease(Protocol):
-    """What a router of several machines may do only while its leader is heard: `shards.membership.Membership`."""
+    """A shard's right to send generations, which its leader renews; `shards.membership.Membership` implements it."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it may send generations."""
+        """Whether this shard may send generations now."""
         ...
 
     def check(self) -> None:
-        """Raises NodeUnleased where it may not."""
+        """Raise NodeUnleased if this shard may not send generations now."""
         ...
 
 
 class Gate:
-    """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
+    """A gate that holds at most `max_held` requests, each for at most `timeout` seconds (0: without limit).
 
-    They are let through in the order in which they came to the router. Who is aborted waits no longer.
+    Requests pass in the order in which they arrived at the router. Aborted requests are released.
     """
 
     def __init__(
         self, admission: Admission, *, max_held: int, timeout: float, now: Callable[[], float] = time.time
     ) -> None:
-        #: Where a shard's right to send can run out; nobody waits for that here.
+        #: A shard's right to send, which can expire. Requests do not wait for its renewal: they fail at once.
         self.lease: ActsUnderLease | None = None
         self._closed = False
         self.mode: str | None = None  # of the router's own pause
         self.paused_since: float | None = None
         self.asleep_since: float | None = None
         self.workers_paused_since: float | None = None
-        #: How often it was paused since the start,
+        #: Pauses by the router since the start,
         self.pauses = 0
-        #: and how often so that what ran was aborted; a generation during which this changed was cut.
+        #: and those in mode "abort". If this changes while a generation runs, the generation was cut.
         self.cuts = 0
-        #: When it was closed, the last times that are over; however short, and whoever looked.
+        #: The last times it was closed that have ended, however short.
         self.past: deque[ClosedTime] = deque(maxlen=REMEMBERED)
-        #: Hears how many seconds each wait took that is over.
+        #: Called with the seconds of each wait that has ended.
         self.when_waited: Callable[[float], None] = lambda seconds: None
         self._max_held = max_held
         self._timeout = timeout
         self._now = now
-        #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
+        #: The waiting requests by their futures. A request may wait several times, once for each of its generations.
         self._held: dict[asyncio.Future[None], Waiting] = {}
-        #: Where new sessions wait for room. They take nobody's place here: what runs may have to wait here too.
+        #: The queue of new sessions that wait for room. They do not count for `max_held`, so that turns of running
+        #: sessions still find a place at the gate.
         self.queue = AdmissionQueue(admission, max_waiting=max_held, timeout=timeout, is_open=self.is_open)
 
     @property
     def closed(self) -> bool:
-        """Whether no generation may be sent; asked at each write."""
+        """Whether generations must wait now; checked before each write to a worker."""
         return self._closed or (self.lease is not None and not self.lease.is_fresh)
 
     @property
     def held(self) -> int:
-        """Requests that wait, those for room among them."""
+        """The number of requests that wait, including new sessions that wait for room."""
         return len(self._held) + len(self.queue)
 
     @property
     def deliberate(self) -> bool:
-        """Whether the router itself made the fleet silent, so that silence says nothing about health."""
+        """Whether the router itself stopped the fleet, so that a silent worker is not an unhealthy one."""
         return self.paused_since is not None or self.asleep_since is not None
 
     def pause(self, mode: str) -> None:
-        """The fleet is being paused."""
+        """Close the gate for a pause of the fleet."""
         self.pauses += 1
         self.cuts += mode == "abort"
         self.mode, self.paused_since = mode, self.paused_since or self._now()
         self.update()
 
     def resume(self) -> None:
-        """The fleet goes on."""
+        """Record the end of the pause."""
         self._over(PAUSED, self.paused_since)
         self.mode, self.paused_since = None, None
         self.update()
 
     def sleep(self) -> None:
-        """The fleet's memory is being released."""
+        """Close the gate because the fleet's memory is being released."""
         self.asleep_since = self.asleep_since or self._now()
         self.update()
 
     def wake(self) -> None:
-        """The fleet's memory is back."""
+        """Record that the fleet's memory is allocated again."""
         self._over(ASLEEP, self.asleep_since)
         self.asleep_since = None
         self.update()
 
     def workers_paused(self, paused: bool) -> None:
-        """Whether all workers that answer were paused by somebody else."""
+        """Set whether another program has paused all workers that answer."""
         if not paused:
             self._over(WORKERS_PAUSED, self.workers_paused_since)
         self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
         self.update()
 
     def times(self) -> list[ClosedTime]:
-        """When it was closed, and since when it is."""
+        """Return the past and present times at which the gate was or is closed."""
         now = ((PAUSED, self.paused_since), (ASLEEP, self.asleep_since), (WORKERS_PAUSED, self.workers_paused_since))
         return [*self.past, *(self._closed_time(reason, since, None) for reason, since in now if since is not None)]
 
@@ -153,7 +154,7 @@ class Gate:
         return ClosedTime(since, end, reason, self.mode if reason == PAUSED else None)
 
     def update(self) -> None:
-        """What it knows may be other than before."""
+        """Recompute whether the gate is closed, and let the waiting requests through if it is open."""
         self._closed = self.deliberate or self.workers_paused_since is not None
         if self._held and not self.closed:
             held, self._held = self._held, {}
@@ -162,17 +163,19 @@ class Gate:
                     waiting.set_result(None)
 
     def is_open(self) -> bool:
-        """Whether a generation may be written to a worker now."""
+        """Return True if a generation may be written to a worker now."""
         return not self.closed
 
     async def wait(self, who: Waiting, came_at: float | None = None) -> None:
-        """Wait until the gate is open, or `who` is aborted and released.
+        """Wait until the gate is open, or until the request is aborted and released.
 
         Args:
-            came_at: since when it waits, in the event loop's time, where that is not now.
+            who: the request.
+            came_at: when its wait began, in the event loop's time; None for now.
 
         Raises:
-            FleetPaused: too many wait already, or this one has waited for too long.
+            FleetPaused: too many requests wait already, or this one has waited for too long.
+            NodeUnleased: this shard's right to send has expired.
         """
         if not self.closed or who.aborted:
             return
@@ -183,7 +186,7 @@ class Gate:
 
     @contextmanager
     def waiting(self, who: Waiting, name: str) -> Iterator[None]:
-        """While this is entered, `who` waits: at the `gate`, or in the `queue` for room."""
+        """Count the time within this context as waiting time of `who`: at the `gate`, or in the `queue` for room."""
         clock = asyncio.get_running_loop().time
         who.waits, since = who.waits + 1, clock()
         try:
@@ -195,7 +198,7 @@ class Gate:
             self.when_waited(seconds)
 
     async def _hold(self, who: Waiting, came_at: float) -> None:
-        """Wait until somebody changes something."""
+        """Wait for the next change of the gate, an abort, or the timeout."""
         if self.lease is not None:
             self.lease.check()
         loop = asyncio.get_running_loop()
@@ -212,7 +215,7 @@ class Gate:
             self._held.pop(waiting, None)
 
     def release(self, *those: Waiting) -> None:
-        """Let these go on although the gate is closed or there is no room: they were aborted and will not generate."""
+        """Let aborted requests continue though the gate is closed or there is no room; they will not generate."""
         aborted = {*those}
         for waiting in [waiting for waiting, holder in self._held.items() if holder in aborted]:
             del self._held[waiting]
@@ -221,7 +224,7 @@ class Gate:
         self.queue.release(aborted)
 
     def reason(self) -> str:
-        """Why it is closed, in words."""
+        """Return why the gate is closed, as text for an error message."""
         if self.asleep_since is not None:
             return "the fleet is asleep"
         if self.paused_since is not None:
@@ -229,7 +232,7 @@ class Gate:
         return "every worker is paused"
 
     def describe(self) -> dict[str, object]:
-        """What `GET /router/info` shows; times are Unix seconds."""
+        """Return the gate's part of `GET /router/info`; times are Unix seconds."""
         return {
             "closed": self.closed,
             "mode": self.mode,

@@ -1,7 +1,7 @@
-"""The requests that are being answered now, so that an abort finds the one it means.
+"""A table of the requests in flight, in which an abort finds its request.
 
-Bodies are not parsed on their way: an abort looks for its `rid` among the bodies in flight, and pays for that itself.
-There may be gigabytes of them, so that it looks in steps.
+Request bodies are not parsed when they are forwarded. An abort searches the bodies in flight for its `rid` instead, so
+only aborts pay. The bodies may be gigabytes in total, so the search yields to the event loop between steps.
 """
 
 from __future__ import annotations
@@ -23,46 +23,45 @@ from miles_router.errors import BadRequest
 from miles_router.tasks import Pace
 
 RID_FIELD = Field(RID)
-#: Bytes of a body that are looked through in one step: about a millisecond.
+#: Bytes of a body that are searched in one step: about a millisecond.
 STEP = 1 << 20
-#: Fields of one body that are looked at one by one: parsing it is quicker than that where there are more.
+#: `rid` fields of one body that are checked one by one. With more of them, parsing the whole body is quicker.
 MANY = 256
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}  # SGLang's words
 LOGPROB_LISTS = ("input_token_logprobs", "output_token_logprobs")
 
 
 class InFlight:
-    """Exchanges by identity, each for as long as some layer holds it.
+    """The exchanges in flight with their bodies, each kept while at least one layer works on it.
 
     Args:
-        private: their clients have several keys, and share no names.
+        private: clients have different keys, so one client's `rid` must not match another client's requests.
     """
 
     def __init__(self, *, private: bool = False) -> None:
         self.private = private
         self._bodies: dict[Exchange, bytes] = {}
         self._holders: dict[Exchange, int] = {}
-        #: Names that a worker is told to abort though no client has asked for that, by what ends with the order.
+        #: `rid` of each abort that the router itself sends to a worker, by a future that is done when the abort is.
         self.orders: dict[asyncio.Future[None], str] = {}
 
     def __len__(self) -> int:
         return len(self._bodies)
 
     def enter(self, exchange: Exchange, body: bytes) -> None:
-        """A layer begins to answer a request; the body is the one it sends, for those who look for an id in it."""
+        """Record that a layer begins to answer a request. `body` is the body this layer sends, searched by aborts."""
         self._bodies[exchange] = body
         self._holders[exchange] = self._holders.get(exchange, 0) + 1
 
     def leave(self, exchange: Exchange) -> None:
-        """It is done with it."""
+        """Record that a layer has finished; forget the exchange when it was the last layer."""
         self._holders[exchange] -= 1
         if not self._holders[exchange]:
             del self._holders[exchange], self._bodies[exchange]
 
     @contextmanager
     def ordered(self, rid: str) -> Iterator[None]:
-        """Within this a worker is told to abort what has this name, and nothing comes to it that it would take for
-        that."""
+        """Hold back new generations that an abort of `rid` would match, while the router sends that abort."""
         over = asyncio.get_running_loop().create_future()
         self.orders[over] = rid
         try:
@@ -72,7 +71,7 @@ class InFlight:
             over.set_result(None)
 
     async def past_orders(self, body: bytes) -> None:
-        """Returns when no order is under way that could mean a generation which this body names."""
+        """Wait until no abort of the router is under way that could match a generation of this body."""
         pace, seen = Pace(), set[asyncio.Future[None]]()
         while new := {over: rid for over, rid in self.orders.items() if over not in seen}:
             seen |= new.keys()
@@ -81,16 +80,15 @@ class InFlight:
                     await asyncio.wait({over})
 
     def at(self, url: str) -> set[str]:
-        """The ids of the requests that the worker at this URL has."""
+        """Return the request ids of the requests at the worker with this URL."""
         return {exchange.request_id for exchange in self._bodies if url in exchange.flight.urls}
 
     def requests(self) -> Iterable[tuple[Exchange, bytes]]:
-        """All of them, each with the body that is sent, oldest first."""
+        """Return all exchanges in flight with the bodies that are sent, oldest first."""
         return self._bodies.items()
 
     async def named(self, rid: str, url: str) -> set[Exchange]:
-        """Those at the worker at this URL that have a generation whose id, as the worker knows it, begins with `rid`:
-        all that it would abort."""
+        """Return the exchanges that the worker at `url` would abort: an id the worker knows begins with `rid`."""
         pace, found = Pace(), set()
         for exchange, body in list(self._bodies.items()):
             if exchange.flight.worker_url != url:
@@ -102,17 +100,20 @@ class InFlight:
         return found
 
     async def abort(self, rid: str | None, elsewhere: Collection[str | None] = ()) -> dict[Exchange, set[str]]:
-        """Mark the requests that an abort means (all for None), so that nothing carries them on; give them, and their
-        clients' names of the generations that it names.
+        """Mark the requests that an abort matches as aborted, so that they are not resumed, and return them.
 
-        SGLang aborts every generation whose id begins with `rid`, on workers where one has exactly this id, and so does
-        this. What engines call otherwise than its client is meant by exactly its own name. One of several generations
-        ends the carrying on of all; a request that no worker has had is ended whole or not at all. Those that come
-        while it looks are not meant.
+        Like SGLang, an abort matches every generation whose id begins with `rid`, on the workers where one generation
+        has exactly this id. A generation whose id at the engine differs from the client's is matched only by its exact
+        id. A match of one of several generations stops the resuming of the whole request. A request that no worker has
+        yet is matched only if all its generations match. Requests that arrive during the search are not matched.
 
         Args:
-            elsewhere: further workers where one has exactly this id; None among them where one waits that no worker
-                has.
+            rid: the id, or None for all requests.
+            elsewhere: further workers where one generation has exactly this id. None in it stands for a request that
+                still waits for a worker.
+
+        Returns:
+            For each matched request, the client's ids of the matched generations; empty sets when `rid` is None.
         """
         found: dict[Exchange, set[str]] = (
             {each: set() for each in self._bodies} if rid is None else await self._meant(rid, elsewhere)
@@ -122,21 +123,21 @@ class InFlight:
         return found
 
     def of_group(self, group: bytes) -> dict[Exchange, set[str]]:
-        """The requests of a group, each with the ids by which workers know its generations."""
+        """Return the requests of a group, each with the ids of its generations at the workers."""
         members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.flight.group == group]
         return {exchange: exchange.flight.rids | _given(exchange, body) for exchange, body in members}
 
     async def places(self, rid: str) -> set[str | None]:
-        """The workers where a generation has exactly this id; None among them where one waits that no worker has."""
+        """Return the URLs of the workers where a generation has exactly this id. None in it: one still waits here."""
         return _places(await self._ids(rid), rid)
 
     async def _ids(self, rid: str) -> dict[Exchange, set[str]]:
-        """All ids of each request, as far as they may begin with this one."""
+        """Return the ids of each request. A body's ids are read only if one of them may match `rid`."""
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):
             given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
             await pace.step()
-        # From here on nothing waits: where requests are, and what workers called them, is of one moment.
+        # No await from here on: the workers of the requests and their ids are of the same moment.
         return {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
 
     async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
@@ -160,7 +161,7 @@ def _places(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
 
 
 def _given(exchange: Exchange, body: bytes) -> set[str]:
-    """The ids that a request's body gives its generations."""
+    """Return the ids that a request's body gives its generations."""
     try:
         parsed = exchange.loads(body)
     except BadRequest:
@@ -169,8 +170,10 @@ def _given(exchange: Exchange, body: bytes) -> set[str]:
 
 
 async def _may_name(body: bytes, rid: str, pace: Pace) -> bool:
-    """Whether a body could give this id, or one that begins with it, to a generation: `r_1` belongs to a list with the
-    id `r`. Looks at the bytes, whatever they are."""
+    """Return True if a body may contain this id, an id that begins with it, or one that it begins with.
+
+    The last case is a list of prompts with one id: `r` becomes `r_0`, `r_1`. The bytes need not be valid JSON.
+    """
     seen = 0
     for start in range(0, len(body), STEP):
         for at in RID_FIELD.places(body, start, start + STEP):
@@ -189,19 +192,18 @@ async def _may_name(body: bytes, rid: str, pace: Pace) -> bool:
 
 
 def _named(parsed: object) -> list[Any]:
-    """The ids that a client gave its generations."""
     try:
         return GenerateRequest.read(parsed).rids
-    except UnknownShape:  # a chat request, say, which may have one too
+    except UnknownShape:  # for example a chat request, which may contain an `rid` too
         rid = parsed.get(RID) if isinstance(parsed, Mapping) else None
         return rid if isinstance(rid, list) else [rid]
 
 
 def aborted_in_the_queue(body: object) -> tuple[bytes, bytes]:
-    """What SGLang says to a `/generate` that it aborts before it has begun: content type and body.
+    """Return SGLang's reply to a `/generate` that is aborted in the waiting queue: content type and body.
 
     Raises:
-        UnknownShape: it is no request for an engine.
+        UnknownShape: `body` is not a `/generate` request.
     """
     request = GenerateRequest.read(body)
     nothing: dict[str, Any] = {name: [] for name in LOGPROB_LISTS} if request.body.get("return_logprob") else {}

@@ -1,4 +1,4 @@
-"""What a request holds while a unit has it. Pure."""
+"""The lease: one request's slot on a unit. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from miles_router.fleet.workers import Unit, Worker
 if TYPE_CHECKING:
     from miles_router.fleet.pool import WorkerPool
 
-#: Answers after which it is known how fast a unit is.
+#: Answers after which a unit's speed is known well enough to measure only every second answer.
 KNOWN = 64
 
 
 class Lease:
-    """One in-flight slot on a unit. `release` is idempotent, so that every path may call it."""
+    """A slot of one request in flight on a unit. `release` is idempotent, so that every path may call it."""
 
     __slots__ = ("_pool", "begun", "home", "tokens", "unit")
 
     def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: SessionHome | None = None) -> None:
         self.unit = unit
-        #: Those of its prompt.
+        #: The length of the request's prompt; 0 if it generates nothing.
         self.tokens = tokens
-        #: Its session's, where that is here.
+        #: The home of the request's session, if it is on this unit.
         self.home = home
         self.begun = pool.paces.now()
         self._pool: WorkerPool | None = pool
@@ -33,21 +33,21 @@ class Lease:
 
     @property
     def worker(self) -> Worker:
-        """Whose unit it is."""
+        """The worker of the unit."""
         return self.unit.worker
 
     @property
     def tells(self) -> bool:
-        """Whether how long its answer takes is of use: of a unit that is known, one in two is."""
+        """Whether the answer's duration should be measured: always for a new unit, else for every second answer."""
         learned = self.unit.learned
         return self.tokens > 0 and (learned is None or learned.answers < KNOWN or self.unit.chosen_at % 2 == 1)
 
     def release(self, *, answered: bool = True, sampled: int = 0) -> None:
-        """Give the slot back; the second and later calls do nothing.
+        """Free the slot; the second and later calls do nothing.
 
         Args:
-            answered: its request was, and not with a refusal, so that its session holds what it asked with.
-            sampled: tokens of its answer; 0 where it does not tell.
+            answered: the engine answered and did not refuse, so the session's prompt is in the unit's cache.
+            sampled: the answer's output tokens; 0 if unknown.
         """
         pool, self._pool = self._pool, None
         if pool is not None:

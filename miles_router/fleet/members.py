@@ -1,4 +1,4 @@
-"""The workers that a pool has, how one of them is found, and who hears of changes. Pure."""
+"""The table of a pool's workers, and the listeners for its changes. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Members:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
-        #: Numbers for registrations to come.
+        #: The numbers of further registrations.
         self.serials = itertools.count(1)
-        #: Leases of other processes, as far as this one was told.
+        #: Leases held by other processes, as far as they have reported them.
         self.elsewhere = 0
-        #: What is routable now.
         self.snapshot = Snapshot()
         self.listeners: list[Callable[[Transition], None]] = []
 
@@ -43,21 +42,21 @@ class Members:
 
     @property
     def known(self) -> Sequence[Worker]:
-        """All workers, removed ones that still finish included."""
+        """All workers, including removed ones with requests still in flight."""
         return [*self, *self._leaving.values()]
 
     @property
     def busy(self) -> Sequence[Worker]:
-        """The workers with requests in flight, removed ones that still finish included."""
+        """The workers with requests in flight, including removed ones."""
         return [worker for worker in self.known if worker.in_flight]
 
     @property
     def in_flight(self) -> int:
-        """Leases held on all workers, removed ones that still finish included."""
+        """Leases held on all workers, including removed ones, by all processes."""
         return sum(worker.in_flight for worker in self.known) + self.elsewhere
 
     def get(self, name: str) -> Worker:
-        """The worker with this normal URL or id.
+        """Return the worker with this normal URL or id.
 
         Raises:
             NotFound: no such worker is registered.
@@ -68,21 +67,21 @@ class Members:
         return worker
 
     def find(self, url: str) -> Worker | None:
-        """The worker at a normal URL, one that was removed and still finishes requests included."""
+        """Return the worker at a normal URL, or None. Removed workers with requests in flight are found too."""
         return self._workers.get(url) or self._leaving.get(url)
 
     def version_of(self, url: str | None) -> str | None:
-        """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
-        worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, without its call
+        """Return the last known weight version of the worker at a normal URL, or None."""
+        worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, inlined for speed
         return None if worker is None else worker.weight_version
 
     # Changes
 
     def follow(self, members: Sequence[Worker], told: Sequence[Transition]) -> None:
-        """Have these workers and no others, in the states that they are in: somebody else has decided so.
+        """Replace all workers by `members`, whose states another process has decided.
 
         Args:
-            told: what listeners hear, behind those that are gone.
+            told: the transitions that listeners get, after a removal for each worker that is gone.
         """
         workers = {worker.url: worker for worker in members}
         gone = [worker for worker in self if workers.get(worker.url) is not worker]

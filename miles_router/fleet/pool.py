@@ -1,14 +1,14 @@
-"""The pool of workers as a state machine: who is registered, what may be chosen, how many requests each carries.
+"""The pool of workers as a state machine: which are registered, which are routable, and their requests in flight.
 
     expect ──> UNREACHED ──(answers, or registers itself)──> READY
-    add ──> READY ──(K consecutive failures)──> QUARANTINED ──(probe passes, policy agrees)──> READY
-              │ ├──(other weights than the fleet's)──> OUTDATED ──(the same again)──> READY
-              │ └──(paused by somebody else)──> PAUSED ──(goes on)──> READY
+    add ──> READY ──(K consecutive failures)──> QUARANTINED ──(check passes, readmission agrees)──> READY
+              │ ├──(weights differ from the fleet's)──> OUTDATED ──(same weights again)──> READY
+              │ └──(paused by another program)──> PAUSED ──(resumes)──> READY
               └── drain ──> DRAINING (from any state)           remove: forgotten, from any state
 
-Two things must never be wrong: `in_flight` (a `Lease` adds one and gives it back exactly once, whatever happens) and
-the snapshot of what is routable (made anew on every transition, never filtered per request). No I/O, no asyncio: probes
-and requests report what they saw, and this module decides.
+Two things must never be wrong: `in_flight` (a `Lease` adds one and subtracts it exactly once, whatever happens) and the
+snapshot of routable units (rebuilt on every transition, never filtered per request). No I/O, no asyncio: checks and
+requests report their observations, and this module decides.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from miles_router.fleet.workers import (
     voted_version,
 )
 
-#: A number of failures in a row that is never reached: no check takes a worker out.
+#: A failure threshold that is never reached: failed checks do not quarantine workers.
 NEVER = 2**31
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
 class WorkerPool(Members):
-    """The registered workers, and what becomes of them."""
+    """The registered workers, their states, and the leases on their units."""
 
     def __init__(
         self,
@@ -58,32 +58,31 @@ class WorkerPool(Members):
         admission: float = 0.0,
     ) -> None:
         super().__init__()
-        #: Where sessions are, and whether others may begin.
         self.homes, self.paces = Homes() if homes is None else homes, Paces()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
         self.unnamed_weights = False  # the last update named no version
-        #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
+        #: Odd while a weight update is under way. A version that was read under another epoch must be discarded.
         self.weights_epoch = 0
         self._failure_threshold = failure_threshold
         self._readmit = readmit
         self._now = now
-        #: Whether nobody has requests at a worker. Where there are several processes, others may have some.
+        #: Returns True if a worker has no requests in flight. With several processes it asks for theirs too.
         self.is_idle: Callable[[Worker], bool] = lambda worker: not worker.in_flight
-        #: Is told `(what, worker, reason)` in place of a decision here, where another process decides.
+        #: Set where another process decides: reports an observation `(what, worker, reason)` to that process.
         self.report: Callable[[str, Worker, str], None] | None = None
-        #: How many workers were found stalled.
+        #: How many stalls of workers were detected.
         self.stalls = 0
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
-        #: Supposes what other processes choose among these units, before this one chooses for a request of no session.
+        #: Simulates choices of other processes among these units, before a choice for a request of no known session.
         self.let_others_choose: Callable[[Sequence[Unit]], None] | None = None
-        self._weights_changed = False  # of some worker, some time
+        self._weights_changed = False  # of any worker, ever
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether somebody who answers takes no traffic for its weights alone."""
+        """Whether any worker answers but gets no requests only because its weights differ."""
         return self._readmit == "same-weights" and any(
             worker.state in (WorkerState.OUTDATED, WorkerState.QUARANTINED)
             and not worker.failures
@@ -101,8 +100,8 @@ class WorkerPool(Members):
         attributes: Mapping[str, object] | None = None,
         weight_version: str | None = None,
     ) -> Worker:
-        """Register a worker; routable at once, unless its `weight_version` (if known) is not the fleet's. Again: that
-        changes only the key and attributes given, and ends a drain, but not a quarantine."""
+        """Register a worker and return it; routable at once, unless its `weight_version` differs from the fleet's. For
+        a registered worker only change the key and attributes given, and end a drain, but not a quarantine."""
         if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
             self.reach(known, weight_version)
@@ -114,15 +113,15 @@ class WorkerPool(Members):
         else:
             self._update(worker, api_key, attributes)
             self._end_drain(worker)
-            worker.caches.change(worker.weight_version, new_number())  # for those that still run
+            worker.caches.change(worker.weight_version, new_number())  # its old requests may still fill caches
             worker.failures, worker.weight_version = 0, None
         self._register(worker)
         self._welcome(worker, weight_version, before=None)
         return worker
 
     def expect(self, address: WorkerUrl) -> Worker:
-        """Register a worker that the configuration names. It takes no requests before it has answered a check, where
-        checks can take a worker out."""
+        """Register a configured worker and return it. It is not routable before it has answered a check, unless failed
+        checks do not quarantine workers."""
         if (known := self._workers.get(address.url)) is not None:
             return known
         if self._failure_threshold >= NEVER:
@@ -132,13 +131,13 @@ class WorkerPool(Members):
         return worker
 
     def reach(self, worker: Worker, weight_version: str | None) -> None:
-        """Make a worker routable that had not answered yet; others stay what they are."""
+        """Make a worker routable that had not answered yet; a worker in another state is not changed."""
         if self._is(worker, WorkerState.UNREACHED):
             worker.failures = 0
             self._welcome(worker, weight_version, before=worker.state)
 
     def _welcome(self, worker: Worker, weight_version: str | None, *, before: WorkerState | None) -> None:
-        # It may come with a cache of weights that this fleet has had, or of others.
+        # Its prefix cache may hold entries of older weights of this fleet, or of other weights.
         self._weights_changed |= weight_version not in (None, self.weight_version)
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
         worker.weight_version, worker.missed_update = weight_version, self.unnamed_weights
@@ -146,13 +145,13 @@ class WorkerPool(Members):
         self._settle_weights()
 
     def stay_unreached(self, worker: Worker, reason: str) -> None:
-        """Say why a worker has not answered yet; told again only when the reason changes."""
+        """Set the reason why a worker has not answered yet. Listeners are called only when the reason changes."""
         reason = f"{EXPECTED}: {reason}"
         if self._is(worker, WorkerState.UNREACHED) and worker.reason != reason:
             self._move(worker, WorkerState.UNREACHED, reason, before=worker.state)
 
     def distrust_caches(self) -> None:
-        """Another router may have filled those of all workers, later ones too, with what older weights computed."""
+        """Stop reusing prefix caches, of later workers too: another router may have filled them under old weights."""
         self._weights_changed = True
         for worker in self:
             worker.caches = PrefixCaches(new_number())
@@ -169,7 +168,7 @@ class WorkerPool(Members):
             self._end_drain(worker)
 
     def remove(self, worker: Worker, reason: str = "removed") -> None:
-        """Forget a worker now; its requests in flight are left to finish. Removing it twice does nothing."""
+        """Forget a worker now; its requests in flight may finish. Removing it twice does nothing."""
         if self._workers.get(worker.url) is not worker:
             return
         del self._workers[worker.url]
@@ -181,8 +180,8 @@ class WorkerPool(Members):
         self._settle_weights()
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """Send nothing new to a worker and remove it after its last request; `when_idle` is called then, or when the
-        worker is registered again before."""
+        """Send no new requests to a worker and remove it after its last one. `when_idle` is called then, or when the
+        worker is registered again before that."""
         if worker.state is not WorkerState.DRAINING:
             self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
@@ -203,14 +202,16 @@ class WorkerPool(Members):
         *,
         generates: bool = False,
     ) -> Lease:
-        """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers;
-        of what `generates`, among those that may. Where all are paused, among those. Of these, those of the worker at
-        the URL `preferred`, and those with this `rank`, where there are some.
+        """Lease the unit that `policy` chooses among the routable units, or among the paused ones if none is routable.
 
-        `key` names a session: while it could be sent home and is not, for this once, it stays at home there.
+        Args:
+            key: the session. The unit becomes its home, unless only this request cannot go to its present home.
+            preferred: the URL of a worker that is chosen if it is a candidate. The same holds for `rank`.
+            tokens: the length of the prompt; 0 for a request that generates nothing.
+            generates: choose only among units that take generations.
 
         Raises:
-            NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
+            NoWorkerAvailable: no worker is registered or routable, or all routable workers are excluded.
         """
         snapshot = self.snapshot
         at_home: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
@@ -228,11 +229,11 @@ class WorkerPool(Members):
     def lease_prefill(
         self, policy: Policy, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes
     ) -> Lease:
-        """The same on a unit that computes the prompt of what a decode unit answers. A key ties prompts that begin
-        alike to one, beside the decode unit that it is tied to.
+        """Lease a prefill unit, which computes the prompt of a generation that a decode unit answers. A session has a
+        home among the prefill units too. Arguments are those of `lease`.
 
         Raises:
-            NoWorkerAvailable: none is routable.
+            NoWorkerAvailable: no prefill worker is routable and not excluded.
         """
         if not (candidates := [unit for unit in self.snapshot.prefill if unit.worker not in excluded]):
             raise NoWorkerAvailable(why_none(self._workers.values()))
@@ -248,7 +249,7 @@ class WorkerPool(Members):
         tokens: int,
         body: bytes,
     ) -> Lease:
-        """A lease on one of the candidates. `at_home`: where a session stays though this request of it is elsewhere."""
+        """Lease a candidate. `at_home`: units on which a session keeps its home though this request cannot go there."""
         if self.admission.bounds:
             candidates = self.admission.places(key, candidates, tokens)
         known = self.homes.find(key)
@@ -272,7 +273,7 @@ class WorkerPool(Members):
         return Lease(self, unit, tokens, at)
 
     def released(self, lease: Lease, *, answered: bool) -> None:
-        """Its slot is given back."""
+        """Subtract a released lease from its unit's counts; `Lease.release` calls this once."""
         unit, worker = lease.unit, lease.unit.worker
         unit.in_flight -= 1
         unit.tokens -= lease.tokens
@@ -284,7 +285,7 @@ class WorkerPool(Members):
             self.left(worker)
 
     def left(self, worker: Worker) -> None:
-        """Nobody has requests at a worker. One that gets no more is gone with that."""
+        """Finish the drain or removal of a worker that has no requests in flight any more."""
         if worker.state is WorkerState.DRAINING:
             self.remove(worker, "drained")
             self._end_drain(worker)
@@ -296,7 +297,7 @@ class WorkerPool(Members):
             call()
 
     def set_ranks(self, worker: Worker, count: int, fault: str | None = None) -> bool:
-        """As `Worker.set_ranks`."""
+        """Call `Worker.set_ranks` and rebuild the snapshot if the units changed. Return True if they did."""
         if changed := worker.set_ranks(count, fault):
             self._publish()
         return changed
@@ -304,7 +305,7 @@ class WorkerPool(Members):
     # Health
 
     def record_failure(self, worker: Worker, reason: str) -> None:
-        """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
+        """Record a failed check or connection; the K-th failure in a row quarantines the worker."""
         worker.failures, worker.last_check = worker.failures + 1, self._now()
         self._forget_engine(worker)
         if self.report is not None:
@@ -312,19 +313,19 @@ class WorkerPool(Members):
             return
         self.stay_unreached(worker, reason)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
-            worker.missed_update |= self.unnamed_weights  # it may start anew, with the weights of its disk
+            worker.missed_update |= self.unnamed_weights  # it may restart, with the weights from its disk
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
     def _forget_engine(self, worker: Worker) -> None:
-        """Who answers next may be another, with other weights; most engines say themselves which."""
+        """Forget the worker's engine: the next process may have other weights, which most engines report themselves."""
         if self.report is None and worker.engine is not None and not worker.engine.tells_version:
             worker.weight_version = None
         worker.forget_engine()
         self._publish()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
-        """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent. Each
-        process that has requests there sees it for itself; the first one counts."""
+        """Quarantine a worker whose engine stalled. It keeps this reason while it is silent. Each router process with
+        requests there observes the stall; only the first observation counts."""
         if worker.stalled:
             return
         self.stalls += 1
@@ -335,11 +336,11 @@ class WorkerPool(Members):
             self.report("stall", worker, reason)
 
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
-        """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""
+        """Record a passed liveness check and the version it reported. A quarantined worker also needs `readmit`."""
         worker.failures, worker.last_check = 0, self._now()
         if weight_version is not None and weight_version != worker.weight_version:
             before = self.weight_version if worker.weight_version is None else worker.weight_version
-            if before not in (None, weight_version):  # changed behind the router, perhaps before it came
+            if before not in (None, weight_version):  # changed by another program, perhaps before it joined
                 self._change_caches([worker])
                 worker.missed_update = self.unnamed_weights = False  # weights have a name again
             worker.weight_version = weight_version
@@ -347,8 +348,8 @@ class WorkerPool(Members):
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Within this, what probes hear of weight versions is neither the old fleet nor the new one, and caches are
-        neither of the old weights nor of the new ones. An update that was refused may have taken effect."""
+        """Discard weight versions that checks read within this context, and let no two generations share a prefix
+        cache. The caches change even if the update is refused, since it may have taken effect."""
         self.weights_epoch += 1
         self._change_caches(self, under_way=True)
         try:
@@ -363,13 +364,13 @@ class WorkerPool(Members):
             worker.caches.change(worker.weight_version, number, under_way=under_way)
 
     def name_version(self, workers: Collection[Worker], version: str) -> None:
-        """Somebody has given new weights to workers that do not say it themselves."""
+        """Set the weight version of workers whose engines do not report it, after another program updated them."""
         self._change_caches(workers)
         self.updated(workers, version)
 
     def updated(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
-        """Note that `workers` took an update of the weights to this version (None: it named none), or were only told
-        its name. Under `same-weights` the others take no traffic until they have taken one."""
+        """Record that `workers` took an update to this version (None: it named none), or, without `took`, that only
+        the version's name was set. Under `same-weights` the other workers get no requests until they are updated."""
         self.weight_version, self.unnamed_weights = version, version is None
         for worker in self:
             worker.missed_update = (version is None or worker.missed_update) and not (took and worker in workers)
@@ -378,25 +379,25 @@ class WorkerPool(Members):
         self._settle_weights()
 
     def set_paused(self, worker: Worker, reason: str) -> None:
-        """A worker answers and does not generate."""
+        """Record that a worker answers but does not generate."""
         if worker.state is not WorkerState.PAUSED and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.PAUSED, reason, before=worker.state)
 
     def set_unpaused(self, worker: Worker) -> None:
-        """A worker that was paused goes on."""
+        """Record that a paused worker generates again."""
         if self._is(worker, WorkerState.PAUSED):
             self._move(worker, WorkerState.READY, "goes on", before=worker.state)
             self._settle_weights()
 
     def readmission_refused(self, worker: Worker) -> str | None:
-        """Why policy keeps a recovered worker out, or None if it may return."""
+        """Return why the readmission setting keeps a recovered worker out, or None if the worker may return."""
         if self._readmit == "never":
             return "the readmission policy is 'never': remove and add the worker"
         same = self._readmit == "same-weights"
         return other_weights(worker, self.weight_version, must_say=True) if same else None
 
     def readmit(self, worker: Worker, reason: str) -> bool:
-        """Make a recovered worker routable again if policy agrees. Says whether it is."""
+        """Make a quarantined worker routable again if the readmission setting permits it. Return True if it is."""
         if not self._is(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
             return False
         self._move(worker, WorkerState.READY, reason, before=worker.state)
@@ -404,7 +405,7 @@ class WorkerPool(Members):
         return True
 
     def keep_out(self, worker: Worker, reason: str) -> None:
-        """Say why a worker that answers stays quarantined; told again only when the reason changes."""
+        """Set the reason why an answering worker stays quarantined. Listeners are called only when it changes."""
         if self._is(worker, WorkerState.QUARANTINED) and worker.reason != reason:
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
@@ -412,7 +413,7 @@ class WorkerPool(Members):
         return worker.state is state and self._workers.get(worker.url) is worker
 
     def _settle_weights(self) -> None:
-        """Bring the fleet's version and the workers' states in step. A worker that leaves takes its vote with it."""
+        """Vote on the fleet's weight version, and move workers between READY and OUTDATED. Removals need this too."""
         if self._settling or self.report is not None:
             return
         self._settling = True
@@ -428,8 +429,7 @@ class WorkerPool(Members):
             self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
 
     def _sort_one_by_weights(self) -> bool:
-        """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over. Says whether
-        somebody moved."""
+        """Move one worker whose state does not match its weights to OUTDATED or READY. Return True if one moved."""
         for worker in self:
             reason = other_weights(worker, self.weight_version)
             before = WorkerState.OUTDATED if reason is None else WorkerState.READY

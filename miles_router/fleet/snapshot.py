@@ -1,4 +1,4 @@
-"""What requests may be sent to at one moment. Pure."""
+"""The units that requests may be sent to at one moment. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from miles_router.fleet.workers import Role, Signs, Unit, Worker, WorkerState
 
 
 class Units(tuple[Unit, ...]):
-    """Some, in order; whether one is among them is told at once, however many they are."""
+    """An ordered tuple of units with a membership test in constant time."""
 
-    def __init__(self, _: Iterable[Unit] = ()) -> None:  # the tuple has them
+    def __init__(self, _: Iterable[Unit] = ()) -> None:  # `tuple.__new__` has stored the units
         self._members = frozenset(self)
 
     def __contains__(self, unit: object) -> bool:
@@ -24,21 +24,21 @@ NO_UNITS = Units()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Those who take requests; a later one has a higher number."""
+    """The units by what they may be sent. A later snapshot has a higher number."""
 
     number: int = 0
     routable: Units = NO_UNITS
     paused: Units = NO_UNITS
-    #: Of the routable ones, those that compute prompts for others,
+    #: The routable units that compute prompts for decode units,
     prefill: Units = NO_UNITS
-    #: and those that a generation may be sent to, by itself or with one of `prefill`.
+    #: and the routable units that answer generations, alone or together with one of `prefill`.
     generating: Units = NO_UNITS
-    #: Whether ranks are among all these.
+    #: Whether any routable or paused unit is a rank.
     ranked: bool = False
 
     @classmethod
     def of(cls, number: int, workers: Iterable[Worker]) -> Snapshot:
-        """Who may do what. Without a prefill half no decode half generates."""
+        """Build the snapshot of these workers. Without a prefill worker, decode workers take no generations."""
         units: dict[WorkerState, list[Unit]] = {WorkerState.READY: [], WorkerState.PAUSED: []}
         for worker in workers:
             if worker.state in units:
@@ -51,7 +51,7 @@ class Snapshot:
         return cls(number, routable, paused, prefill, generating, ranked)
 
     def left(self, excluded: Collection[Worker], *, generates: bool) -> Sequence[Unit]:
-        """What is left for a request where these workers are out of the question."""
+        """Return the units a request may be sent to when `excluded` workers must not get it."""
         candidates: Sequence[Unit] = (self.generating if generates else self.routable) or self.paused
         if generates and self.prefill and all(unit.worker in excluded for unit in self.prefill):
             candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
@@ -67,7 +67,7 @@ class Snapshot:
 
 
 def why_none(workers: Collection[Worker]) -> str:
-    """Why none of them takes a request, in words."""
+    """Return why no worker takes a request, as text for an error message."""
     if not workers:
         return "no worker is registered; workers register with POST /add_worker"
     halves = {role: [worker for worker in workers if worker.role is role] for role in (Role.PREFILL, Role.DECODE)}
@@ -78,6 +78,5 @@ def why_none(workers: Collection[Worker]) -> str:
 
 
 def _counted(workers: Iterable[Worker]) -> str:
-    """How many are in which state."""
     states = Counter(worker.state.value for worker in workers)
     return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

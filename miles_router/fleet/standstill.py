@@ -1,4 +1,4 @@
-"""What the router has told a fleet that stands still, as JSON: for other processes, and for who follows a restart."""
+"""A paused or sleeping fleet's state as JSON, for other router processes and for the next start after a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from miles_router.fleet.fleet import Fleet
 
 
 def standstill(fleet: Fleet) -> dict[str, Any]:
-    """Write the router's own pause of a fleet, what memory who is without, and the orders that led to that."""
+    """Return the router's own pause, the released memory parts, the sleeping workers, and the orders sent to them."""
     return {
         "pause": None if fleet.pause is None else fleet.pause.mode,
         "released": sorted(fleet.released),
@@ -21,7 +21,7 @@ def standstill(fleet: Fleet) -> dict[str, Any]:
 
 
 def stand_still(fleet: Fleet, record: Mapping[str, Any]) -> None:
-    """Have a fleet stand still as `standstill` has written; its gate is left as it is."""
+    """Restore the state that `standstill` wrote into a fleet. The gate is not changed."""
     fleet.pause = None if record["pause"] is None else Pause(record["pause"])
     fleet.released, fleet.slept = set(record["released"]), set(record["slept"])
     orders = record["memory_orders"]

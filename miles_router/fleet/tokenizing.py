@@ -1,4 +1,4 @@
-"""How one worker is asked what its tokenizer makes of a text."""
+"""The interface to a worker's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from miles_router.fleet.workers import Worker
 
 
 class TokenizerQuestion(Protocol):
-    """The question: `control.probes.Probes`."""
+    """A client of the workers' tokenize route; `control.probes.Probes` implements it."""
 
     async def tokenize(self, worker: Worker, path: str, text: str, key: bytes | None) -> tuple[int, bytes]:
-        """Return the status and body of a worker's answer at `path`, its route that tokenizes text, to this
-        `Authorization` if the worker has no key of its own. No special tokens are asked for.
+        """Tokenize `text` without special tokens and return the HTTP status and body of the worker's reply.
+
+        Args:
+            path: the worker's route that tokenizes text.
+            key: the `Authorization` header to send if the worker was registered without a key.
 
         Raises:
-            UpstreamError: it does not answer.
+            UpstreamError: the worker does not answer.
         """
         ...

@@ -1,4 +1,4 @@
-"""A worker's address: parsed, checked and written in one normal form, so that one worker has one name. Pure."""
+"""The address of a worker, parsed and brought into one normal form, so that a worker has exactly one name. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class WorkerUrl:
-    """Where a worker is. `prefix` is the path in front of every request path, without a trailing slash."""
+    """An address in normal form. `prefix` is the path before every request path, without a trailing slash."""
 
     url: str
     host: str
@@ -25,15 +25,15 @@ class WorkerUrl:
 
     @property
     def id(self) -> str:
-        """A short name that fits in a path and is the same in every router."""
+        """A short name for use in paths, the same in every router."""
         return hashlib.sha256(self.url.encode()).hexdigest()[:12]
 
 
 def parse_worker_url(text: object) -> WorkerUrl:
-    """Read `http[s]://host[:port][/prefix]`; scheme and host are lower-cased, default port and last slash dropped.
+    """Parse `http[s]://host[:port][/prefix]`; lower-case scheme and host, drop a default port and the trailing slash.
 
     Raises:
-        BadRequest: not such a URL. Credentials, queries and fragments are refused, since none could be honoured.
+        BadRequest: the text is not such a URL, or contains credentials, a query or a fragment: the router sends none.
     """
     if not isinstance(text, str) or not text.strip():
         raise BadRequest("url must be a non-empty string such as http://10.0.0.7:30000")

@@ -1,4 +1,4 @@
-"""Workers: one record for each SGLang server, and the unit that requests are counted on. Pure."""
+"""The records of workers, one for each engine server, and of the units that requests are counted on. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from miles_router.fleet.worker_url import WorkerUrl
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:  # the settings come by here, and a command that shows its help does without the engine's wire
+if TYPE_CHECKING:  # the settings import this module, and `--help` should not load the engine code
     from miles_router.engines.engine import Engine
     from miles_router.engines.facts import Facts
     from miles_router.fleet.placement.paces import Learned
 
 
 class WorkerState(str, Enum):
-    """Only READY workers are chosen for new requests."""
+    """The state of a worker. New requests go only to READY workers."""
 
     READY = "ready"
     QUARANTINED = "quarantined"
     OUTDATED = "outdated"
     PAUSED = "paused"
     DRAINING = "draining"
-    #: Named in the configuration, and has not answered yet.
+    #: Configured, but has not answered yet.
     UNREACHED = "unreached"
 
 
 class Role(str, Enum):
-    """What part of a generation a worker does."""
+    """The part of a generation that a worker computes."""
 
     REGULAR = "regular"
     #: The prompt and the first token.
     PREFILL = "prefill"
-    #: All further tokens, and the answer.
+    #: All further tokens; the decode worker sends the reply.
     DECODE = "decode"
 
 
@@ -46,7 +46,7 @@ class Role(str, Enum):
 ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
 
 
-#: Why a worker is what it is: it has joined, or it is expected to.
+#: Reasons of states: the worker was registered, or only configured.
 REGISTERED, EXPECTED = "registered", "named in the configuration, and has not answered yet"
 
 #: The attributes that make a worker one half of a pair.
@@ -54,28 +54,30 @@ ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
 
 
 class Pulse:
-    """Counts what a worker's engine is heard to do: pieces of answers to requests that it works on."""
+    """A count of the reply pieces that a worker's engine has sent, as a sign that it works."""
 
     __slots__ = ("beats", "heard_at")
 
     def __init__(self) -> None:
         self.beats = 0
-        #: When the last one came, on the event loop's clock.
+        #: When the last piece arrived, on the event loop's clock.
         self.heard_at = -math.inf
 
 
 class Signs(NamedTuple):
-    """What speaks for a worker that did not answer a check in time."""
+    """The signs that a worker still works though it did not answer a check in time."""
 
-    #: Seconds since a piece of an answer came from its engine.
+    #: Seconds since the last piece of a reply arrived from its engine.
     heard: float
-    #: Whether a request waits for its engine.
+    #: Whether a request is running on it.
     runs: bool
 
 
 class Unit:
-    """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
-    is one unit, or one for each of its ranks."""
+    """A part of a worker that generates on its own, to which requests are sent and on which they are counted.
+
+    A worker is one unit, or one unit for each of its data-parallel ranks.
+    """
 
     __slots__ = (
         "away", "chosen_at", "in_flight", "learned", "pace", "rank", "retired", "sessions", "tokens", "worker",
@@ -83,27 +85,27 @@ class Unit:
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
         self.worker = worker
-        #: None: the whole worker.
+        #: The rank's number; None for the whole worker.
         self.rank = rank
         self.in_flight = 0
-        #: Of the prompts in flight, and of sessions that will come back.
+        #: Tokens of the prompts in flight, and of idle sessions at home here.
         self.tokens = 0
-        #: That are at home here and are not over, as far as anybody knows.
+        #: Sessions at home here that have not ended.
         self.sessions = 0
-        #: Of these, those that this process has seen and of which nothing runs.
+        #: Sessions among these without a request in flight, as far as this process has served them.
         self.away = 0
-        #: How many times as long as elsewhere its answers take for each token: 1 while nothing says that it is slower.
+        #: Seconds per output token relative to other units; 1 until measurements show that the unit is slower.
         self.pace = 1.0
-        #: What that is known by.
+        #: The measurements behind `pace`.
         self.learned: Learned | None = None
-        #: When it was chosen last, as the number of that choice.
+        #: The sequence number of the choice that chose this unit last.
         self.chosen_at = 0
-        #: It is no part of its worker any more, which has others. What it has is left to finish.
+        #: Whether the worker's units were replaced by others. Requests in flight on this unit finish.
         self.retired = False
 
     @property
     def capacity(self) -> int | None:
-        """Tokens whose keys and values it has memory for, as its engine says, or said before it was lost."""
+        """Size of the KV cache in tokens, as the engine reports or last reported it; None if unknown."""
         facts = self.worker.facts
         return self.worker.last_capacity if facts is None else facts.token_capacity
 
@@ -112,7 +114,7 @@ class Unit:
 
 
 class Worker:
-    """One SGLang server. Mutable on purpose; only the pool and the fleet write to it."""
+    """The record of one engine server. Mutable on purpose; only the pool and the fleet write to it."""
 
     __slots__ = (
         "adapters",
@@ -156,54 +158,54 @@ class Worker:
         self.address = address
         self.url = address.url
         self.api_key = api_key
-        #: The number of its registration in its pool; 0 while it is not registered.
+        #: The number of its registration in the pool; 0 while it is not registered.
         self.serial = 0
         self.attributes: dict[str, object] = {}
         self.set_attributes(attributes or {})
         self.units: tuple[Unit, ...] = (Unit(self),)
-        #: Leases held on its units, retired ones included.
+        #: Leases held on its units, including retired ones.
         self.in_flight = 0
-        #: Why its ranks are not chosen, where they could be.
+        #: Why requests are not sent to its ranks although it has several; None if they are.
         self.rank_fault: str | None = None
         self.state = WorkerState.READY
         self.reason = REGISTERED
         self.since = now
         self.failures = 0
         self.weight_version: str | None = None
-        #: It did not take the last update of the fleet's weights, which named no version.
+        #: Whether it missed the last update of the fleet's weights, an update without a version.
         self.missed_update = False
         self.last_check: float | None = None
         self.pulse = Pulse()
         self.caches = PrefixCaches()
-        #: It is out since its engine stood still.
+        #: Whether it is quarantined because its engine stalled.
         self.stalled = False
-        #: What its engine said about itself, and the number of the process that did. Only the fleet knows whether that
-        #: one still answers: ask `Fleet.facts`.
+        #: The facts that its engine process reported, and that process's number. They are stale once another process
+        #: answers at the URL; `Fleet.facts` checks this.
         self.facts: Facts | None = None
         self.facts_of: int | None = None
-        #: Whether its engine was ever asked, and had its time to answer.
+        #: Whether a question for its facts has ever completed, answered or not.
         self.asked = False
-        #: Whether it applies adapters, once it has said so, and those that it said last it has.
+        #: Whether it applies LoRA adapters, and the adapters it last reported; None while unknown.
         self.applies_adapters: bool | None = None
         self.adapters: frozenset[str] | None = None
-        #: Whether it says so to some clients alone, for it has a key that it was not registered with.
+        #: Whether it refused the router's question for its adapters: it has a key that the router was not given.
         self.withholds = False
-        #: The memory of a unit, in tokens, of the engine that was forgotten last.
+        #: The KV cache size of a unit, in tokens, of the engine process that was forgotten last.
         self.last_capacity: int | None = None
-        #: The kind of engine that it is; None until that is known. `Fleet.engine` asks.
+        #: The kind of engine; None until it is known. `Fleet.engine` asks for it.
         self.engine: Engine | None = None
 
     def set_attributes(self, attributes: Mapping[str, object]) -> None:
-        """What was said of it at its registration. One half of a pair stays that unless it says otherwise."""
+        """Replace the attributes given at registration. Role and bootstrap port stay unless new ones are given."""
         role = {name: self.attributes[name] for name in (ROLE, BOOTSTRAP_PORT) if name in self.attributes}
         self.attributes = {**role, **attributes}
         self.role = Role(self.attributes.get(ROLE, Role.REGULAR))
         port = self.attributes.get(BOOTSTRAP_PORT)
-        #: Where the other half of a pair meets it.
+        #: The port on which the other worker of a prefill/decode pair connects to it.
         self.bootstrap_port = port if isinstance(port, int) else None
 
     def set_key(self, api_key: str) -> None:
-        """The key that it has to be asked with from now on. To another one it may say more."""
+        """Use this API key from now on. Forget the engine's facts if the key is new: it may permit more answers."""
         if api_key != self.api_key:
             self.api_key, self.withholds = api_key, False
             self.forget_engine()
@@ -212,7 +214,7 @@ class Worker:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
 
     def forget_engine(self) -> None:
-        """Another one may be there from now on."""
+        """Forget the engine, because another process may answer at this address from now on."""
         self.last_capacity = self.units[0].capacity
         self.facts, self.engine, self.applies_adapters = None, None, None
         for unit in self.units:
@@ -220,14 +222,17 @@ class Worker:
 
     @property
     def ranks(self) -> tuple[Unit, ...]:
-        """Its units, where each of them is a rank."""
+        """The units if they are ranks; empty if the worker is one unit."""
         return self.units if len(self.units) > 1 else ()
 
     def set_ranks(self, count: int, fault: str | None = None) -> bool:
-        """Count requests on each of so many ranks from now on; with 1, on the worker. Says whether that is new.
+        """Count requests on each of `count` ranks from now on, or on the whole worker if `count` is 1.
 
         Args:
-            fault: why the ranks that it has are not chosen.
+            fault: why requests are not sent to the ranks although the worker has several.
+
+        Returns:
+            True if the number of units changed.
         """
         self.rank_fault = fault
         if len(self.units) == count:
@@ -238,7 +243,7 @@ class Worker:
         return True
 
     def describe(self) -> dict[str, object]:
-        """What `GET /workers` shows; times are Unix seconds. The api key stays here."""
+        """Return the worker's entry of `GET /workers`, without its API key; times are Unix seconds."""
         ranks = [{"rank": unit.rank, **_load(unit)} for unit in self.ranks]
         return {
             "id": self.address.id,
@@ -263,14 +268,14 @@ def _load(*units: Unit) -> dict[str, object]:
 
 
 class RankFault:
-    """Why the ranks of one engine process are not chosen, if they are not. Kept with its facts, and gone with them."""
+    """The reason why requests are not sent to the ranks of one engine process, kept together with its facts."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
 
 class Transition:
-    """One change of a worker's state, told once to whoever listens."""
+    """A change of a worker's state, passed once to each listener."""
 
     __slots__ = ("after", "before", "reason", "worker")
 
@@ -281,7 +286,7 @@ class Transition:
         self.reason = reason
 
     def log(self) -> None:
-        """Write one line, with the reason."""
+        """Write one log line with the reason."""
         after = self.after.value if self.after else "removed"
         in_order = self.before is None or self.after in (None, WorkerState.READY, WorkerState.DRAINING)
         level = logging.INFO if in_order else logging.WARNING
@@ -289,8 +294,12 @@ class Transition:
 
 
 def other_weights(worker: Worker, version: str | None, *, must_say: bool = False) -> str | None:
-    """Return why a worker's weights are not those of a fleet with this version (None: it is unknown); None if they may
-    be. `must_say`: a worker that names no version has others."""
+    """Return why a worker's weights differ from the fleet's, or None if they may be the same.
+
+    Args:
+        version: the fleet's weight version; None if unknown.
+        must_say: a worker that reports no version counts as different.
+    """
     if worker.missed_update:
         return "it did not take the fleet's last update, which named no weight version"
     if version is not None and worker.weight_version not in ((version,) if must_say else (None, version)):
@@ -299,8 +308,11 @@ def other_weights(worker: Worker, version: str | None, *, must_say: bool = False
 
 
 def voted_version(workers: Iterable[Worker], version: str | None, *, routable: bool) -> str | None:
-    """The weight version of a fleet that had this one: what most workers that answer hold. A tie changes nothing; with
-    nobody `routable` only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
+    """Return the fleet's weight version: the version of most workers that answer, or `version` on a tie.
+
+    While no worker is routable, all workers vote and only a unanimous vote changes the version. Otherwise one restarted
+    worker could decide for all.
+    """
     voters = [worker for worker in workers if worker.state in ALIVE or not routable]
     votes = Counter(worker.weight_version for worker in voters if worker.weight_version is not None)
     if not votes or (not routable and len(votes) > 1):

@@ -1,9 +1,9 @@
-"""What is counted: plain numbers where they change, JSON and Prometheus' text where somebody asks.
+"""Metrics: plain numbers where they are counted, JSON and Prometheus text where they are read.
 
-statistics   how numbers are declared: once, for `GET /metrics` and `GET /router/info`
-metrics      the router's own, and the registry of all
-plain        all of that as numbers that several processes can add up
-loop_delay   how long the event loop was held
+statistics   declarations of numbers, once for both `GET /metrics` and `GET /router/info`
+metrics      the router's own numbers, and the registry of all
+run          the series of `GET /router/run`
+loop_delay   the delay of the event loop
 """
 
 from miles_router.metrics.loop_delay import LoopDelay

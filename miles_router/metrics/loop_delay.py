@@ -1,4 +1,4 @@
-"""How late the event loop does what is due: everybody's requests wait that long for the work of others."""
+"""The delay of the event loop: how long a single callback blocks all requests of the process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 
 from miles_router.metrics.statistics import Statistics, gauge
 
-#: Seconds between looks, and how many looks are kept: together a minute, which scrapes are mostly closer than.
+#: Seconds between measurements, and how many are kept: together one minute, more than the usual scrape interval.
 INTERVAL = 0.05
 KEPT = 1200
 
 
 class LoopDelay(Statistics, prefix="miles_router"):
-    """The worst delay of the last minute. One timer that comes late by as much as the loop was held."""
+    """The longest delay of the last minute, measured by one timer that fires late when the loop is blocked."""
 
     worst = gauge("Longest that the event loop was held in the last minute.", name="loop_delay_seconds")
 
@@ -27,7 +27,7 @@ class LoopDelay(Statistics, prefix="miles_router"):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it is entered, the loop that runs it is watched."""
+        """Measure the running event loop within this context."""
         loop = asyncio.get_running_loop()
         self._wait(loop)
         try:
@@ -46,6 +46,6 @@ class LoopDelay(Statistics, prefix="miles_router"):
         self._wait(loop)
 
     def _worst(self) -> float:
-        """Who asks may come before the timer that is late."""
+        """Return the longest delay, including that of a timer which is late now and has not fired yet."""
         late = asyncio.get_running_loop().time() - self._due if self._timer is not None else 0.0
         return max(0.0, late, *self._delays)

@@ -1,4 +1,4 @@
-"""What the router itself counts."""
+"""The router's own metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.state.store import StateStore
 
-#: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
+#: The values of the `route` label. All other paths are "sessions" or "other", so that clients cannot add series.
 ROUTES = {
     paths.GENERATE: "generate",
     paths.CHAT: "chat_completions",
@@ -32,7 +32,7 @@ ROUTES = {
 
 
 def route_class(path: str) -> str:
-    """The bounded label of a path."""
+    """Return the value of the `route` label for a path."""
     route = ROUTES.get(path)
     if route is None:
         return "sessions" if path.startswith("/sessions") else "other"
@@ -40,7 +40,7 @@ def route_class(path: str) -> str:
 
 
 class Metrics(Statistics, prefix="miles_router"):
-    """All numbers of one router, and the registry that middlewares' own are added to."""
+    """The numbers of one router, and the registry to which middlewares add their own."""
 
     requests = counter("Requests answered, by route class, status and worker.", by=("route", "status", "worker"))
     latency = histogram("Time from a request's head to its last byte.", by="route", name="request_seconds")
@@ -81,18 +81,20 @@ class Metrics(Statistics, prefix="miles_router"):
             worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in _workers(self._deciding)},
             workers=lambda: _states(_workers(self._deciding)),
         )
-        self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
+        self._registry = CollectorRegistry(auto_describe=True)  # detects duplicate names
         self.register(self)
         self.register(GateStatistics(self._sending, self._deciding))
         for fleet in fleets:
             self.count(fleet)
 
     def count(self, fleet: Fleet, *, sends: bool = True, decides: bool = True) -> None:
-        """Count what happens in this fleet as well.
+        """Include a fleet in the numbers.
+
+        With several processes, each counts only its own work, so that a sum over the processes counts nothing twice.
 
         Args:
-            sends, decides: whether this process sends its requests, and decides who its workers are. Of several
-                processes each shows what it does itself, so that a sum over them counts nothing twice.
+            sends: whether this process sends the fleet's requests.
+            decides: whether this process decides about the fleet's workers.
         """
         fleet.subscribe(self._forget_removed)
         if sends:
@@ -105,12 +107,12 @@ class Metrics(Statistics, prefix="miles_router"):
         """Add a middleware's own metrics to `GET /metrics`.
 
         Raises:
-            ValueError: one of its names is taken.
+            ValueError: a metric name is already registered.
         """
         self._registry.register(collector)
 
     def finished(self, path: str, status: int, worker: str | None, seconds: float, to_head: float | None) -> None:
-        """One request is over. `seconds` is its whole time, `to_head` the time until the worker's reply began."""
+        """Count a finished request. `seconds` is its total time, `to_head` the time until the worker's reply began."""
         route = route_class(path)
         self.requests[route, status, worker or ""] += 1
         self.latency[route].observe(seconds)
@@ -123,7 +125,7 @@ class Metrics(Statistics, prefix="miles_router"):
         return route_class(endpoint(path))
 
     def unread_reply(self, layer: str, reason: str) -> None:
-        """A layer should have read a reply and could not: it was compressed, too long, or of another kind."""
+        """Count a reply that a middleware could not read: compressed, too long, or of another kind."""
         self.unread_replies[layer, reason] += 1
 
     def _transition(self, transition: Transition) -> None:
@@ -133,12 +135,12 @@ class Metrics(Statistics, prefix="miles_router"):
 
     def _forget_removed(self, transition: Transition) -> None:
         if transition.after is None:
-            # A removed worker's series go with it: a fleet that comes and goes must not grow the table for ever.
+            # Drop a removed worker's series: a changing fleet must not grow the table without bound.
             for key in [key for key in self.requests if key[2] == transition.worker.url]:
                 del self.requests[key]
 
     def render(self) -> bytes:
-        """The Prometheus text exposition of everything."""
+        """Return all metrics as Prometheus text."""
         return generate_latest(self._registry)
 
 
@@ -152,7 +154,7 @@ def _states(workers: Iterable[Worker]) -> dict[str, int]:
 
 
 class GateStatistics(Statistics, prefix="miles_router"):
-    """Whether generation waits somewhere, why, and how many requests do."""
+    """The numbers of the gates: whether generations wait, why, and how many."""
 
     closed = gauge("1: generation waits.", by="reason", name="gate_closed")
     held = gauge("Requests that wait at the gate.", name="gate_held")
@@ -171,7 +173,7 @@ class GateStatistics(Statistics, prefix="miles_router"):
 
 
 class StateStatistics(Statistics, prefix="miles_router_state"):
-    """What outlives the process (`--state-dir`)."""
+    """The numbers of the state store (`--state-dir`)."""
 
     commits = counter("Commits that are durable.")
     refused = counter("Commits that were refused, by error.", by="error")
@@ -190,14 +192,14 @@ class StateStatistics(Statistics, prefix="miles_router_state"):
 
 
 class ClientStatistics(Statistics, prefix="miles_router"):
-    """The connections of clients: how many there are, how the router ended some, and what waits on them."""
+    """The numbers of client connections: open, ended by the router, and bytes that wait on them."""
 
     connections = gauge("Connections of clients.", name="client_connections")
     ended = counter("Connections of clients that the router ended, by reason.", by="reason", name="ended_connections")
     waiting_bytes = gauge("Bytes of replies that wait for clients which read slowly.", name="waiting_reply_bytes")
 
     def __init__(self, backlog: Backlog) -> None:
-        #: How many there are.
+        #: Open connections; the server updates it.
         self.open = 0
         super().__init__(connections=lambda: self.open, waiting_bytes=lambda: backlog.size)
         self.backlog = backlog

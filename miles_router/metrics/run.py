@@ -1,7 +1,7 @@
-"""What a run has sampled, trained and lost, in intervals and by weight version, for `GET /router/run`.
+"""The series of `GET /router/run`: tokens sampled and trained, turns and waits, by interval and by weight version.
 
-Layers that record generations tell it; a bounded ring of intervals is what is kept. An interval begins with a whole
-multiple of `INTERVAL` on the clock, so that those of several processes can be added up.
+Middlewares that record generations feed it. A bounded number of intervals is kept. Each interval begins at a multiple
+of `INTERVAL` on the clock, so that the intervals of several processes can be added up.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-#: Seconds of an interval, how many are kept in which something happened, and of how many weight versions the sums are.
+#: Seconds of an interval; how many non-empty intervals are kept; of how many weight versions totals are kept.
 INTERVAL, INTERVALS, VERSIONS = 10, 720, 64
-#: Names by which the tokens of one interval are told apart; further ones are `OTHER`.
+#: The most keys of one counter; further keys count as `OTHER`.
 NAMES = 32
 UNKNOWN, OTHER = "unknown", "other"
-#: Rewards beyond it are not added up: sums stay numbers that JSON has.
+#: Rewards with a larger absolute value are ignored, so that the sums stay finite and can be written as JSON.
 LARGEST_REWARD = 1e15
-#: Tokens by the weight version that sampled them; None: nobody says.
+#: Tokens by the weight version that sampled them; the key None for an unknown version.
 ByVersion = Mapping["str | None", int]
 
 
 @dataclass
 class RunCounts:
-    """What was counted since `start` (Unix seconds) while the fleet had this weight version."""
+    """The counts since `start` (Unix seconds) while the fleet had this weight version."""
 
     start: float
     weight_version: str | None
@@ -43,29 +43,29 @@ class RunCounts:
     waits: int = 0
 
     def interval(self) -> dict[str, Any]:
-        """As an interval is shown."""
+        """Return the counts as `GET /router/run` shows an interval."""
         return {**vars(self), "start": int(self.start), "waited_s": round(self.waited_s, 6)}
 
     def total(self) -> dict[str, Any]:
-        """As the sums of a weight version are shown."""
+        """Return the counts as `GET /router/run` shows the totals of a weight version."""
         shown = {name: value for name, value in self.interval().items() if name not in ("start", "staleness")}
         return {**shown, "since": self.start, "sampled": self.sampled.total(), "trained": self.trained.total()}
 
 
 @dataclass
 class Rewards:
-    """The rewards of samples that one weight version has ended."""
+    """The rewards of samples whose last token one weight version sampled."""
 
     count: int = 0
     sum: float = 0.0
 
 
 class RunSeries:
-    """What layers tell. Samples are made in threads, so that each may.
+    """The series of a run. Its methods are thread-safe, since samples are built in threads.
 
     Args:
-        version: the fleet's weight version.
-        now: Unix seconds.
+        version: returns the fleet's weight version.
+        now: returns Unix seconds.
     """
 
     def __init__(self, version: Callable[[], str | None], now: Callable[[], float] = time.time) -> None:
@@ -75,20 +75,20 @@ class RunSeries:
         self._intervals: deque[RunCounts] = deque(maxlen=INTERVALS)
         self._totals: OrderedDict[str | None, RunCounts] = OrderedDict()
         self._rewards: OrderedDict[str | None, Rewards] = OrderedDict()
-        #: All intervals from here on are kept.
+        #: The time since which all intervals are kept.
         self._since = now() // INTERVAL * INTERVAL
 
     def record(
         self, sampled: ByVersion, *, given: int, reused: int, cached: object = None, reason: str | None = None
     ) -> None:
-        """A turn is recorded.
+        """Count a recorded turn.
 
         Args:
-            sampled: how many tokens were.
-            given: tokens of its prompt that are new.
-            reused: those that were given again as they were recorded.
-            cached: of both, what the engine found in its prefix cache, as it says; whatever is no number says nothing.
-            reason: why it is a fork, if it is one.
+            sampled: its sampled tokens.
+            given: new tokens of its prompt.
+            reused: prompt tokens that repeat recorded ones.
+            cached: prompt tokens that the engine reports as found in its prefix cache; ignored if not an int.
+            reason: why the turn forks, or None if it does not.
         """
         with self._lock:
             for counts in self._current():
@@ -104,7 +104,7 @@ class RunSeries:
                     _add(counts.forks, reason, 1)
 
     def train(self, trained: ByVersion) -> None:
-        """So many tokens are in the loss of samples that somebody reads now, for the first time."""
+        """Count the tokens in the loss of samples that are read for the first time."""
         with self._lock:
             fleet = self._version()
             for counts in self._current():
@@ -113,8 +113,10 @@ class RunSeries:
                     _add(counts.staleness, _lag(version, fleet), tokens)
 
     def reward(self, version: str | None, reward: object) -> None:
-        """Count the reward of a sample whose last token this weight version has sampled (None: nobody says). What is
-        no number between -`LARGEST_REWARD` and that does not count."""
+        """Count the reward of a sample whose last token was sampled by this weight version (None: unknown).
+
+        Rewards that are not numbers between -`LARGEST_REWARD` and `LARGEST_REWARD` are ignored.
+        """
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= LARGEST_REWARD:
             return
         with self._lock:
@@ -127,14 +129,14 @@ class RunSeries:
             rewards.sum += reward
 
     def wait(self, seconds: float) -> None:
-        """A generation has waited so long, at the gate or for room."""
+        """Count a generation's wait at the gate or for room."""
         with self._lock:
             for counts in self._current():
                 counts.waits += 1
                 counts.waited_s += seconds
 
     def describe(self) -> dict[str, Any]:
-        """For `GET /router/run`."""
+        """Return the JSON of `GET /router/run`."""
         with self._lock:
             return {
                 "interval_s": INTERVAL,
@@ -147,7 +149,7 @@ class RunSeries:
             }
 
     def _current(self) -> tuple[RunCounts, RunCounts]:
-        """The interval, and the sums of the fleet's weight version."""
+        """Return the present interval, and the totals of the fleet's weight version."""
         now, version = self._now(), self._version()
         return self._interval(now, version), self._total(now, version)
 
@@ -156,7 +158,7 @@ class RunSeries:
         for known in reversed(self._intervals):
             if known.start < start:
                 break
-            if known.weight_version == version:  # or later, where the clock was set back
+            if known.weight_version == version:  # a later interval matches too if the clock was set back
                 return known
         if len(self._intervals) == INTERVALS:
             self._since = self._intervals[0].start + INTERVAL
@@ -176,7 +178,7 @@ def _add(counts: Counter[str], name: str, number: int) -> None:
 
 
 def _lag(version: str | None, fleet: str | None) -> str:
-    """How many versions the fleet is ahead."""
+    """Return how many versions the fleet is ahead of this one, or `UNKNOWN`."""
     if version is None or fleet is None or not (version.isdecimal() and fleet.isdecimal()):
         return UNKNOWN
     lag = int(fleet) - int(version)

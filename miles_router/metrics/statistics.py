@@ -1,4 +1,4 @@
-"""Numbers declared once: plain attributes where they are counted, JSON and Prometheus families where they are read.
+"""Declarations of numbers: plain attributes where they are counted, JSON and Prometheus families where they are read.
 
     class Counts(Statistics, prefix="token_cap"):
         capped = counter("Requests whose budget was cut.")
@@ -9,8 +9,8 @@
     counts.capped += 1
     counts.refused["batch"] += 1
 
-A labelled `prometheus_client` counter takes a lock and a dictionary of its own for each increment. Here an increment is
-one addition, and `collect` makes the families when Prometheus asks.
+A labelled `prometheus_client` counter takes a lock and a dictionary lookup for each increment. Here an increment is one
+addition, and `collect` builds the families when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-#: Seconds. From a cache hit to a generation of an hour.
+#: Bucket bounds in seconds, from a cache hit to a generation of an hour.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -36,7 +36,7 @@ FAMILIES: Mapping[str, type[Family]] = {
 
 
 class Histogram:
-    """Counts per bucket (seconds), not cumulative; `cumulative` adds them up for Prometheus."""
+    """A histogram of seconds with a count for each bucket; `cumulative` adds the counts up for Prometheus."""
 
     __slots__ = ("counts", "total")
 
@@ -49,7 +49,7 @@ class Histogram:
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus buckets: `(upper bound, how many up to it)`."""
+        """Return Prometheus buckets: `(upper bound, count of values up to it)`."""
         running = 0
         buckets = []
         for bound, count in zip([*map(str, BUCKETS), "+Inf"], self.counts, strict=True):
@@ -59,7 +59,7 @@ class Histogram:
 
 
 class FamilyDescription(NamedTuple):
-    """One Prometheus family as documentation shows it."""
+    """A Prometheus family as the documentation lists it."""
 
     name: str
     kind: str
@@ -69,7 +69,7 @@ class FamilyDescription(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """One declared attribute. `by` names the labels that its values are keyed by, `labels` are the same for all."""
+    """A declared attribute. `by`: the labels that key its values. `labels`: constant labels with their values."""
 
     kind: str
     help: str
@@ -78,17 +78,17 @@ class Declaration:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def zero(self) -> object:
-        """What the attribute begins with."""
+        """Return the attribute's initial value."""
         if self.kind == "histogram":
             return defaultdict(Histogram) if self.by else Histogram()
         return Counter() if self.by else 0
 
     def family(self) -> Family:
-        """An empty Prometheus family."""
+        """Return an empty Prometheus family."""
         return FAMILIES[self.kind](self.name or "", self.help, labels=(*self.by, *self.labels))
 
     def fill(self, family: Family, value: Any) -> None:
-        """Add the attribute's value, or all of its values, to the family."""
+        """Add the attribute's values to the family."""
         for key, number in value.items() if self.by else [((), value)]:
             labels = (*map(str, key if isinstance(key, tuple) else (key,)), *self.labels.values())
             if isinstance(family, HistogramMetricFamily):
@@ -97,7 +97,7 @@ class Declaration:
                 family.add_metric(labels, number)
 
     def plain(self, value: Any) -> object:
-        """The value as JSON takes it."""
+        """Convert a value to JSON types."""
         if self.by:
             return {
                 ",".join(map(str, key)) if isinstance(key, tuple) else key: _plain(each) for key, each in value.items()
@@ -117,16 +117,18 @@ def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = N
     """Declare a number that only grows, from 0; with `by`, one for each value of a label.
 
     Args:
-        by: the label that its values are keyed by, `counts.refused["batch"] += 1`; with several, keys are tuples.
-        name: of the metric, behind the prefix and without `_total`; by default the attribute's.
-        labels: with values of their own, for attributes that share a `name`.
+        by: the label that keys its values, `counts.refused["batch"] += 1`; with several labels, keys are tuples.
+        name: the metric's name without the prefix and `_total`; by default the attribute's name.
+        labels: constant labels, which distinguish attributes that share a `name`.
     """
     return Declaration("counter", help, name, _names(by), labels or {})
 
 
 def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None) -> Any:
-    """Declare a number that is read when somebody asks; `Statistics(...)` is given the function that reads it. With
-    `by`, that function gives a mapping. Arguments as of `counter`."""
+    """Declare a number that is read on demand by a function passed to `Statistics(...)`.
+
+    With `by`, that function returns a mapping. The arguments are those of `counter`.
+    """
     return Declaration("gauge", help, name, _names(by))
 
 
@@ -135,7 +137,7 @@ def histogram(help: str, *, name: str | None = None) -> Histogram: ...
 @overload
 def histogram(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> defaultdict[Any, Histogram]: ...
 def histogram(help: str, *, by: Any = (), name: str | None = None) -> Any:
-    """Declare how many seconds something took: `counts.waited.observe(seconds)`. Arguments as of `counter`."""
+    """Declare a histogram of seconds: `counts.waited.observe(seconds)`. The arguments are those of `counter`."""
     return Declaration("histogram", help, name, _names(by))
 
 
@@ -144,11 +146,12 @@ def _names(by: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Statistics(Collector):
-    """Base of a class that declares numbers; `prefix` begins the names of its metrics. One without a prefix
-    declares them for those derived from it, each with a prefix of its own.
+    """The base class for declarations of numbers; `prefix` begins the names of its metrics.
+
+    A class without a prefix declares numbers for its subclasses, which each have a prefix.
 
     Args:
-        read: by attribute, how to read a gauge, or a counter that somebody else counts.
+        read: for each gauge, and each counter that is counted elsewhere, the function that reads it.
     """
 
     _declared: ClassVar[Mapping[str, Declaration]] = {}
@@ -157,7 +160,7 @@ class Statistics(Collector):
     def __init_subclass__(cls, *, prefix: str | None = None) -> None:
         own = {name: each for name, each in vars(cls).items() if isinstance(each, Declaration)}
         for name in own:
-            delattr(cls, name)  # what nobody has set must be missed, and not be found as its declaration
+            delattr(cls, name)  # an unset attribute must raise AttributeError, not return its declaration
         cls._without_prefix = {**cls._without_prefix, **own}
         if prefix is None:
             return
@@ -182,11 +185,11 @@ class Statistics(Collector):
             yield name, each, self._read[name]() if name in self._read else getattr(self, name)
 
     def numbers(self) -> dict[str, object]:
-        """All of them by attribute, as `GET /router/info` shows them."""
+        """Return all numbers by attribute, as `GET /router/info` shows them."""
         return {name: each.plain(value) for name, each, value in self._values()}
 
     def collect(self) -> Iterable[Family]:
-        """All of them as Prometheus families; attributes of one metric's name are one family."""
+        """Return all numbers as Prometheus families; attributes with the same metric name form one family."""
         families: dict[str | None, Family] = {}
         for _, each, value in self._values():
             each.fill(families.setdefault(each.name, each.family()), value)
@@ -194,12 +197,12 @@ class Statistics(Collector):
 
     @classmethod
     def declared(cls) -> Mapping[str, Declaration]:
-        """Its declarations by attribute, named as their families."""
+        """Return the declarations by attribute, with the full names of their families."""
         return cls._declared
 
     @classmethod
     def descriptions(cls) -> list[FamilyDescription]:
-        """The families that `collect` gives, each once."""
+        """Return a description of each family that `collect` returns."""
         return list(
             {
                 each.name: FamilyDescription(

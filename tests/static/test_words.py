@@ -25,10 +25,7 @@ MOST_CHARACTERS = 80
 #: Tokens with words for people. From Python 3.12 on, f-strings are tokens of their own.
 PROSE = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 #: Folders and pages that are still to be rewritten. Only ever shortened.
-NOT_YET: tuple[str, ...] = (
-    "miles_router/fleet/",
-    "miles_router/metrics/",
-)
+NOT_YET: tuple[str, ...] = ()
 
 
 def _name(path: Path) -> str:

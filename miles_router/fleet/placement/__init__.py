@@ -1,1 +1,1 @@
-"""Which unit takes a request: what a policy is told, those that ship, and where sessions are at home."""
+"""Placement: choose the unit for each request, and remember the home unit of each session."""

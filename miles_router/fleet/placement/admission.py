@@ -1,7 +1,7 @@
-"""Whether a new session may begin, and where: by what sessions hold in the memory of each unit.
+"""Admission of new sessions: whether and where one may begin, by the tokens that sessions hold in each unit's memory.
 
-Whoever waits first has one unit reserved, on which nobody else begins meanwhile: what is held there only becomes less
-until it has room, however large its prompt is. Others may begin elsewhere, so that no unit stands idle for it.
+The first session in the queue has one unit reserved, and no other session begins there. So the tokens held on that unit
+only fall, until even a large prompt fits. Other sessions may begin on the other units, which therefore do not idle.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from miles_router.fleet.workers import Unit
 
 
 class Admission:
-    """`share`: the part of a unit's memory that sessions may hold where another one begins; 0: all begin at once."""
+    """The rule for new sessions.
+
+    Args:
+        share: the fraction of a unit's memory that sessions may hold when another session begins there; 0: no limit.
+    """
 
     def __init__(self, share: float, homes: Homes, snapshot: Callable[[], Snapshot]) -> None:
-        #: Whether it bounds anything.
         self.bounds = share > 0
         self._share = share
         self._homes = homes
@@ -26,16 +29,19 @@ class Admission:
         self._reserved: tuple[Unit, ...] = ()
 
     def begins(self, key: str | None) -> bool:
-        """Whether a generation with this key begins a session whose beginning is bounded."""
+        """Return True if a generation with this key begins a session to which the limit applies."""
         return self.bounds and key is not None and not self._homes.begun(key)
 
     def has_room(self, tokens: int, *, spare: bool = False) -> bool:
-        """Whether a session with such a prompt may begin; `spare`: beside what is reserved."""
+        """Return True if a session with a prompt of `tokens` may begin now. `spare` leaves out the reserved units."""
         return self.most(spare=spare) >= tokens
 
     def most(self, *, spare: bool = False) -> float:
-        """Tokens of the longest prompt that a session may begin with. Where there is no unit at all, whoever looks for
-        one says so."""
+        """Return the length in tokens of the longest prompt that a session may begin with now.
+
+        Without any unit this is infinite: the request then fails when it looks for a worker. `spare` leaves out the
+        reserved units.
+        """
         self._homes.expire()
         taken = self._reserved if spare else ()
         return min(
@@ -44,39 +50,43 @@ class Admission:
         )
 
     def fits_nowhere(self, tokens: int) -> bool:
-        """Whether no unit ever has so much memory, as far as they say: then there is nothing to wait for, and an engine
-        that is asked refuses it, or knows better how long the prompt is."""
+        """Return True if every unit reports a memory smaller than `tokens`.
+
+        Waiting is then useless. The request is sent at once: the engine refuses it, or counts fewer tokens.
+        """
         return any(
             all(unit.capacity is not None and unit.capacity < tokens for unit in units) for units in self._groups
         )
 
     def places(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
-        """Those of the units where a generation may go: all, unless it begins a session and some have room for it."""
+        """Return the units where a generation may go: all, unless it begins a session and some units have room."""
         if not tokens or not self.begins(key):
             return units
         return [unit for unit in units if unit not in self._reserved and self._room(unit) >= tokens] or units
 
     def reserve(self) -> None:
-        """Keep the unit with the most room for one session, and a unit that is kept already for as long as there is
-        one."""
+        """Reserve a unit for the first session in the queue: the reserved one if it still exists, else the emptiest."""
         self._reserved = tuple(
             next((unit for unit in self._reserved if unit in units), None) or max(units, key=self._room)
             for units in self._groups
         )
 
     def unreserve(self) -> None:
-        """That session waits no more."""
+        """End the reservation, because the first session in the queue has begun or left."""
         self._reserved = ()
 
     @property
     def _groups(self) -> list[Sequence[Unit]]:
-        """A session needs one of each: those that answer, and in front of decode units those that compute prompts."""
+        """The non-empty groups of units of which a session needs one each: units that answer, and prefill units."""
         snapshot = self._snapshot()
         return [units for units in (snapshot.generating, snapshot.prefill) if units]
 
     def _room(self, unit: Unit) -> float:
-        """Tokens that may be added. A unit without sessions takes any, so that somebody always goes on; and so does one
-        whose engine was asked for its memory and did not say."""
+        """Return how many tokens may be added to a unit.
+
+        This is infinite for a unit without sessions, so that the queue always advances, and for a unit whose engine was
+        asked for its memory and did not report it.
+        """
         if not (unit.tokens and unit.sessions):
             return inf
         if unit.capacity is None:

@@ -1,9 +1,9 @@
-"""Where sessions are at home: the unit that has their prefix in its cache, and how many tokens they hold there.
+"""The home of each session: the unit that has its prefix in the cache, and the tokens that the session holds there.
 
-A home is remembered rather than hashed: that a worker joins moves no session. Policies move them, between two of their
-turns. While nothing of a session runs, its tokens count on its unit, for it will come back; until it is told to be
-over, or has been away for several times as long as sessions usually are. Nobody says how long a tool works: that is
-learned.
+A home is remembered rather than hashed, so a new worker moves no session. Policies move sessions, between two turns.
+While a session has no request in flight (its tools run), its tokens still count on its unit, because its next turn will
+come. They stop counting when the session ends, or when it is away for several times the usual absence. The usual
+absence is learned, since clients do not announce how long a tool runs.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from collections.abc import Callable, Collection, Sequence
 
 from miles_router.fleet.workers import Role, Unit
 
-#: A session that is away for so many times as long as sessions are in the mean counts no more; within these bounds, in
-#: seconds, and for the longest of them while nobody has come back yet.
+#: A session that is away for PATIENCE times the mean absence counts no more. The limit is between SHORTEST and LONGEST
+#: seconds, and LONGEST until a first session has come back.
 PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
-#: How much one absence weighs in the mean.
+#: The weight of one absence in the running mean.
 _WEIGHT = 0.02
-#: Seconds between two looks at who is away for too long.
+#: Seconds between two checks for sessions that are away for too long.
 _BETWEEN_LOOKS = 0.05
 
 
 def prefill_key(key: str) -> str:
-    """What a session is called among those that compute prompts for others."""
+    """Return the key of a session's second home, on a prefill unit."""
     return f"{Role.PREFILL.value} {key}"
 
 
 class SessionHome:
-    """One session's."""
+    """The home of one session."""
 
     __slots__ = ("key", "moved", "prompts", "running", "since", "stayed", "tokens", "unit")
 
     def __init__(self, key: str, unit: Unit) -> None:
         self.key = key
         self.unit = unit
-        #: Its requests in flight,
+        #: The session's requests in flight,
         self.running = 0
         #: and how many of them generate.
         self.prompts = 0
-        #: Tokens of its last prompt that was answered.
+        #: Tokens of the last prompt that was answered.
         self.tokens = 0
-        #: Its requests since it came to this unit.
+        #: Requests since the session moved to this unit.
         self.stayed = 0
-        #: How often it went to another.
+        #: How often the session has moved.
         self.moved = 0
-        #: Since when nothing of it runs.
+        #: When its last request in flight ended.
         self.since = 0.0
 
     def move(self, unit: Unit) -> None:
-        """It is at home there from now on."""
+        """Make `unit` the home."""
         self.unit, self.stayed = unit, 0
         self.moved += 1
 
 
 class Homes:
-    """Those of the `max_keys` sessions that were used last; a forgotten one finds a home anew."""
+    """The homes of the `max_keys` sessions used last. A forgotten session gets a new home with its next request."""
 
     def __init__(self, max_keys: int = 100_000, now: Callable[[], float] = time.monotonic) -> None:
         self._max_keys = max_keys
         self._now = now
         self._homes: OrderedDict[str, SessionHome] = OrderedDict()
-        self._away: OrderedDict[str, SessionHome] = OrderedDict()  # nothing of them runs, and they count; longest first
+        self._away: OrderedDict[str, SessionHome] = OrderedDict()  # counted without a request in flight; longest first
         self._mean: float | None = None
         self._looks_at = 0.0
 
@@ -73,19 +73,21 @@ class Homes:
         return key in self._homes
 
     def begun(self, key: str) -> bool:
-        """Whether a generation of this session runs, or was answered."""
+        """Return True if a generation of this session is in flight or was answered."""
         home = self._homes.get(key)
         return home is not None and bool(home.tokens or home.prompts)
 
     @property
     def away(self) -> Collection[SessionHome]:
-        """Those that count and of which nothing runs."""
+        """The homes that are counted though their session has no request in flight."""
         return self._away.values()
 
     def find(self, key: str | None) -> SessionHome | None:
-        """The home of a session that sends a request; None for a request of none. What it holds there counts no more:
-        `settle` must follow. Who comes back too late to have counted is learned from like all others: the mean would
-        stay too short for ever."""
+        """Return the home of the session that sends a request, or None if it has none, and stop counting its tokens.
+
+        A call of `settle` must follow. The session's absence enters the mean, even if the session was away too long to
+        be counted: otherwise a mean that is too short would never grow.
+        """
         self.expire()
         if key is None or (home := self._homes.get(key)) is None:
             return None
@@ -104,9 +106,17 @@ class Homes:
         routable: Sequence[Unit],
         tokens: int,
     ) -> SessionHome | None:
-        """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
-        when its policy has it move, when nothing can be sent home, or nobody answers there, and when nothing was
-        generated there. Where this request alone cannot, for it was just lost there, its home is kept."""
+        """Record that a request of a session goes to `unit`, and return its home, or None if the home is elsewhere.
+
+        The session moves to `unit` in general. It keeps its old home when only this request cannot go there: the home
+        is healthy and routable but not a candidate, for example because the request was just lost there.
+
+        Args:
+            home: what `find` returned.
+            candidates: the units this request could be sent to.
+            routable: the units that any request of the session could be sent to.
+            tokens: the length of the prompt; 0 for a request that generates nothing.
+        """
         if home is not None and home.unit is not unit and home.unit not in candidates:
             lost = not tokens or self.begun(key)
             if lost and home.unit in routable and not home.unit.worker.failures:
@@ -115,7 +125,7 @@ class Homes:
         return self.enter(key, home, unit, tokens)
 
     def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
-        """A session's request goes to `unit`, which is its home from now on."""
+        """Count a session's request on `unit`, make `unit` its home, and return that home."""
         if home is None:
             home = self._homes[key] = SessionHome(key, unit)
             if len(self._homes) > self._max_keys:
@@ -135,7 +145,7 @@ class Homes:
         return home
 
     def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
-        """One of its requests has ended. One that was not answered has added nothing to what it holds."""
+        """Record the end of one of the session's requests. Only an answered one changes the tokens it holds."""
         home.running -= 1
         if tokens:
             home.prompts -= 1
@@ -148,7 +158,7 @@ class Homes:
                 self.stay_away(home)
 
     def stay_away(self, home: SessionHome) -> None:
-        """Count what a session holds at home, unless something of it runs."""
+        """Count the tokens that a session holds at home, unless a request of it is in flight."""
         if not home.running and home.key not in self._away:
             self._away[home.key] = home
             home.unit.tokens += home.tokens
@@ -156,12 +166,12 @@ class Homes:
             home.unit.away += 1
 
     def forget(self, key: str) -> None:
-        """A session is over."""
+        """Forget a session that has ended."""
         if (home := self._homes.pop(key, None)) is not None:
             self._uncount(home)
 
     def expire(self) -> None:
-        """Count nobody who has been away for too long."""
+        """Stop counting the sessions that have been away for too long."""
         away, now = self._away, self._now()
         if not away or now < self._looks_at:
             return

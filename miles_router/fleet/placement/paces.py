@@ -1,12 +1,11 @@
-"""How fast units are: how long each token of an answer takes there, beside all answers. Pure.
+"""An estimate of each unit's speed: its seconds per output token compared with all units of the pool. Pure.
 
-How long an answer takes says little, since some are many times as long as others; with the number of its tokens it says
-how fast its unit is now, with all that it has to do. Long prompts and queues are in it, so that answers of one unit
-differ, too. By how much is learned as well: a unit is called slower once chance does not explain it.
+Seconds per token include prompts and queues at the engine, so they vary within one unit too. The estimate therefore
+also learns the variance, and calls a unit slower only when chance does not explain the difference.
 
-Who is called slower gets less to do, down to nothing, and nothing corrects what was a passing trouble. So that is
-doubted once the unit has been silent for long: the next answers tell, and if they are slow again, it is believed for
-twice as long.
+A unit that is called slower gets fewer requests, down to none, and then no answer could correct the estimate. So the
+verdict expires after a long silence of the unit. If the next answers are slow again, the new verdict lasts twice as
+long.
 """
 
 from __future__ import annotations
@@ -17,51 +16,51 @@ from math import exp, log
 
 from miles_router.fleet.workers import Unit
 
-#: How many answers what is known of all, and of one unit, goes back by: one weighs as their part.
+#: Window of the running means in answers: of all units, and of one unit.
 ALL, ONE = 50, 16
 OF_ALL, OF_ONE = 1 / ALL, 1 / ONE
-#: How many answers at the pace of all a unit begins with, and as many of a spread of one: a factor of e.
+#: Priors, in answers: a unit begins with 2 at the common pace; the variance begins with 8 of variance 1, a factor of e.
 BEGINNING, SPREADING = 2, 8
-#: Answers of fewer tokens say more of their prompts, and of more nobody gives any.
+#: Answers with fewer tokens measure the prompt rather than the unit; larger token counts are not plausible.
 FEWEST, MOST = 16, 1_000_000
-#: Of one answer no more is believed, as a logarithm: it may have stood still.
+#: The largest deviation from the mean that one answer counts with, as a logarithm: the engine may have been paused.
 FURTHEST = 1.5
-#: Nothing is said of a unit before so many answers of it.
+#: Answers of a unit before it can be called slower.
 FIRST = 6
-#: A unit is slower where it takes 1.35 times as long, as a logarithm, and that is three times what chance makes of it;
-#: until it takes 1.1 times as long.
+#: A unit is slower when its lag reaches 1.35 times (as a logarithm) and exceeds three standard errors (here squared).
+#: It stays slower until its lag falls below 1.1 times.
 SLOWER, NO_SLOWER, BY_CHANCE = 0.3, 0.1, 9.0
-#: It is doubted after so many times as long as an answer takes in the mean, within these bounds in seconds; and at most
-#: so many times as long, when it has turned out to be true.
+#: A verdict expires after 30 times the mean seconds of an answer, bounded to 5 to 600 seconds. Each confirmed verdict
+#: doubles this, up to 32 times.
 SILENT, SHORTEST, LONGEST, LONGER = 30.0, 5.0, 600.0, 32
 
 
 class Learned:
-    """What is known of one unit."""
+    """The measurements of one unit."""
 
     __slots__ = ("answers", "doubted_at", "lag", "patience")
 
     def __init__(self) -> None:
         self.answers = 0
-        #: How much longer it takes for a token, as a logarithm.
+        #: Logarithm of its seconds per token over the mean of all units.
         self.lag = 0.0
-        #: When it is doubted that it is slower, and after how many times as long a silence.
+        #: When the verdict "slower" expires, and the factor on how long the next verdict lasts.
         self.doubted_at, self.patience = 0.0, 1
 
 
 class Paces:
-    """Learns those of all units of one pool, by the answers that this process has seen."""
+    """The speed estimates of all units of one pool, from the answers that this process has relayed."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
         self._answers = 0
         self._mean = 0.0  # logarithm of the seconds for each token
-        self._spread = 1.0  # mean square of how far answers are from their unit's mean
-        self._lasts = 0.0  # seconds of an answer, in the mean
+        self._spread = 1.0  # variance of answers around their unit's mean
+        self._lasts = 0.0  # mean seconds of an answer
         self._slower: list[Unit] = []
 
     def note(self, unit: Unit, begun: float, tokens: int) -> None:
-        """An answer of so many tokens, asked for at that time, has ended there."""
+        """Record an answer of `tokens` output tokens that `unit` has finished. `begun` is in the time of `now`."""
         now = self.now()
         seconds = now - begun
         if not FEWEST <= tokens <= MOST or seconds <= 0:
@@ -87,7 +86,7 @@ class Paces:
             self._doubt(now)
 
     def _judge(self, unit: Unit, learned: Learned, weight: float) -> None:
-        """Say whether one is slower that seems so, or did."""
+        """Set or clear the verdict of a unit whose lag is high or that is called slower, and its expiry."""
         lag = learned.lag
         if unit.pace == 1:
             if learned.answers < FIRST or lag * lag <= BY_CHANCE * self._spread * weight:
@@ -101,7 +100,7 @@ class Paces:
         learned.doubted_at = self.now() + learned.patience * min(LONGEST, max(SHORTEST, SILENT * self._lasts))
 
     def _doubt(self, now: float) -> None:
-        """Believe it no more of those that have been silent for long, until their next answers."""
+        """Drop the expired verdicts. The unit's lag stays just high enough that slow answers restore the verdict."""
         for unit in [unit for unit in self._slower if unit.learned is None or unit.learned.doubted_at <= now]:
             self._slower.remove(unit)
             unit.pace = 1.0
