@@ -1,4 +1,4 @@
-"""TracesMiddleware: where the time of each turn went, as spans of OpenTelemetry."""
+"""TracesMiddleware: OpenTelemetry spans that show how long each part of a turn took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, 
 
 
 class TracesMiddleware:
-    """Traces turns as the variables `OTEL_*` say. It is listed first: the turn's span has the time of all layers."""
+    """A middleware that traces turns, configured by the `OTEL_*` variables.
+
+    It must be the first in the list, so that a turn's span contains the time of all other middlewares.
+    """
 
     def __init__(self, app: ASGIApp, *, router: Router) -> None:
         self.app = app
@@ -30,7 +33,7 @@ class TracesMiddleware:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """While it runs, spans are sent; at its end those that wait."""
+        """Send spans in the background; at the end, send the spans that still wait."""
         if self._exporter is None:
             yield
             return
@@ -46,7 +49,7 @@ class TracesMiddleware:
             await shut_down(provider)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Follow a request; it passes as it came, but for the headers that name its span to engines."""
+        """Trace a request. The request is unchanged except for the trace headers that engines get."""
         if scope["type"] != "http" or self._tracer is None:
             await self.app(scope, receive, send)
             return

@@ -252,7 +252,7 @@ def policy_named(name: str) -> Policy:
     try:
         return Checked(made())
     except TypeError as error:
-        raise ConfigError(f"policy {name!r} is made without arguments: {error}") from None
+        raise ConfigError(f"policy {name!r}: its constructor must take no arguments: {error}") from None
 
 
 @asynccontextmanager
@@ -290,13 +290,15 @@ def _own_routes(
     taken = {*map(first_segment, (*opened, *administration)), *control}
     for route in extra:
         if (segment := _fixed_segment(route)) in taken:
-            raise MiddlewareLoadError(f"a middleware wants to answer {segment!r}, which is the router's own")
+            raise MiddlewareLoadError(
+                f"a middleware has a route under {segment!r}, which is a path of the router's own"
+            )
     for name, paths, others in (
         ("fan_out", control, {*opened, *administration}),
         ("data_paths", config.data_paths, {*opened, *administration, *control}),
     ):
         if twice := others & {*paths}:
-            raise ConfigError(f"{name}: {min(twice)} is the router's own")
+            raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):

@@ -27,11 +27,11 @@ commands:
   miles-router [options]              start the router
   miles-router config [options]       print every setting, its value and where it came from
   miles-router middlewares [options]  list the middleware stack with every option
-  miles-router state DIR [OWNER]      list what a state directory holds, or write an owner's as lines of JSON
+  miles-router state DIR [OWNER]      list the contents of a state directory, or write an owner's as lines of JSON
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
   miles-router ray --nodes N [options]  start one router on N machines of a Ray cluster (docs/scale.md)
-  miles-router audit --router URL     hold recorded logprobs against those of the engines (audit --help)
+  miles-router audit --router URL     compare recorded logprobs with those of the engines (audit --help)
 
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
@@ -108,14 +108,14 @@ def parser() -> argparse.ArgumentParser:
     )
     machines = made.add_argument_group("several machines (docs/scale.md)")
     machines.add_argument(
-        "--leader", action="store_true", help="be the leader, which shards reach at --host and --port"
+        "--leader", action="store_true", help="run as the leader; shards connect to it at --host and --port"
     )
-    machines.add_argument("--join", metavar="HOST:PORT", help="be a shard of the router whose leader is there")
+    machines.add_argument("--join", metavar="HOST:PORT", help="run as a shard; the leader's address")
     machines.add_argument("--shards", metavar="N", type=int, help="how many shards the router has")
-    machines.add_argument("--shard", metavar="K", type=int, help="which of them this is, from 0")
-    machines.add_argument("--url", help="where the other shards reach this one [default: http://HOSTNAME:PORT]")
-    machines.add_argument("--secret-file", metavar="FILE", help="a secret that the leader and all shards have")
-    machines.add_argument("--shared-state", action="store_true", help="all of them have the same --state-dir")
+    machines.add_argument("--shard", metavar="K", type=int, help="the number of this shard, from 0")
+    machines.add_argument("--url", help="this shard's URL for the other shards [default: http://HOSTNAME:PORT]")
+    machines.add_argument("--secret-file", metavar="FILE", help="file with the secret that leader and shards share")
+    machines.add_argument("--shared-state", action="store_true", help="leader and shards use the same --state-dir")
     made.add_argument("--version", action="version", version=f"miles-router {__version__}")
     return made
 
@@ -127,7 +127,9 @@ def view_parser() -> argparse.ArgumentParser:
         description="Write one self-contained page that shows a file of samples token by token.",
         allow_abbrev=False,
     )
-    made.add_argument("file", metavar="FILE", help="samples as the router gives them: JSON or safetensors of any form")
+    made.add_argument(
+        "file", metavar="FILE", help="samples as the router returns them, in any of its JSON or safetensors forms"
+    )
     made.add_argument("--output", metavar="PAGE", help="the page to write; default: FILE with the ending .html")
     text = "directory or hub name with the model's tokenizer; without it the page shows ids alone"
     made.add_argument("--hf-checkpoint", metavar="DIR", help=text)
@@ -140,8 +142,8 @@ def ray_parser() -> argparse.ArgumentParser:
     made.prog = "miles-router ray"
     made.usage = "miles-router ray --nodes N [options]"
     made.description = "One router on several machines of a Ray cluster, until SIGTERM."
-    made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head [default: auto]")
-    made.add_argument("--nodes", metavar="N", type=int, required=True, help="machines")
+    made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head node [default: auto]")
+    made.add_argument("--nodes", metavar="N", type=int, required=True, help="number of machines")
     return made
 
 
@@ -256,7 +258,7 @@ def _view(arguments: Sequence[str]) -> int:
 
 def _show_state(options: argparse.Namespace) -> None:
     if not 1 <= len(options.names) <= 2:
-        raise ConfigError("state: name the directory, and for lines of JSON one of the owners in it")
+        raise ConfigError("state: give the state directory, and to write lines of JSON also one owner in it")
     from miles_router.state.inspection import blobs_of, holdings
 
     directory, owners = Path(options.names[0]), options.names[1:]
@@ -274,7 +276,7 @@ def _write_owner(owner: str, blobs: Blobs) -> None:
 
     kind = kind_of(owner, blobs[0]) if 0 in blobs else None
     if kind not in WRITERS:
-        raise ConfigError(f"state: {owner!r} cannot be written as lines: it is no {' or '.join(WRITERS)}")
+        raise ConfigError(f"state: {owner!r} cannot be written as lines: it is not a {' or '.join(WRITERS)}")
     module, _, function = WRITERS[kind].rpartition(".")
     lines = getattr(importlib.import_module(module), function)
 

@@ -69,7 +69,7 @@ def config_from(args: Namespace) -> RouterConfig:
         raise ConfigError(str(error)) from None
     for name, kind in replayed_rows(args).items():
         if SESSIONS in paths and KEEPERS[kind] not in paths:
-            raise ConfigError(f"{name}: samples of sessions need {KEEPERS[kind]} in the stack, behind theirs")
+            raise ConfigError(f"{name}: add {KEEPERS[kind]} after {SESSIONS}; samples of sessions need its rows")
     return _config(settings, [MiddlewareSpec(path, sessions if path == SESSIONS else {}) for path in paths])
 
 

@@ -1,1 +1,1 @@
-"""Traces: where the time of each turn went, as spans of OpenTelemetry."""
+"""OpenTelemetry spans that show how long each part of a turn took."""

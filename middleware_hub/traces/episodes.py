@@ -1,6 +1,7 @@
 """The traces of turns: one for each session, and one for each text that is continued.
 
-A session's trace is named by its session, so that every process and every start of a router gives it the same one.
+The ids of a session's trace are derived from the session's name, so that all processes, also after a restart, use the
+same trace.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Span, SpanContext, Tracer, set_span_in_context
 
-#: Sessions whose episode is not over, and generations that a text may go on from. The oldest are let go.
+#: The most open episodes, and the most generations that a text may continue; the oldest are dropped.
 MAX_EPISODES, MAX_TEXTS = 65_536, 262_144
-#: The variables that tell runs apart whose sessions have the same names.
+#: The variables that distinguish runs with equal session names.
 ABOUT_RUN = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
 TRACE_BYTES, SPAN_BYTES = 16, 8
 
 
 class EpisodeIds(RandomIdGenerator):
-    """Random ids, but for the span of a session, whose ids are made from the session's name while `session` is set."""
+    """A generator of random ids. While `session` is set, the ids are derived from the session's name instead."""
 
     def __init__(self) -> None:
         self.session: str | None = None
@@ -29,11 +30,11 @@ class EpisodeIds(RandomIdGenerator):
         self._run = blake2b(run.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
     def generate_trace_id(self) -> int:
-        """Return 128 bits."""
+        """Return a trace id of 128 bits."""
         return super().generate_trace_id() if self.session is None else self._of(self.session, TRACE_BYTES)
 
     def generate_span_id(self) -> int:
-        """Return 64 bits."""
+        """Return a span id of 64 bits."""
         return super().generate_span_id() if self.session is None else self._of(self.session, SPAN_BYTES)
 
     def _of(self, session: str, size: int) -> int:
@@ -51,7 +52,7 @@ class Episodes:
         self._texts: OrderedDict[str, SpanContext] = OrderedDict()
 
     def enter(self, session: str, began_ns: int) -> Context:
-        """Count a turn of a session, which began at this Unix time, and return the parent of its span."""
+        """Count a turn of a session that began at this Unix time in nanoseconds, and return the parent of its span."""
         span, turns = self._open.pop(session, (None, 0))
         if span is None:
             self._ids.session = session
@@ -66,18 +67,18 @@ class Episodes:
         return set_span_in_context(span, Context())
 
     def end(self, session: str | None = None) -> None:
-        """End the span of a session that is over, or of all; harmless for an unknown one."""
+        """End the span of a session, or of all sessions. Do nothing for an unknown session."""
         for each in [*self._open] if session is None else {session} & self._open.keys():
             span, turns = self._open.pop(each)
             span.set_attribute("miles_router.turns", turns)
             span.end()
 
     def generated(self, rid: str, first: SpanContext) -> None:
-        """Note the first turn of the text that the engine's generation `rid` belongs to."""
+        """Record the first turn of the text to which the generation `rid` belongs."""
         self._texts[rid] = first
         if len(self._texts) > MAX_TEXTS:
             self._texts.popitem(last=False)
 
     def first_turn(self, rid: str | None) -> SpanContext | None:
-        """Return the first turn of the text that goes on from this generation."""
+        """Return the first turn of the text that contains the generation `rid`; None if it is unknown."""
         return None if rid is None else self._texts.get(rid)

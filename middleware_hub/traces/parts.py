@@ -1,4 +1,4 @@
-"""The parts of a turn, from the moments of its request. Pure."""
+"""The parts of a turn (waits, generations), computed from the marks of its request. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miles_router.middlewares.generation import Mark
 
 
 class TurnPart(NamedTuple):
-    """A part of a turn; moments are those of `time.perf_counter()`."""
+    """A part of a turn. Times are those of `time.perf_counter()`."""
 
     name: str
     began_at: float
@@ -18,15 +18,15 @@ class TurnPart(NamedTuple):
 
 
 def parts_of(marks: Iterable[Mark], ended_at: float) -> Iterator[TurnPart]:
-    """Return waits, waits for first bytes, and generations. What has no end ends with the turn."""
+    """Yield the waits, the times to the first byte and the generations. A part without an end ends at `ended_at`."""
     chosen: dict[int, tuple[float, Mapping[str, Any]]] = {}
     replying: dict[int, tuple[float, Mapping[str, Any]]] = {}
     for mark in marks:
         if mark.name in ("gate", "queue"):
             yield TurnPart(mark.name, mark.at - mark.facts["seconds"], mark.at, {})
-        elif mark.name == "worker_chosen":  # again where one was lost
+        elif mark.name == "worker_chosen":  # repeated if a worker was lost
             chosen[mark.request] = chosen.get(mark.request, (mark.at,))[0], mark.facts
-        elif mark.name == "not_admitted":  # no worker was asked
+        elif mark.name == "not_admitted":  # the request was not sent
             chosen.pop(mark.request, None)
         elif mark.name == "first_byte":
             began_at, _ = chosen.pop(mark.request, (mark.at, {}))
@@ -42,7 +42,7 @@ def parts_of(marks: Iterable[Mark], ended_at: float) -> Iterator[TurnPart]:
 
 
 def around(parts: Sequence[TurnPart], began_at: float, ended_at: float) -> Iterator[TurnPart]:
-    """Return the parts of a turn that a layer reads; the layer has the time before and behind them."""
+    """Yield the parts of a turn that a middleware records, between its own times (`prepare` and `parsing`)."""
     if parts:
         yield TurnPart("prepare", began_at, parts[0].began_at, {})
     yield from parts

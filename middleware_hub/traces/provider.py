@@ -1,4 +1,4 @@
-"""OpenTelemetry's SDK as the standard variables set it up: exporter, queue, sampler, resource."""
+"""The set-up of OpenTelemetry's SDK by its standard variables: exporter, queue, sampler, resource."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from miles_router.middlewares import Statistics, counter
 logger = logging.getLogger(__name__)
 
 NAME = "miles-router"
-#: Seconds in which the end of the router sends the spans that wait.
+#: Seconds that the router waits at its end until the last spans are sent.
 LAST_SECONDS = 5.0
-#: The names of entry points for OTLP, by protocol.
+#: The entry points of the OTLP exporters, by protocol.
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
@@ -30,9 +30,9 @@ class SpanStatistics(Statistics, prefix="miles_router_trace"):
     """Counts of ended and exported spans."""
 
     ended_spans = counter(
-        "Spans that ended. Those that are neither exported nor wait were dropped: the queue was full."
+        "Spans that ended. Spans that are neither exported nor waiting were dropped because the queue was full."
     )
-    exported_spans = counter("Spans that the exporter sent, or failed to.", by="outcome")
+    exported_spans = counter("Spans that the exporter sent or failed to send, by outcome.", by="outcome")
 
 
 class CountingExporter(SpanExporter):
@@ -47,34 +47,33 @@ class CountingExporter(SpanExporter):
         result = SpanExportResult.FAILURE
         try:
             result = self._exporter.export(spans)
-        finally:  # exporters as of 1.27 let a late answer raise, which the SDK logs
+        finally:  # exporters since 1.27 raise if the collector answers too late; the SDK logs it
             outcome = "sent" if result is SpanExportResult.SUCCESS else "failed"
             self._counts.exported_spans[outcome] += len(spans)
         return result
 
     def shutdown(self) -> None:
-        """Try no more."""
         self._exporter.shutdown()
 
 
 class CountingProcessor(BatchSpanProcessor):
-    """The SDK's queue. What goes in is counted."""
+    """The SDK's queue of spans, which counts the spans that enter."""
 
     def __init__(self, exporter: SpanExporter, counts: SpanStatistics) -> None:
         super().__init__(CountingExporter(exporter, counts))
         self._counts = counts
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Have a span sent."""
+        """Count a span and queue it for export."""
         self._counts.ended_spans += 1
         super().on_end(span)
 
 
 def span_exporter() -> SpanExporter | None:
-    """Return the exporter that the environment asks for; None where it switches traces off.
+    """Return the exporter that the environment selects; None if the environment disables traces.
 
     Raises:
-        ConfigError: it asks for an exporter that is not installed.
+        ConfigError: the selected exporter is not installed.
     """
     given, name = os.environ.get, os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if name == "none" or given("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -92,7 +91,7 @@ def span_exporter() -> SpanExporter | None:
 
 
 def tracer_provider(exporter: SpanExporter, ids: IdGenerator, counts: SpanStatistics) -> TracerProvider:
-    """Return the SDK's source of spans, whose thread sends them from now on."""
+    """Return the SDK's provider of tracers. Its thread sends spans from now on."""
     own = Resource({SERVICE_NAME: NAME, SERVICE_VERSION: version(NAME)})
     provider = TracerProvider(
         resource=own.merge(OTELResourceDetector().detect()),
@@ -105,7 +104,7 @@ def tracer_provider(exporter: SpanExporter, ids: IdGenerator, counts: SpanStatis
 
 
 async def shut_down(provider: TracerProvider) -> None:
-    """Send the spans that wait, for at most `LAST_SECONDS`: the SDK alone may take 30."""
+    """Send the waiting spans, for at most `LAST_SECONDS`; the SDK alone may take 30 s."""
     thread = threading.Thread(target=provider.shutdown, name="traces", daemon=True)
     thread.start()
     await asyncio.to_thread(thread.join, LAST_SECONDS)

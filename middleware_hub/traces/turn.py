@@ -1,4 +1,4 @@
-"""One turn: its span, and what engines are told of it."""
+"""The spans of one turn, and the trace headers for its engines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from miles_router.middlewares.generation import Mark
 
 Headers = list[tuple[bytes, bytes]]
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
-#: Of a turn in which no layer has read anything.
+#: The mode of a turn that no middleware has read.
 PASSTHROUGH = "passthrough"
 PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class TracedTurn:
-    """The turn of one request. Its span begins when a worker is first asked: until then a layer may say which session
-    or text it belongs to."""
+    """The turn of one request.
+
+    Its span begins when a worker is first asked: until then a middleware may mark the session or text of the turn.
+    """
 
     def __init__(self, tracer: trace.Tracer, episodes: Episodes, exchange: Exchange) -> None:
         self._tracer = tracer
@@ -41,7 +43,7 @@ class TracedTurn:
         exchange.flight.worker_headers = self.headers
 
     def headers(self, headers: Headers, key: str | None) -> Headers:
-        """Return the headers for an engine, with the turn's span in place of its client's."""
+        """Return the headers for an engine, with the turn's span in place of the client's."""
         span = self._span or self._begin(headers, key)
         carrier: dict[str, str] = {}
         PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
@@ -71,13 +73,13 @@ class TracedTurn:
         return self._zero_ns + int(moment * 1e9)
 
     def end(self, route: str, status: int, error: str | None) -> None:
-        """End the turn's span, and add those of its parts. A request that does not generate has none.
+        """End the turn's span, and add the spans of its parts. A request that does not generate has no span.
 
         Args:
-            status: that the client was sent; 0 for none.
-            error: the type of what has failed.
+            status: the status that the client got; 0 if it got none.
+            error: the type of the error, or None.
         """
-        self._exchange.flight.worker_headers = None  # which has this object: nothing is left to the garbage collector
+        self._exchange.flight.worker_headers = None  # it refers to this object: break the cycle
         if self._span is None and not self._read():
             return
         span = self._span or self._begin([], None)
@@ -130,7 +132,7 @@ def _of_worker(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _client_of(headers: Headers) -> Context:
-    """Return the context that the client names; two parents name none."""
+    """Return the trace context of the client's headers; an empty one if there are two parents."""
     parents = [value.decode("latin-1") for name, value in headers if name == TRACEPARENT]
     states = [value.decode("latin-1") for name, value in headers if name == TRACESTATE]
     carrier = {"traceparent": parents[0], "tracestate": ",".join(states)} if len(parents) == 1 else {}

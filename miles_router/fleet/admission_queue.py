@@ -97,7 +97,8 @@ class AdmissionQueue:
             FleetFull: too many requests wait already, or this one has waited for too long.
         """
         if len(self._order) >= self._max_waiting:
-            raise FleetFull(f"no worker has room for it; {len(self._order)} requests wait already (--gate-max-held)")
+            waiting = f"{len(self._order)} requests wait already (--gate-max-held)"
+            raise FleetFull(f"no worker has room for this session; {waiting}")
         place = _Newcomer(who, key, tokens, next(self._count))
         self._enter(place)
         try:
@@ -168,7 +169,7 @@ class AdmissionQueue:
             bounds.append(came_at + self._timeout - loop.time())
             if bounds[-1] <= 0:
                 raise FleetFull(
-                    f"no worker has room for it, and this request has waited {self._timeout:g} s (--gate-timeout)"
+                    f"no worker has room for this session; the request has waited {self._timeout:g} s (--gate-timeout)"
                 )
         place.woken = loop.create_future()
         await asyncio.wait({place.woken}, timeout=min(bounds, default=None))

@@ -95,7 +95,7 @@ class Fleet:
         self._all_heard = False
         pool.listeners.append(self._changed)
 
-    # What may be chosen
+    # Leases
 
     @property
     def snapshot(self) -> Snapshot:
@@ -147,7 +147,7 @@ class Fleet:
             self.slept.discard(transition.worker.url)
         self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
 
-    # Who joins, and who leaves
+    # Joining workers
 
     async def join(
         self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
@@ -212,13 +212,13 @@ class Fleet:
         try:
             return order if read.is_spelled_by(engine) else engine.order(read.action)
         except CannotServe as error:
-            raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be: {error}") from None
+            raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be put to sleep: {error}") from None
 
     async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
         if (refusal := await self._orders.obey(newcomer, order)) is not None:
-            raise PartlyFailed(f"{why}, and {newcomer.url} could not be: {refusal}")
+            raise PartlyFailed(f"{why}, and the same order failed on {newcomer.url}: {refusal}")
 
-    # Standstills: what the router has done to all
+    # Pause and sleep of the whole fleet
 
     def begin_pause(self, pause: Pause) -> None:
         """Record that the workers are about to be paused, or paused in another mode."""
@@ -294,7 +294,7 @@ class Fleet:
             return worker.engine
         facts = await self._facts_of(worker)
         if worker.engine is None and facts.model_path is not None:
-            raise UpstreamUnreachable(f"{worker.url} has not said yet what engine it is")
+            raise UpstreamUnreachable(f"worker {worker.url} has not reported its kind of engine yet")
         return worker.engine or USUAL
 
     async def engines(self, workers: Collection[Worker]) -> list[Engine]:

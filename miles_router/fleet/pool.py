@@ -157,10 +157,10 @@ class WorkerPool(Members):
             worker.caches = PrefixCaches(new_number())
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
-        if api_key is not None:
-            worker.set_key(api_key)
+        new_key = api_key is not None and worker.set_key(api_key)
         if attributes:
             worker.set_attributes(attributes)
+        if attributes or new_key:
             self._publish()
         if worker.state is WorkerState.DRAINING and worker.url in self._workers:
             worker.failures = 0
@@ -386,7 +386,7 @@ class WorkerPool(Members):
     def set_unpaused(self, worker: Worker) -> None:
         """Record that a paused worker generates again."""
         if self._is(worker, WorkerState.PAUSED):
-            self._move(worker, WorkerState.READY, "goes on", before=worker.state)
+            self._move(worker, WorkerState.READY, "resumed", before=worker.state)
             self._settle_weights()
 
     def readmission_refused(self, worker: Worker) -> str | None:

@@ -57,7 +57,7 @@ def _normal_form(text: str, parts: SplitResult, port: int | None) -> WorkerUrl:
         raise BadRequest(f"url {text!r} has port 0")
     host = parts.hostname
     if ":" not in host and not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
-        raise BadRequest(f"url {text!r} names no possible host")
+        raise BadRequest(f"url {text!r} has an invalid host name")
     shown_host = f"[{host}]" if ":" in host else host
     default = DEFAULT_PORTS[parts.scheme]
     authority = shown_host if port in (None, default) else f"{shown_host}:{port}"

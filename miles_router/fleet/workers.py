@@ -204,11 +204,16 @@ class Worker:
         #: The port on which the other worker of a prefill/decode pair connects to it.
         self.bootstrap_port = port if isinstance(port, int) else None
 
-    def set_key(self, api_key: str) -> None:
-        """Use this API key from now on. Forget the engine's facts if the key is new: it may permit more answers."""
-        if api_key != self.api_key:
-            self.api_key, self.withholds = api_key, False
-            self.forget_engine()
+    def set_key(self, api_key: str) -> bool:
+        """Use this API key from now on, and return True if it is new.
+
+        The engine's facts are then forgotten, because the engine may report more to the new key.
+        """
+        if api_key == self.api_key:
+            return False
+        self.api_key, self.withholds = api_key, False
+        self.forget_engine()
+        return True
 
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
@@ -301,7 +306,7 @@ def other_weights(worker: Worker, version: str | None, *, must_say: bool = False
         must_say: a worker that reports no version counts as different.
     """
     if worker.missed_update:
-        return "it did not take the fleet's last update, which named no weight version"
+        return "it missed the fleet's last weight update, which named no version"
     if version is not None and worker.weight_version not in ((version,) if must_say else (None, version)):
         return f"its weight version {worker.weight_version!r} differs from the fleet's {version!r}"
     return None

@@ -17,7 +17,7 @@ KEPT = 1200
 class LoopDelay(Statistics, prefix="miles_router"):
     """The longest delay of the last minute, measured by one timer that fires late when the loop is blocked."""
 
-    worst = gauge("Longest that the event loop was held in the last minute.", name="loop_delay_seconds")
+    worst = gauge("Longest time that the event loop was blocked in the last minute.", name="loop_delay_seconds")
 
     def __init__(self) -> None:
         super().__init__(worst=self._worst)

@@ -50,19 +50,19 @@ class Metrics(Statistics, prefix="miles_router"):
     retries = counter("Requests sent again to another worker.")
     client_disconnects = counter("Requests whose client left early.")
     broken_replies = counter("Replies cut by a worker after they had begun.")
-    unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
+    unread_replies = counter("Replies that a middleware (layer) could not read, by reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
-    unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
-    unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
-    ignored_ranks = counter("Answers of another rank than the one that was meant.")
-    moved_generations = counter("Generations that went on at another worker to even out the load.")
-    unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
-    stalled_workers = counter("Workers given up since their engine stood still under requests.")
+    unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no cache key.")
+    unpinned_generations = counter("Generations on workers with ranks whose path takes no rank: the engine chooses.")
+    ignored_ranks = counter("Answers from another rank than the requested one.")
+    moved_generations = counter("Generations that were moved to another worker to balance the load.")
+    unmoved_generations = counter("Generations that were chosen for a move and stayed, by reason.", by="reason")
+    stalled_workers = counter("Workers quarantined because their engine stalled while requests were running.")
     dropped_log_lines = counter("Log lines that were dropped because the output did not take them in time.")
-    in_flight = gauge("Leases held.", by="worker")
-    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
+    in_flight = gauge("Requests in flight.", by="worker")
+    rank_in_flight = gauge("Requests in flight on workers with several ranks.", by=("worker", "rank"))
     worker_routable = gauge("1: takes new requests.", by="worker")
-    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"))
+    worker_type = gauge("1: the part of a generation that the worker computes.", by=("worker", "type"))
     workers = gauge("Registered workers by state.", by="state")
 
     def __init__(self, *fleets: Fleet) -> None:
@@ -156,9 +156,9 @@ def _states(workers: Iterable[Worker]) -> dict[str, int]:
 class GateStatistics(Statistics, prefix="miles_router"):
     """The numbers of the gates: whether generations wait, why, and how many."""
 
-    closed = gauge("1: generation waits.", by="reason", name="gate_closed")
+    closed = gauge("1: generations wait.", by="reason", name="gate_closed")
     held = gauge("Requests that wait at the gate.", name="gate_held")
-    pauses = counter("Pauses asked of the fleet.")
+    pauses = counter("Pauses of the fleet by the router.")
 
     def __init__(self, sending: Sequence[Fleet], deciding: Sequence[Fleet]) -> None:
         super().__init__(

@@ -174,7 +174,7 @@ class Statistics(Collector):
         if unknown := read.keys() - self._declared.keys():
             raise TypeError(f"{type(self).__name__} declares no {min(unknown)!r}")
         if unread := gauges - read.keys():
-            raise TypeError(f"{type(self).__name__} must be given how the gauge {min(unread)!r} is read")
+            raise TypeError(f"{type(self).__name__} needs a function that reads the gauge {min(unread)!r}")
         self._read = read
         for name, each in self._declared.items():
             if name not in read:

@@ -95,7 +95,7 @@ def load_tokenizer(config: RouterConfig) -> Any:
     trusted = config.trust_remote_tokenizer
     try:
         if not trusted and _needs_code(config.hf_checkpoint):
-            raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
+            raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} needs its own code; {TRUST}")
         # Always passed: without this argument, transformers asks on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint, trust_remote_code=trusted)
         if config.chat_template_path is not None:
@@ -157,9 +157,9 @@ def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
     difference = _difference(backend, own, _settings(checkpoint))
     if difference is not None:
         raise ConfigError(
-            f"hf_checkpoint: transformers {transformers.__version__} loads the tokenizer of {checkpoint!r} "
-            f"otherwise than its tokenizer.json says ({type(tokenizer).__name__} {difference}): "
-            "install another release of transformers, or name the right tokenizer_class in its files"
+            f"hf_checkpoint: transformers {transformers.__version__} loads a tokenizer for {checkpoint!r} "
+            f"that differs from its tokenizer.json ({type(tokenizer).__name__} {difference}): "
+            "install another release of transformers, or set the right tokenizer_class in tokenizer_config.json"
         )
 
 
@@ -182,9 +182,9 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
     for part in (*text.split("\n"), text):
         ids = own.encode(part, add_special_tokens=False).ids
         if loaded.encode(part, add_special_tokens=False).ids != ids:
-            return f"splits {part[:16]!r} in another way"
+            return f"splits {part[:16]!r} differently"
         if loaded.decode(ids, skip_special_tokens=False) != own.decode(ids, skip_special_tokens=False):
-            return f"decodes the tokens of {part[:16]!r} otherwise"
+            return f"decodes the tokens of {part[:16]!r} differently"
     if any(settings.get(name) is not None for name in ("add_bos_token", "add_eos_token")):
         return None
     if loaded.encode("a").ids != own.encode("a").ids:

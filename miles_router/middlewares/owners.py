@@ -29,7 +29,7 @@ class Elsewhere(RouterError):
     """
 
     def __init__(self, owner: int, *, needed: bool = True) -> None:
-        super().__init__(f"process {owner} answers this")
+        super().__init__(f"process {owner} answers this request")
         self.owner = owner
         self.needed = needed
 
@@ -151,7 +151,7 @@ class Owners:
         replies = await asyncio.gather(*(self.ask(other, scope, body, PATIENCE) for other in others))
         for other, (status, _, answer) in zip(others, replies, strict=True):
             if status != 200:
-                raise OwnerUnavailable(f"process {other} answers {status}")
+                raise OwnerUnavailable(f"process {other} answered with status {status}")
             found.append(orjson.loads(answer))
         return found
 

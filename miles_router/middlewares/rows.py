@@ -152,7 +152,7 @@ class RowDelivery:
         """Remove and check the rows of an answer of `tokens` tokens, prompt included; return them or a reason."""
         unchecked = self.unchecked.pop(answer, None)
         if unchecked is None:
-            return TrajectoryRows(None, self.missing or "the worker sent none with this answer")
+            return TrajectoryRows(None, self.missing or "the worker sent no rows with this answer")
         try:
             return TrajectoryRows(unchecked.align(tokens, rid))
         except InvalidTrajectory as error:
@@ -348,7 +348,7 @@ def read_rows(
     """
     hold = channels[kind].hold if kind in channels else None
     if hold is None:
-        return TrajectoryRows(None, "no layer keeps them any more")
+        return TrajectoryRows(None, "no middleware keeps rows of this kind any more")
     if data is None:
         raise ValueError("rows that were written are missing")
     header, begin = header_of(data)

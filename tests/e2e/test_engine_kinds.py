@@ -43,12 +43,12 @@ async def test_a_worker_that_has_not_said_what_it_is_gets_no_request(stage: Stag
     router = await stage.router(worker, health_check_timeout=0.1, health_check_failure_threshold=1000)
     refused = await post(router, "/generate", **GENERATE)
     assert (refused.status, refused.error_type) == (502, "upstream_unreachable")
-    assert "has not said yet what engine it is" in refused.json()["error"]["message"]
+    assert "has not reported its kind of engine yet" in refused.json()["error"]["message"]
     assert worker.requests == []
     says(worker)
     worker.next(script(in_json(orjson.dumps(answered([7], [7, 8], 2)))))
     while (answer := await post(router, "/generate", **GENERATE)).status == 502:  # no answer within 0.1 s, again
-        assert "has not said yet" in answer.json()["error"]["message"]
+        assert "has not reported its kind of engine yet" in answer.json()["error"]["message"]
     assert answer.json()["output_ids"] == [7, 8]
 
 

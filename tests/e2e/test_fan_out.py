@@ -338,7 +338,7 @@ def test_a_row_that_could_never_match_is_refused_at_the_start(path: str) -> None
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/router/info", "/add_worker"])
 def test_a_row_cannot_take_a_route_of_the_routers_own(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"fan_out: {path} is the router's own"):
+    with pytest.raises(ConfigError, match=f"fan_out: {path} is a path of the router's own"):
         create_app(RouterConfig(fan_out=(path,)))
 
 

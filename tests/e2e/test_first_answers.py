@@ -186,7 +186,7 @@ async def test_a_worker_that_missed_an_unnamed_update_takes_no_requests(stage: S
     assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
     await late.listen()
     record = await in_state(router, late.url, "outdated")
-    assert "did not take the fleet's last update" in record["reason"]
+    assert "missed the fleet's last weight update" in record["reason"]
 
 
 async def test_a_worker_that_never_answered_can_be_drained_and_removed(stage: Stage) -> None:

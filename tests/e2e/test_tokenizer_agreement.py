@@ -206,7 +206,7 @@ def of_code(directory: Path) -> str:
 
 
 def test_wrongly_loaded_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"transformers .* otherwise than its tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"transformers .* that differs from its tokenizer.json"):
         load_tokenizer(RouterConfig(hf_checkpoint=wrong_type(tmp_path / "model")))
 
 
@@ -242,7 +242,7 @@ def test_part_that_transformers_replaces_is_found(part: str, tmp_path: Path, mon
     load = PreTrainedTokenizerFast.from_pretrained
     assert load_tokenizer(RouterConfig(hf_checkpoint=str(right)))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **how: load(str(wrong), **how))
-    with pytest.raises(ConfigError, match=r"otherwise than its tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"that differs from its tokenizer.json"):
         load_tokenizer(RouterConfig(hf_checkpoint=str(right)))
 
 

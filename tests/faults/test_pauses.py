@@ -127,7 +127,7 @@ async def test_a_continue_that_some_worker_hangs_on_frees_the_others_in_bounded_
     assert (await shown(router, hanging), await is_open(router)) == (("paused", "could not be continued"), True)
     hanging.always(script(reply()))
     assert (await post(router, "/continue_generation")).status == 200
-    assert await shown(router, hanging) == ("ready", "goes on")
+    assert await shown(router, hanging) == ("ready", "resumed")
 
 
 async def test_where_nobody_could_be_continued_the_gate_stays_closed_until_somebody_is(stage: Stage) -> None:

@@ -426,7 +426,9 @@ async def test_waiting_for_room_is_bounded_and_refused_with_the_reason() -> None
     scene.turn("a", 500)
     waits = scene.come("b", 500)
     await settled()
-    with pytest.raises(FleetFull, match=r"no worker has room for it; 1 requests wait already \(--gate-max-held\)"):
+    with pytest.raises(
+        FleetFull, match=r"no worker has room for this session; 1 requests wait already \(--gate-max-held\)"
+    ):
         await scene.begin("c", 500)
     with pytest.raises(FleetFull, match=r"has waited 0\.05 s \(--gate-timeout\)"):
         await soon(waits)

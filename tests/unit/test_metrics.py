@@ -225,7 +225,7 @@ def test_two_of_a_class_count_apart_and_begin_with_nothing() -> None:
 
 
 def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused() -> None:
-    with pytest.raises(TypeError, match="how the gauge 'waiting' is read"):
+    with pytest.raises(TypeError, match="a function that reads the gauge 'waiting'"):
         Counts()
     with pytest.raises(TypeError, match="declares no 'capt'"):
         Counts(waiting=int, capt=int)

@@ -76,7 +76,7 @@ def test_a_colon_may_stand_before_the_class() -> None:
 
 
 def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
-    with pytest.raises(MiddlewareLoadError, match=r"'/metrics', which is the router's own"):
+    with pytest.raises(MiddlewareLoadError, match=r"'/metrics', which is a path of the router's own"):
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Stealing"),)))
 
 

@@ -481,7 +481,7 @@ def test_what_a_policy_of_ones_own_chooses_is_looked_at() -> None:
         ("session", "no policy is called 'session'; use least-inflight or pkg.module.Class"),
         ("no.such.module.Policy", "there is no module 'no'"),
         ("collections.OrderedDict", "has no method choose"),
-        ("tests.unit.test_policies.Stubborn", "is made without arguments"),
+        ("tests.unit.test_policies.Stubborn", "its constructor must take no arguments"),
         ("tests.unit.test_policies.turn", "is not a class"),
     ],
 )

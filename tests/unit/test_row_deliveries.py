@@ -111,7 +111,7 @@ def test_each_answer_has_its_own_rows() -> None:
 
 def test_an_answer_without_rows_says_why() -> None:
     delivery = handed(None)
-    assert delivery.take(0, 5) == TrajectoryRows(None, "the worker sent none with this answer")
+    assert delivery.take(0, 5) == TrajectoryRows(None, "the worker sent no rows with this answer")
     delivery.missing = "the generation was aborted"
     assert delivery.take(0, 5) == TrajectoryRows(None, "the generation was aborted")
 

@@ -70,9 +70,9 @@ def test_the_normal_form_has_one_spelling(
         ('http://a"b', "printable ASCII"),
         ("http://a\\b", "printable ASCII"),
         ("http://" + "a" * MAX_URL_LENGTH, "at most"),
-        ("http://a..b", "no possible host"),
-        ("http://.a", "no possible host"),
-        ("http://" + "a" * 64, "no possible host"),
+        ("http://a..b", "invalid host name"),
+        ("http://.a", "invalid host name"),
+        ("http://" + "a" * 64, "invalid host name"),
     ],
 )
 def test_what_is_no_address_is_refused_with_a_reason(text: object, says: str) -> None:

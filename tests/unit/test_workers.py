@@ -13,6 +13,7 @@ from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
+from tests.support.quiet_fleet import quiet_fleet
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
 POLICY = LeastInFlight()
@@ -510,3 +511,14 @@ def test_of_a_worker_that_comes_after_an_update_no_older_cache_is_used() -> None
         pass
     caches = scene.add("b").caches
     assert caches.choose(0) == caches.choose(None) == caches.number != 0, "nobody knows what it did meanwhile"
+
+
+async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> None:
+    fleet, address = quiet_fleet(), parse_worker_url("http://worker")
+    worker = fleet.pool.add(address, api_key="old")
+    fleet.note_applies(worker, True, frozenset({"adapter"}))
+    assert fleet.heard
+    fleet.pool.add(address, api_key="old")
+    assert fleet.heard, "nothing has changed"
+    fleet.pool.add(address, api_key="new")
+    assert not fleet.heard
