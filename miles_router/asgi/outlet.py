@@ -13,8 +13,6 @@ from miles_router.asgi.exchange import Message, Scope, Send
 
 #: The key in the scope's `extensions` under which the router's own server offers the client's connection as a `Sink`.
 SINK = "miles_router.sink"
-#: Unused.
-HANDED = "miles_router.handed"
 
 
 class Source(Protocol):

@@ -9,7 +9,7 @@ import pytest
 
 from miles_router.asgi.flight import Flight
 from miles_router.errors import FleetPaused
-from miles_router.fleet.gate import REMEMBERED, Gate, generates
+from miles_router.fleet.gate import REMEMBERED, Gate, endpoint, generates
 from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import soon, until
 
@@ -273,3 +273,16 @@ def test_of_many_pauses_the_last_ones_are_remembered() -> None:
         gate.resume()
     times = gate.times()
     assert (len(times), times[0].start) == (REMEMBERED, 106.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "engine_path"),
+    [
+        ("/generate", "/generate"),
+        ("/sessions/a/v1/messages", "/v1/messages"),
+        ("/sessions/abc", "/sessions/abc"),
+        ("/sessions/", "/sessions/"),
+    ],
+)
+def test_the_engine_path_of_a_session_request(path: str, engine_path: str) -> None:
+    assert endpoint(path) == engine_path

@@ -56,11 +56,6 @@ class SessionArchive:
         if self._store is not None:
             sessions.when_deleted = self._delete_soon
 
-    @property
-    def is_held(self) -> bool:
-        """Whether there is a state store."""
-        return self._store is not None
-
     async def save(self, session: Session) -> None:
         """Write the changes of a session; return when they are durable.
 

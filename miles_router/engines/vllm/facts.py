@@ -18,7 +18,6 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.vllm.paths import CLIENT_PATHS, MODEL_LIST, SAMPLE, SERVER_INFO, VERSION, WEIGHT_INFO
 
 OWNER = "vllm"
-RAW = "raw_logprobs"
 #: vLLM's names of parsers, and SGLang's names of the same parsers.
 REASONING: Mapping[str, str] = {
     "deepseek_r1": "deepseek-r1",
