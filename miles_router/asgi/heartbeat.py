@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Exchange, Message, Send
-from miles_router.asgi.headers import first_header
-from miles_router.asgi.replies import IDENTITY, OK, Kind, kind_of
+from miles_router.asgi.replies import OK, Kind, is_encoded, kind_of
 from miles_router.engines.events import write_event
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamInvalidResponse
 from miles_router.tasks import cancelled, spawn
@@ -189,5 +188,5 @@ class Heartbeat:
 
 def _is_stream(start: Message) -> bool:
     """Return True for an uncompressed stream of events, into which heartbeats can be inserted."""
-    encoding = first_header(start["headers"], b"content-encoding")
-    return start["status"] == OK and kind_of(start["headers"]) is Kind.EVENTS and encoding in (None, IDENTITY)
+    headers = start["headers"]
+    return start["status"] == OK and kind_of(headers) is Kind.EVENTS and not is_encoded(headers)

@@ -223,8 +223,7 @@ class Tap:
     def _can_read(self) -> bool:
         if not (self._wants_whole or self._wants_events or self.reads_pieces):
             return True  # the layer handles bytes of any kind
-        encoding = first_header(self.start["headers"], b"content-encoding")
-        if encoding is not None and encoding.lower() != IDENTITY:
+        if is_encoded(self.start["headers"]):
             self.unread("content_encoding")
         elif self.kind is Kind.OTHER:
             self.unread("content_type")
@@ -323,11 +322,7 @@ class Collected(Tap):
     @property
     def is_json(self) -> bool:
         """True for a readable answer: status 200, JSON, not compressed."""
-        return (
-            self.status == OK
-            and self.kind is Kind.JSON
-            and first_header(self.start["headers"], b"content-encoding") is None
-        )
+        return self.status == OK and self.kind is Kind.JSON and not is_encoded(self.start["headers"])
 
     def parse(self) -> Any:
         """Return the parsed JSON body; None if it is invalid."""
@@ -374,9 +369,15 @@ def with_length(start: Message, body: bytes) -> Message:
     return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode("ascii"))]}
 
 
+def is_encoded(headers: RawHeaders) -> bool:
+    """Return True for a compressed body, by its Content-Encoding."""
+    encoding = first_header(headers, b"content-encoding")
+    return encoding is not None and encoding.lower() != IDENTITY
+
+
 def kind_of(headers: RawHeaders) -> Kind:
     """Return the kind of a body by its Content-Type."""
-    declared = first_header(headers, b"content-type") or b""
+    declared = (first_header(headers, b"content-type") or b"").lower()
     if declared.startswith(JSON):
         return Kind.JSON
     return Kind.EVENTS if declared.startswith(EVENT_STREAM) else Kind.OTHER

@@ -18,7 +18,7 @@ from miles_router.middlewares.router import Router
 from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_names, nearest
 from miles_router.settings.values import WrongValue, convert, describe
 
-CAPABILITIES = ("lifespan", "routes", "data_paths", "metrics")
+CAPABILITIES = ("lifespan", "routes", "data_paths", "key_of", "owner_name", "metrics", "restore")
 REQUIRED: Any = inspect.Parameter.empty
 
 

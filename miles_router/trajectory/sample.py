@@ -103,7 +103,7 @@ class Sample:
 
     def _check_response(self) -> None:
         length = self.response_length
-        if not isinstance(length, int) or not 0 <= length <= len(self):
+        if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(self):
             raise InvalidTrajectory("response_fits", f"{len(self)} tokens cannot have a response of {length!r}")
         if self.loss_mask[: self.prompt_length].any():
             raise InvalidTrajectory(

@@ -356,6 +356,7 @@ def test_a_tool_is_a_function() -> None:
         ({"system": 7}, "system"),
         ({"stop_sequences": "#"}, "stop_sequences"),
         ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"thinking": "enabled"}, "thinking.type"),
         ({"output_config": {"mood": "good"}}, "output_config.mood"),

@@ -139,10 +139,13 @@ async def test_refusals_pass_and_what_should_be_read_and_cannot_be_passes_and_is
     assert tap.seen == []
 
 
-async def test_identity_is_no_encoding() -> None:
+async def test_identity_is_no_encoding_in_any_case_of_letters() -> None:
     client = Client()
-    await through(Shouting(client), head(content_encoding="identity"), body(b"{}"))
+    await through(Shouting(client), head(content_encoding="Identity"), body(b"{}"))
     assert client.body == b"{}!"
+    collected = Collected()
+    await through(collected, head(b"Application/JSON", content_encoding="Identity"), body(b"{}"))
+    assert collected.is_json
 
 
 async def test_a_layer_may_refuse_what_it_cannot_read() -> None:

@@ -137,6 +137,7 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
         ({"instructions": []}, "instructions"),
         ({"model": None}, "model"),
         ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"reasoning": "high"}, "reasoning"),

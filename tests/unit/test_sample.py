@@ -244,6 +244,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("response_fits", {"response_length": 7}),
     ("response_fits", {"response_length": -1}),
     ("response_fits", {"response_length": 3.5}),
+    ("response_fits", {"response_length": True}),
     ("loss_is_in_the_response", {"response_length": 3}),
     ("complete", {"response_length": ...}),
     ("complete", {"status": ...}),

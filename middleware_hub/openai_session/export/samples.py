@@ -234,7 +234,10 @@ class SamplePlan:
         loss_mask = self.maker.apply_masks(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
-            raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
+            limit = f" and max_seq_len is {request.max_seq_len}" if cut else ""
+            raise UnusableSample(
+                "has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens{limit}"
+            )
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
         own = self._facts(line, elsewhere, len(trajectory))
         if self.freshness.oldest_version is not None:

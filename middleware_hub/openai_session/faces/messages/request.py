@@ -152,7 +152,7 @@ def _length(request: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
             raise invalid("stop_sequences", "Input should be a list of strings")
         fields["stop"] = stops
-    if stream not in (None, True, False):
+    if stream is not None and not isinstance(stream, bool):
         raise invalid("stream", "Input should be a valid boolean")
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -24,6 +24,8 @@ READ = frozenset(
 DIRECT = ["direct"]
 #: The tags around a definition in a message.
 BEGIN, END = "<function>", "</function>"
+#: Roles of the messages in which `MessagesTools.load_reference` writes definitions. A user may write such tags, too.
+DEFINING = ("system", "tool")
 
 
 class HeldFunctions:
@@ -38,7 +40,9 @@ class HeldFunctions:
     def add(self, message: Message) -> None:
         """Read the definitions in a recorded message, if it has some."""
         content = message.get("content")
-        for line in content.split("\n") if isinstance(content, str) and BEGIN in content else ():
+        if message.get("role") not in DEFINING or not isinstance(content, str):
+            return
+        for line in content.split("\n") if BEGIN in content else ():
             if line.startswith(BEGIN) and line.endswith(END):
                 self._read(line[len(BEGIN) : -len(END)], message.get("tool_call_id"))
 

@@ -261,6 +261,8 @@ def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _flag(request: Mapping[str, Any], name: str, *, default: bool) -> bool:
     value = request.get(name)
-    if value not in (None, True, False):
+    if value is None:
+        return default
+    if not isinstance(value, bool):
         raise wrong_type(name, "a boolean")
-    return default if value is None else bool(value)
+    return value
