@@ -170,6 +170,8 @@ class Engine(ABC):
     repeats_noise: ClassVar[bool] = False
     #: Whether `/generate` accepts only token ids. Texts are tokenized first (`ask_prompt_tokens`).
     ids_only: ClassVar[bool] = False
+    #: The most prompts in one `/generate` request; None if there is no limit.
+    max_prompts: ClassVar[int | None] = None
     #: Whether its chat API accepts prompt ids and returns the sampled ids. If not, sessions render prompts and parse
     #: answers themselves; `translate` converts their chat requests by ids to `/generate` (`openai/by_ids.py`).
     chats_by_ids: ClassVar[bool] = False

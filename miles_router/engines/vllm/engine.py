@@ -55,6 +55,7 @@ class VLLM(Engine):
     overflow = staticmethod(refusals.overflow)
     stateful = frozenset(CONSTRAINTS)
     ids_only = True
+    max_prompts = 512  # each prompt takes a connection
     repeats_noise = True
     translates = True
 

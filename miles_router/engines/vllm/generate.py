@@ -45,8 +45,6 @@ from miles_router.engines.vllm.rows import converted_rows
 from miles_router.errors import BadRequest
 
 TARGET = SAMPLE.encode()
-#: The most prompts in one request: each prompt takes a connection.
-MAX_PROMPTS = 512
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
 TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
 PLACEHOLDER = "token_id:"
@@ -94,8 +92,6 @@ def translate(request: GenerateRequest, flags: Flags) -> Translation | Parts:
         CannotServe: vLLM does not support the request.
         BadRequest: a field has an invalid value.
     """
-    if len(request.prompts) > MAX_PROMPTS:
-        raise CannotServe(f"a request may have at most {MAX_PROMPTS} prompts: send several requests")
     parts = [PromptSampling(request, place, flags) for place in range(len(request.prompts))]
     return Parts(parts) if request.batch else parts[0]
 
