@@ -150,7 +150,8 @@ async def test_a_list_that_would_take_too_many_connections_is_refused(stage: Sta
         several = await post(router, "/generate", text=["a b", "c", "a b"] * 9, sampling_params=SHORT)
         assert several.status == 200
         prompts = [tuple(asked["token_ids"]) for asked in worker.sampled]
-        assert len(prompts) == 27 and len(set(prompts)) == 2
+        assert len(prompts) == 27
+        assert len(set(prompts)) == 2
 
 
 async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(stage: Stage) -> None:
