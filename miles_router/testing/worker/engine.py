@@ -77,8 +77,6 @@ class Engine:
         self.healthy = True
         self.stopped = False
         self.adapters: dict[str, str] = {}
-        self.reused: set[tuple[str, str]] = set()
-        """Pairs of weight versions: that which computed a reused cache entry, and that of the generation reusing it."""
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
         """Output ids of the next generations, in order, each used instead of sampling."""
@@ -168,9 +166,7 @@ class Engine:
         generation.dp_rank = self._rank(request)
         key = cache_key(generation)
         generation.cached_tokens = self._cached_tokens(request, key)
-        found = self.cache.versions(request.input_ids[: generation.cached_tokens], key)
-        self.reused.update((version, self.weight_version) for version in found)
-        self.cache.insert(request.input_ids, key, self.weight_version)
+        self.cache.insert(request.input_ids, key)
         self.running[request.rid] = generation
         self.pulse()
         return generation
@@ -301,7 +297,7 @@ class Engine:
 
     def _leave_in_cache(self, generation: Generation) -> None:
         # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1], cache_key(generation), self.weight_version)
+        self.cache.insert(sequence_of(generation)[:-1], cache_key(generation))
 
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Return how many prompt tokens come from the cache. Positions whose logprobs are requested are recomputed."""
