@@ -38,8 +38,8 @@ Precedence: defaults < --config < environment < flags < --set.
 """
 #: Flags that are valid only with `--leader` or `--join`.
 OF_PARTS = ("shards", "shard", "url", "secret_file", "shared_state")
-#: The command `audit`, which ships with the middlewares: takes its arguments, and returns its exit status.
-AUDIT = "middleware_hub.auditing.tool.command.run"
+#: Functions of tools that ship with the middlewares: the commands `audit` and `view`.
+AUDIT, VIEW = "middleware_hub.auditing.tool.command.run", "middleware_hub.view.command.view"
 #: For each kind of owner in a state directory, the function that yields its lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
@@ -245,13 +245,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _view(arguments: Sequence[str]) -> int:
-    from pathlib import Path
-
     from miles_router.middlewares.checkpoint import load_tokenizer
-    from miles_router.settings.config import RouterConfig
-    from miles_router.view.command import view
 
     options = view_parser().parse_args(arguments)
+    view = _found("view", VIEW)
     wanted = options.hf_checkpoint is not None
     tokenizer = load_tokenizer(RouterConfig(hf_checkpoint=options.hf_checkpoint)) if wanted else None
     print(view(Path(options.file), Path(options.output) if options.output else None, tokenizer))

@@ -18,7 +18,7 @@ from miles_router.middlewares.router import Router
 from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_names, nearest
 from miles_router.settings.values import WrongValue, convert, describe
 
-CAPABILITIES = ("lifespan", "routes", "data_paths", "metrics")
+CAPABILITIES = ("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "metrics")
 REQUIRED: Any = inspect.Parameter.empty
 
 
