@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
@@ -46,10 +46,12 @@ from miles_router.generation.attempt import ResumeServices
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
 from miles_router.middlewares.contract import (
     ASGIApp,
+    HasAdminRoutes,
     HasDataPaths,
     HasKeys,
     HasLifespan,
     HasMetrics,
+    HasOpenRoutes,
     HasOwners,
     HasRoutes,
 )
@@ -65,6 +67,9 @@ from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.shards.duty import Duty
 from miles_router.state.store import StateStore
+
+#: The beginning of paths that a middleware may have opened by the administration key.
+ADMIN_PREFIX = "/router/"
 
 
 def create_app(
@@ -283,22 +288,23 @@ def _own_routes(
         ConfigError: `fan_out` or `data_paths` contains a path of the router.
         MiddlewareLoadError: a middleware's route or data path is invalid, or collides with a path of the router.
     """
-    guarded = [*duty.routes(admin.guarded_routes()), *admin.episode_routes()]
-    groups = [admin.open_routes(), guarded, duty.routes(control_routes.routes())]
-    opened, administration, control = ([_path(route) for route in group] for group in groups)
+    own = (*admin.open_routes(), *admin.guarded_routes())
+    added = [route for layer in layers if isinstance(layer, HasOpenRoutes) for route in layer.open_routes()]
+    guarded = [route for layer in layers if isinstance(layer, HasAdminRoutes) for route in layer.admin_routes()]
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
-    taken = {*map(first_segment, (*opened, *administration)), *control}
-    for route in extra:
-        if (segment := _fixed_segment(route)) in taken:
-            raise MiddlewareLoadError(
-                f"a middleware has a route under {segment!r}, which is a path of the router's own"
-            )
+    groups = [
+        [*admin.open_routes(), *added],
+        [*duty.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
+        duty.routes(control_routes.routes()),
+    ]
+    opened, administration, control = ([_path(route) for route in group] for group in groups)
     for name, paths, others in (
-        ("fan_out", control, {*opened, *administration}),
+        ("fan_out", config.fan_out, {*opened, *administration}),
         ("data_paths", config.data_paths, {*opened, *administration, *control}),
     ):
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
+    _check_routes(added, guarded, extra, own={*map(_path, own)}, control=control)
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):
@@ -312,9 +318,46 @@ def _own_routes(
         listed=(*CLIENT_PATHS, *config.data_paths, *layered),
         keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
-    own = _fences((*opened, *administration, *control))
+    fences = _fences((*opened, *administration, *control))
     layers_own = _fences(_path(route) for route in extra if isinstance(route, Route))
-    return OwnRoutes((*chain(*groups), *own, *extra, *layers_own), default=stack), doors
+    return OwnRoutes((*chain(*groups), *fences, *extra, *layers_own), default=stack), doors
+
+
+def _check_routes(
+    added: Sequence[BaseRoute],
+    guarded: Sequence[BaseRoute],
+    extra: Sequence[BaseRoute],
+    *,
+    own: Collection[str],
+    control: Collection[str],
+) -> None:
+    """Check the middlewares' routes against the router's own paths and the control paths.
+
+    Args:
+        added: the routes that need no key.
+        guarded: the routes that need the administration key.
+        extra: the routes that need the clients' key.
+
+    Raises:
+        MiddlewareLoadError: a route is invalid, or collides with another path.
+    """
+    for route in added:
+        if "{" in _path(route):
+            raise MiddlewareLoadError(f"a middleware's open route {_path(route)!r} must have no parameters")
+    for route in guarded:
+        if not _path(route).startswith(ADMIN_PREFIX) or _path(route) in own:
+            raise MiddlewareLoadError(
+                f"a middleware's admin route {_path(route)!r} must begin with {ADMIN_PREFIX} "
+                "and differ from the router's own paths"
+            )
+    taken = {*map(first_segment, own), *control}
+    for routes in (added, extra):
+        segments = [_fixed_segment(route) for route in routes]
+        if twice := taken & {*segments}:
+            raise MiddlewareLoadError(
+                f"a middleware has a route under {min(twice)!r}, which is a path of the router's own"
+            )
+        taken |= {*segments}
 
 
 def _fences(paths: Iterable[str]) -> list[Route]:

@@ -7,7 +7,7 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,8 @@ Precedence: defaults < --config < environment < flags < --set.
 """
 #: Flags that are valid only with `--leader` or `--join`.
 OF_PARTS = ("shards", "shard", "url", "secret_file", "shared_state")
+#: Functions of tools that ship with the middlewares: the commands `audit` and `view`.
+AUDIT, VIEW = "middleware_hub.auditing.tool.command.run", "middleware_hub.view.command.view"
 #: For each kind of owner in a state directory, the function that yields its lines of JSON.
 WRITERS = {
     "session": "middleware_hub.openai_session.export.held.lines_of",
@@ -243,13 +245,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _view(arguments: Sequence[str]) -> int:
-    from pathlib import Path
-
     from miles_router.middlewares.checkpoint import load_tokenizer
-    from miles_router.settings.config import RouterConfig
-    from miles_router.view.command import view
 
     options = view_parser().parse_args(arguments)
+    view = _found("view", VIEW)
     wanted = options.hf_checkpoint is not None
     tokenizer = load_tokenizer(RouterConfig(hf_checkpoint=options.hf_checkpoint)) if wanted else None
     print(view(Path(options.file), Path(options.output) if options.output else None, tokenizer))
@@ -277,8 +276,7 @@ def _write_owner(owner: str, blobs: Blobs) -> None:
     kind = kind_of(owner, blobs[0]) if 0 in blobs else None
     if kind not in WRITERS:
         raise ConfigError(f"state: {owner!r} cannot be written as lines: it is not a {' or '.join(WRITERS)}")
-    module, _, function = WRITERS[kind].rpartition(".")
-    lines = getattr(importlib.import_module(module), function)
+    lines = _found("state", WRITERS[kind])
 
     async def write() -> None:
         for line in lines(owner, blobs):
@@ -311,11 +309,22 @@ def _ray(arguments: Sequence[str]) -> int:
 
 
 def _audit(arguments: Sequence[str]) -> int:
+    status: int = _found("audit", AUDIT)(arguments)
+    return status
+
+
+def _found(command: str, path: str) -> Callable[..., Any]:
+    """Import the function at a dotted path.
+
+    Raises:
+        ConfigError: a module that the command needs is not installed; the message names it.
+    """
+    module, _, name = path.rpartition(".")
     try:
-        from miles_router.audit.command import run
-    except ImportError as error:  # an extra is not installed; the message names it
-        raise ConfigError(f"audit: {error}") from None
-    return run(arguments)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"{command}: {error}") from None
+    return function
 
 
 #: Commands that take the flags of all settings.

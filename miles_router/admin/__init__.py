@@ -1,1 +1,1 @@
-"""The router's own HTTP routes, and its dashboard."""
+"""The router's own HTTP routes."""

@@ -15,8 +15,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router import tasks
-from miles_router.admin.dashboard import dashboard_routes
-from miles_router.admin.episodes import EpisodeRoutes
 from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
@@ -58,15 +56,13 @@ class Admin:
         self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._changing = WeakValueDictionary[str, asyncio.Lock]()
         self._started = time.time()
-        self._episodes = EpisodeRoutes(pools)
 
     def open_routes(self) -> list[BaseRoute]:
-        """Return the routes for load balancers and browsers that need no key; they reveal nothing but counts."""
+        """Return the routes for load balancers, which need no key; they reveal nothing but counts."""
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/liveness", self.health, methods=["GET"]),
             Route("/readiness", self.readiness, methods=["GET"]),
-            *dashboard_routes(),
         ]
 
     def guarded_routes(self) -> list[BaseRoute]:
@@ -84,11 +80,6 @@ class Admin:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
         ]
-
-    def episode_routes(self) -> list[BaseRoute]:
-        """Return the routes of episodes, which need that key too. The process that receives the request answers it,
-        not the leader."""
-        return self._episodes.routes()
 
     # Workers, the spelling of slime and miles
 

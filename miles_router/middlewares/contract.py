@@ -1,7 +1,7 @@
 """The middleware contract: a pure ASGI class with `__init__(self, app, *, router, **typed options)`.
 
-Seven methods are optional; the router finds them by name: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
-`owner_name()`, `metrics()`, `restore()`.
+Nine methods are optional; the router finds them by name: `lifespan()`, `routes()`, `admin_routes()`, `open_routes()`,
+`data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`.
 A class with `one_model = True` serves one model: requests for pools other than the default skip this middleware.
 """
 
@@ -38,6 +38,20 @@ class HasRoutes(Protocol):
     """A middleware with routes of its own, which are matched before the stack runs."""
 
     def routes(self) -> Sequence[BaseRoute]: ...
+
+
+@runtime_checkable
+class HasAdminRoutes(Protocol):
+    """A middleware with routes that need the administration key. Their paths begin with `/router/`."""
+
+    def admin_routes(self) -> Sequence[BaseRoute]: ...
+
+
+@runtime_checkable
+class HasOpenRoutes(Protocol):
+    """A middleware with routes that need no key, such as a page in the browser. Their paths have no parameters."""
+
+    def open_routes(self) -> Sequence[BaseRoute]: ...
 
 
 @runtime_checkable

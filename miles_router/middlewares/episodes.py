@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from miles_router.metrics.run import RunSeries
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.metrics.run import INTERVALS, RunSeries
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.sample import ShapedRows, Status
@@ -21,7 +22,10 @@ from miles_router.trajectory.sample import ShapedRows, Status
 __all__ = [
     "ENDED",
     "IDLE",
+    "INTERVALS",
+    "OTHER_REASON",
     "RUNNING",
+    "STATES",
     "WAITING",
     "EpisodeLine",
     "EpisodePlace",
@@ -34,6 +38,7 @@ __all__ = [
     "RunSeries",
     "TokenCounts",
     "TurnRow",
+    "parse_worker_url",
     "version_spans",
 ]
 

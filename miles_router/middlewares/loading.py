@@ -18,7 +18,9 @@ from miles_router.middlewares.router import Router
 from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_names, nearest
 from miles_router.settings.values import WrongValue, convert, describe
 
-CAPABILITIES = ("lifespan", "routes", "data_paths", "key_of", "owner_name", "metrics", "restore")
+CAPABILITIES = (
+    *("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "key_of", "owner_name", "metrics", "restore"),
+)
 REQUIRED: Any = inspect.Parameter.empty
 
 

@@ -63,6 +63,8 @@ class Router:
             self.tokenizer = tokenizer
         #: The workers; `await router.fleet.facts(url)` returns the capabilities of a worker's engine.
         self.fleet = fleet
+        #: The workers of every model by `model_id`, empty for workers without one; `Pools` adds to it.
+        self.fleets: Mapping[str, Fleet] = {config.model_id or "": fleet}
         #: The states, weight versions and request counts of the workers.
         self.pool = fleet.pool
         #: The gate at which requests wait while the fleet is paused or asleep.

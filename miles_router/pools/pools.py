@@ -17,6 +17,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
 from miles_router.fleet.adapters import told_adapters
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
@@ -181,6 +182,7 @@ class Pools:
     def __init__(self, default: str, make: Callable[[str], ModelPool]) -> None:
         self._make = make
         self._pools: dict[str, ModelPool] = {}
+        self._fleets: dict[str, Fleet] = {}
         self._running: AsyncExitStack | None = None
         #: Whether a worker has ever been registered with a `model_id`.
         self.named = False
@@ -193,6 +195,8 @@ class Pools:
 
     def _new(self, name: str) -> ModelPool:
         pool = self._pools[name] = self._make(name)
+        self._fleets[name] = pool.fleet
+        pool.router.fleets = self._fleets
 
         def note(transition: Transition) -> None:
             pool.peopled = True

@@ -29,6 +29,8 @@ ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
 #: The middleware that `otel` lists first.
 TRACES = "middleware_hub.traces_middleware.TracesMiddleware"
+#: The middleware that `dashboard` lists last.
+DASHBOARD = "middleware_hub.dashboard_middleware.DashboardMiddleware"
 MAX_MODEL_ID = 256
 MAX_PROCESSES = 64
 Check = Callable[[Any], "str | None"]
@@ -201,6 +203,7 @@ class RouterConfig:
     state_dir: str | None = setting(None, "directory for state that survives a restart; none: state is in memory only")
     state_sync: Sync = setting("process", "what state survives: the loss of the process, or of the machine (fsync)")
     state_rows: bool = setting(False, "store the expert rows of sessions and texts there too; they are large")
+    dashboard: bool = setting(True, "show the dashboard and its routes: lists DashboardMiddleware last")
     dashboard_text: Literal["on", "off"] = setting(
         "on", "whether texts, token ids and bytes of episodes are shown; off: to no user"
     )
@@ -211,9 +214,11 @@ class RouterConfig:
 
     @property
     def chain(self) -> tuple[MiddlewareSpec, ...]:
-        """The middlewares, outermost first: with `otel` the one that traces stands in front."""
-        traced = not self.otel or any(spec.path == TRACES for spec in self.middlewares)
-        return self.middlewares if traced else (MiddlewareSpec(TRACES), *self.middlewares)
+        """The middlewares, outermost first: those listed, and those that `otel` and `dashboard` add."""
+        listed = {spec.path for spec in self.middlewares}
+        first = (MiddlewareSpec(TRACES),) if self.otel and TRACES not in listed else ()
+        last = (MiddlewareSpec(DASHBOARD),) if self.dashboard and DASHBOARD not in listed else ()
+        return (*first, *self.middlewares, *last)
 
     def __post_init__(self) -> None:
         for spec in FIELDS.values():
@@ -235,7 +240,7 @@ GROUPS: Mapping[str, str] = {
     "gate_max_held": "placement and pauses",
     "shutdown_timeout": "shutdown, paths and keys",
     "state_dir": "state on disk",
-    "dashboard_text": "dashboard and logs",
+    "dashboard": "dashboard and logs",
 }
 #: The short form of `middlewares` on the command line and in the environment: dotted paths without options.
 PATHS = "middleware_paths"

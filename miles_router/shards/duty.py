@@ -101,4 +101,4 @@ async def _running(pools: Pools) -> AsyncIterator[None]:
 def without_keys(config: RouterConfig) -> RouterConfig:
     """Return the settings without keys and middlewares, for a process reached only by others of its router."""
     nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
-    return replace(config, middlewares=(), otel=False, **nothing)
+    return replace(config, middlewares=(), otel=False, dashboard=False, **nothing)

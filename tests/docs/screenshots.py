@@ -14,8 +14,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from middleware_hub.view.command import token_bytes
 from miles_router.testing import tiny_tokenizer
-from miles_router.view.command import token_bytes
 from tests.docs.pages import ROOT
 from tests.support.browser import Browser, Page
 from tests.support.dashboards import SYSTEM, a_run, dashboard, running_fleet

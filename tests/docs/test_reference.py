@@ -15,6 +15,8 @@ import orjson
 import pytest
 from starlette.routing import Route
 
+from middleware_hub.dashboard.page import PAGE
+from middleware_hub.dashboard_middleware import DashboardMiddleware
 from middleware_hub.indexer_topk_middleware import IndexerTopkMiddleware
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from middleware_hub.radix_tree.answers import AnswerReason
@@ -23,7 +25,6 @@ from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
-from miles_router.admin.dashboard import PAGE
 from miles_router.admin.routes import Admin
 from miles_router.app import create_app
 from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
@@ -113,9 +114,12 @@ def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
 
 
 def own_routes() -> Iterator[str]:
-    pools = create_app().pools
-    admin = Admin(pools, Registrations(None, pools), [])
-    for route in [*admin.open_routes(), *admin.guarded_routes()]:
+    app = create_app()
+    admin = Admin(app.pools, Registrations(None, app.pools), [])
+    (dashboard,) = app.layers
+    assert isinstance(dashboard, DashboardMiddleware)
+    shown = [*dashboard.open_routes(), *dashboard.admin_routes()]
+    for route in [*admin.open_routes(), *admin.guarded_routes(), *shown]:
         assert isinstance(route, Route)
         if route.path.startswith(f"{PAGE}/"):  # what the page is made of
             continue

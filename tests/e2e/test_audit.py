@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
+from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
 from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from middleware_hub.auditing.tool.collecting import Sampling, collect
+from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router import cli
-from miles_router.audit.collecting import Sampling, collect
-from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.trajectory import Piece

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from miles_router.audit.command import GOOD
+from middleware_hub.auditing.tool.command import GOOD
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.audits import GENERATE_PATH, LONG, audited_at

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
+from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.trajectory import Piece
 from tests.sglang.environment import ensure

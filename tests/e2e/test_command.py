@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from miles_router import cli
+from miles_router.settings.config import DASHBOARD
 from tests.support.http import Client, request
 from tests.support.running_router import COMMAND, refuses, router_process
 from tests.support.scripted_worker import chunk, chunked_head, script
@@ -287,7 +288,7 @@ async def test_the_banner_says_where_who_and_in_which_order(stage: Stage) -> Non
     async with router_process("--worker-urls", worker.url, *layers) as router:
         shown = router.stderr()
         assert f"listening    {router.url}" in shown
-        assert f"1. {WORKING}.Plain -> 2. {WORKING}.Tagging -> worker" in shown
+        assert f"1. {WORKING}.Plain -> 2. {WORKING}.Tagging -> 3. {DASHBOARD} -> worker" in shown
         assert f"workers      {worker.url}" in shown
 
 

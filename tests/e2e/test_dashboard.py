@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.dashboard.page import HEADERS
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from miles_router.admin.dashboard import HEADERS
 from miles_router.errors import BadRequest
 from tests.support import tiers
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
@@ -415,7 +415,7 @@ async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_n
         store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
         for number in range(201):
             store.create(f"many-{number}")
-        monkeypatch.setattr("miles_router.admin.episodes._place", refused)
+        monkeypatch.setattr("middleware_hub.dashboard.episodes._place", refused)
         async with browser.page() as page:  # which looks every two seconds
             await page.open(f"{trial.router.url}/dashboard#/episodes")
             await count_is(page, "200 episodes loaded, more available")
@@ -464,7 +464,7 @@ async def test_a_line_that_comes_in_slices_is_put_together(
     browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = await got(run, "episodes/sum-18-0/tokens")
-    monkeypatch.setattr("miles_router.admin.episodes.MOST_TOKENS", 60)
+    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 60)
     assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < told["length"]
     async with dashboard(browser, run.router.url, FORKED) as page:
         found = await tell(page, *range(told["length"]))

@@ -15,6 +15,8 @@ from urllib.parse import quote, urlencode
 import numpy as np
 import pytest
 
+from middleware_hub.view.command import token_bytes
+from middleware_hub.view.entropy import expert_entropy
 from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.middlewares.episodes import (
     EpisodeLine,
@@ -26,12 +28,10 @@ from miles_router.middlewares.episodes import (
     TokenCounts,
     TurnRow,
 )
-from miles_router.settings.config import MiddlewareSpec
+from miles_router.settings.config import DASHBOARD, MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.safetensors import unpack
-from miles_router.view.command import token_bytes
-from miles_router.view.entropy import expert_entropy
 from tests.support.experts_trial import simulated_experts
 from tests.support.http import RawReply
 from tests.support.session_trial import (
@@ -314,7 +314,7 @@ async def test_the_detail_has_the_turns_the_tree_and_why_each_segment_begins(tri
 
 
 async def test_turns_of_a_long_episode_come_in_parts(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_router.admin.episodes.MOST_TURNS", 4)
+    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TURNS", 4)
     session = await branched(trial)
     first = await got(trial, f"episodes/{session}")
     rest = await got(trial, f"episodes/{session}", turn=first["next_turn"])
@@ -373,7 +373,7 @@ async def test_a_slice_has_its_positions_and_no_more(trial: SessionTrial, monkey
     assert (part["turns"], part["versions"], part["length"]) == (whole["turns"], whole["versions"], whole["length"])
     nothing = await got(trial, f"episodes/{session}/tokens", leaf=2, start=whole["length"])
     assert (nothing["tokens"], nothing["spelling"]) == ([], {})
-    monkeypatch.setattr("miles_router.admin.episodes.MOST_TOKENS", 7)
+    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 7)
     bounded = await got(trial, f"episodes/{session}/tokens", leaf=2, start=1)
     assert (bounded["stop"], len(bounded["tokens"])) == (8, 7)
     for query, words in (
@@ -462,6 +462,15 @@ async def test_with_text_off_no_text_id_or_byte_leaves(stage: Stage) -> None:
         assert json.loads(metadata["facts"])["text"] is False
         (config,) = [(await got(trial, "info"))["config"]["dashboard_text"]]
         assert config == "off"
+
+
+async def test_a_router_without_the_dashboard_has_neither_page_nor_routes(stage: Stage) -> None:
+    listed = (MiddlewareSpec(DASHBOARD),)
+    assert RouterConfig(middlewares=listed).chain == RouterConfig(middlewares=listed, dashboard=False).chain == listed
+    router = await stage.router(await stage.worker(), dashboard=False, admin_api_key="admin")
+    assert (await router.ask("GET", "/router/info", [("Authorization", "Bearer admin")])).json()["middlewares"] == []
+    for path in ("/dashboard", "/dashboard/own/main.js", "/router/episodes", "/router/run"):
+        assert (await router.ask("GET", path)).status == 401
 
 
 async def test_without_a_layer_that_holds_episodes_there_are_none(stage: Stage) -> None:

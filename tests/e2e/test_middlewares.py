@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
+from miles_router.settings.config import DASHBOARD, MiddlewareSpec
 from tests.support.http import CutReply
 from tests.support.metrics import metrics, total
 from tests.support.scripted_worker import CLOSE, chunk, chunked_head, reply, script
@@ -41,6 +41,24 @@ async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(
     refused = await router.ask("POST", "/tagging/x")
     assert (refused.status, refused.error_type) == (405, "method_not_allowed")
     assert len(worker.requests) == 1
+
+
+async def test_routes_of_a_class_need_no_key_or_that_of_administration(stage: Stage) -> None:
+    worker = await stage.worker()
+    keys = {"api_key": "clients", "admin_api_key": "admin"}
+    router = await stage.router(worker, middlewares=stack("Observing"), **keys)
+    statuses = {
+        (key, target): (await router.ask("GET", target, [("Authorization", f"Bearer {key}")])).status
+        for key in ("none", "clients", "admin")
+        for target in ("/observed", "/router/some/o")
+    }
+    opened = {(key, "/observed"): 200 for key in ("none", "clients", "admin")}
+    closed = {("none", "/router/some/o"): 401, ("clients", "/router/some/o"): 401, ("admin", "/router/some/o"): 200}
+    assert statuses == opened | closed
+    for target in ("/observed", "/router/some/o"):
+        refused = await router.ask("POST", target, [("Authorization", "Bearer admin")])
+        assert (refused.status, refused.error_type) == (405, "method_not_allowed")
+    assert not worker.requests
 
 
 async def test_lifespans_are_entered_outermost_first_and_left_in_reverse() -> None:
@@ -169,6 +187,7 @@ async def test_router_info_shows_the_stack(stage: Stage) -> None:
     assert shown == [
         {"name": "tagging", "path": f"{WORKING}.Tagging", "options": {"tag": "q"}},
         {"name": "plain", "path": f"{WORKING}.Plain", "options": {}},
+        {"name": "dashboard_middleware", "path": DASHBOARD, "options": {}},
     ]
 
 

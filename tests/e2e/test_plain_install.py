@@ -88,6 +88,12 @@ def plain(code: str) -> list[str]:
     return [sys.executable, "-c", WITHOUT % (sorted(absent),) + code]
 
 
+def without_hub(code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in an interpreter without the middlewares that ship with the router."""
+    command = [sys.executable, "-c", WITHOUT % (["middleware_hub"],) + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(plain(code), capture_output=True, text=True, timeout=PATIENCE, check=False)
 
@@ -120,7 +126,12 @@ async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stag
 
 @pytest.mark.parametrize(
     "module",
-    ["miles_router.compat", "miles_router.check", "miles_router.view.command", "middleware_hub.radix_tree_middleware"],
+    [
+        "miles_router.compat",
+        "miles_router.check",
+        "middleware_hub.view.command",
+        "middleware_hub.radix_tree_middleware",
+    ],
 )
 def test_a_plain_install_has_what_the_other_ways_in_need(module: str) -> None:
     done = run(f"import {module}")
@@ -144,6 +155,25 @@ def test_the_simulated_workers_command_says_in_one_line_which_extra_it_needs() -
     done = run("import sys; from miles_router.testing.worker.cli import main; sys.exit(main(['--port', '0']))")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("needs aiohttp: pip install 'miles-router[testing]'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["view", "samples.json"], "view: No module named 'middleware_hub'"),
+        (["audit", "--router", "http://127.0.0.1:1"], "audit: No module named 'middleware_hub'"),
+        (["--port", "0"], "DashboardMiddleware': there is no module 'middleware_hub'"),
+    ],
+)
+def test_what_ships_beside_the_router_is_named_where_it_is_missing(arguments: list[str], said: str) -> None:
+    done = without_hub(f"from miles_router.cli import main; main({arguments!r})")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.rstrip().endswith(said)
+
+
+def test_the_router_alone_needs_nothing_that_ships_beside_it() -> None:
+    done = without_hub("from miles_router import create_app, RouterConfig; create_app(RouterConfig(dashboard=False))")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_traces_without_their_extra_stop_the_start_and_say_what_to_install() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from middleware_hub.openai_session.dialects.miles import samples_file
+from middleware_hub.view.command import token_bytes
+from middleware_hub.view.entropy import expert_entropy
+from middleware_hub.view.sheets import sheet_of
 from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import Sample, VersionRun
-from miles_router.view.command import token_bytes
-from miles_router.view.entropy import expert_entropy
-from miles_router.view.sheets import sheet_of
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
 from tests.support.stage import Stage
 from tests.support.token_pages import episode, page_of, page_of_file

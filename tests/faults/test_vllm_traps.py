@@ -143,15 +143,15 @@ async def test_raw_logprobs_of_another_distribution_are_refused(stage: Stage, ch
 
 async def test_a_list_that_would_take_too_many_connections_is_refused(stage: Stage) -> None:
     async with before(stage) as (router, worker):
-        for prompts in ({"input_ids": [[40, 41]] * 513}, {"text": ["a"] * 513, "input_ids": None}):
-            asked = {**GENERATE, **prompts}
-            assert "at most 512" in refusal(await post(router, "/generate", **asked))
+        for prompts in ({"input_ids": [[40, 41]] * 513}, {"text": ["a"] * 513}):
+            refused = await post(router, "/generate", **prompts, sampling_params=SHORT)
+            assert "at most 512" in refusal(refused)
         assert (worker.sampled, worker.told) == ([], []), "no text was tokenized"
         several = await post(router, "/generate", text=["a b", "c", "a b"] * 9, sampling_params=SHORT)
         assert several.status == 200
-        prompts = [tuple(asked["token_ids"]) for asked in worker.sampled]
-        assert len(prompts) == 27
-        assert len(set(prompts)) == 2
+        sampled = [tuple(asked["token_ids"]) for asked in worker.sampled]
+        assert len(sampled) == 27
+        assert len(set(sampled)) == 2
 
 
 async def test_a_slow_first_answer_about_itself_holds_requests_and_fails_none(stage: Stage) -> None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from middleware_hub.auditing.tool.command import run
 from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.radix_tree.dashboard.turns import TextRollout
 from middleware_hub.radix_tree.entry import IDS, LOGPROBS, Entry
-from miles_router.audit.command import run
 from miles_router.trajectory import Piece
 from tests.support.session_trial import Message, SessionTrial, message_of, user
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from middleware_hub.view.files import open_samples
+from middleware_hub.view.page import BytesOf, write_page
 from miles_router.trajectory import Sample, VersionRun
 from miles_router.trajectory.sample import write_safetensors
-from miles_router.view.files import open_samples
-from miles_router.view.page import BytesOf, write_page
 
 OPENING = "<|im_start|>"
 SYSTEM = f"{OPENING}system\nAdd with the tool, step by step.<|im_end|>\n{OPENING}user\nWhat is 17 plus 25?<|im_end|>\n"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.audit.report import lines, nats
-from miles_router.audit.verdict import ENOUGH, AuditedEpisodes, Limits, Verdict, judge
+from middleware_hub.auditing.tool.report import lines, nats
+from middleware_hub.auditing.tool.verdict import ENOUGH, AuditedEpisodes, Limits, Verdict, judge
 from miles_router.trajectory import Malformed
 
 LIMITS = Limits(quantile=0.95, threshold=0.3)

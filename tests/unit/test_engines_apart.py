@@ -19,7 +19,7 @@ HOUSE, HUB = ROOT / "miles_router", ROOT / "middleware_hub"
 ENGINES = HOUSE / "engines"
 FOLDERS = sorted({ENGINES / kind.__module__.split(".")[-2] for kind in known.KINDS})
 #: They speak the API from outside, as clients and workers do, and import nothing of the server.
-OUTSIDE = (HOUSE / "client", HOUSE / "testing", HOUSE / "view")
+OUTSIDE = (HOUSE / "client", HOUSE / "testing", HUB / "view")
 #: Paths of the router's own that an engine has too, and the module that has them.
 OWN = {HOUSE / "admin" / "routes.py": {"/health", "/metrics"}}
 #: Names of others that an engine has too: of Hugging Face, of OpenAI, and of the router itself (of registrations, too).

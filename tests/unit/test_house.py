@@ -116,7 +116,7 @@ def test_the_glossary_has_classes_that_there_are() -> None:
 
 
 def test_texts_come_into_pages_by_one_door_which_shows_all_of_them() -> None:
-    assets = [ROUTER / "view" / "assets", ROUTER / "admin" / "dashboard" / "assets"]
+    assets = [HUB / "view" / "assets", HUB / "dashboard" / "assets"]
     scripts = [path for folder in assets for path in folder.glob("*.js") if path.name != "elements.js"]
     writes = re.compile(
         r"(textContent|innerText|innerHTML|outerHTML|document\.title|nodeValue) = "

@@ -80,6 +80,24 @@ def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Stealing"),)))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page": "/router/page"}, "'/router', which is a path of the router's own"),
+        ({"page": "/health"}, "'/health', which is a path of the router's own"),
+        ({"page": "/pause_generation"}, "'/pause_generation', which is a path of the router's own"),
+        ({"page": "/page/{name}"}, "open route '/page/{name}' must have no parameters"),
+        ({"about": "/observed/about"}, "admin route '/observed/about' must begin with /router/"),
+        ({"about": "/router"}, "admin route '/router' must begin with /router/"),
+        ({"about": "/router/info"}, "admin route '/router/info' must begin with /router/ and differ from"),
+    ],
+)
+def test_an_open_or_admin_route_has_a_path_of_its_own(options: dict[str, str], message: str) -> None:
+    with pytest.raises(MiddlewareLoadError) as caught:
+        create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Observing", options),)))
+    assert message in str(caught.value)
+
+
 def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
     careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
     with pytest.raises(MiddlewareLoadError, match="data_paths: every path must start with /"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.admin.gathering import one_run
+from middleware_hub.dashboard.gathering import one_run
 from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
 
 

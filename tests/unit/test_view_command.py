@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.view.command import Bar, view
+from middleware_hub.view.page import asset, policy, script
 from miles_router import cli
 from miles_router.errors import ConfigError
 from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import Sample
 from miles_router.trajectory.sample import write_json, write_safetensors
-from miles_router.view.command import Bar, view
-from miles_router.view.page import asset, policy, script
 
 DEEP = b'"metadata":{"deep":%b%b}' % (b"[" * 300, b"]" * 300)
 Run = Callable[..., tuple[str, str]]

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from middleware_hub.openai_session.dialects.miles import fields_of, samples_file
+from middleware_hub.view.entropy import CHUNK, expert_entropy
+from middleware_hub.view.files import open_samples
+from middleware_hub.view.sheets import NO_TURNS, TokenSheet, sheet_of
+from middleware_hub.view.tree import BranchTree
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.sample import write_json, write_safetensors
-from miles_router.view.entropy import CHUNK, expert_entropy
-from miles_router.view.files import open_samples
-from miles_router.view.sheets import NO_TURNS, TokenSheet, sheet_of
-from miles_router.view.tree import BranchTree
 
 GOLDEN = Path(__file__).resolve().parents[1] / "compat" / "miles_samples"
 

@@ -187,6 +187,28 @@ class Asking:
         return JSONResponse({"status": forwarded.reply.status, "answer": answer.decode(), "in_flight": in_flight})
 
 
+class Observing:
+    """Has a page that needs no key, and a route that needs the key of administration."""
+
+    def __init__(
+        self, app: ASGIApp, *, router: Router, page: str = "/observed", about: str = "/router/{name}/o"
+    ) -> None:
+        self.app = app
+        self._open, self._admin = page, about
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def open_routes(self) -> Sequence[BaseRoute]:
+        return [Route(self._open, self._say, methods=["GET"])]
+
+    def admin_routes(self) -> Sequence[BaseRoute]:
+        return [Route(self._admin, self._say, methods=["GET"])]
+
+    async def _say(self, request: Request) -> Response:
+        return JSONResponse({"path": request.url.path})
+
+
 class CannotGoOn(RouterError):
     """A layer's own control flow; it has no answer of its own."""
 

@@ -1,9 +1,6 @@
-"""The dashboard: routes for one page, its scripts and its style sheets. The page reads the administration routes.
+"""Routes for the dashboard's page, its scripts and its style sheets. The page reads the administration routes.
 
-assets/   the page, its views, its style sheet: ES modules that need no build step
-vendor/   third-party libraries with their licences, unchanged
-
-The token view, and the scripts that all pages share, come from `miles_router.view`, in its `assets/`.
+The token view, and the scripts that all pages share, come from `middleware_hub.view`, in its `assets/`.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ PAGE = "/dashboard"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 #: URL folder below the page -> package and folder of its files. Scripts import each other by these URLs.
 FOLDERS = {
-    "own": ("miles_router.admin.dashboard", "assets"),
-    "uplot": ("miles_router.admin.dashboard", "vendor/uplot"),
-    "view": ("miles_router.view", "assets"),
+    "own": ("middleware_hub.dashboard", "assets"),
+    "uplot": ("middleware_hub.dashboard", "vendor/uplot"),
+    "view": ("middleware_hub.view", "assets"),
 }
 HEADERS = {
     # Scripts and styles only from this server, no text as markup, no framing by another page.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_router.audit.verdict import Verdict
+from middleware_hub.auditing.tool.verdict import Verdict
 from miles_router.errors import ConfigError
 
 #: Points drawn at most, and the smallest distance drawn: the axes are logarithmic.

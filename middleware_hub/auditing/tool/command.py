@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_router.audit import plot
-from miles_router.audit.collecting import Sampling, collect
-from miles_router.audit.report import lines, plain
-from miles_router.audit.verdict import AuditedEpisodes, Limits, judge
+from middleware_hub.auditing.tool import plot
+from middleware_hub.auditing.tool.collecting import Sampling, collect
+from middleware_hub.auditing.tool.report import lines, plain
+from middleware_hub.auditing.tool.verdict import AuditedEpisodes, Limits, judge
 from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
-from miles_router.settings.config import ENVIRONMENT_PREFIX
 
 #: Exit statuses. A wrong flag, or a router that does not answer, is 2 as for every command.
 GOOD, DIFFERENT, NOTHING_COMPARABLE = 0, 1, 3
@@ -35,6 +34,8 @@ Tokens sampled by other weights than those loaded now are counted, not compared.
 wait while the fleet is paused. They are not recorded.
 """
 BAR = 24
+#: The environment variable of the clients' key, as the router itself reads it.
+API_KEY = "MILES_ROUTER_API_KEY"
 #: Few, because a user waits at the terminal.
 RETRIES = Retries(attempts=2)
 
@@ -76,9 +77,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, metavar="N", help="seed of the choice of episodes [default: random]")
     made.add_argument("--json", action="store_true", help="write the report as JSON")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances (.png, .svg, .pdf)")
-    made.add_argument(
-        "--api-key", metavar="KEY", help=f"the clients' key of the router [default: {ENVIRONMENT_PREFIX}API_KEY]"
-    )
+    made.add_argument("--api-key", metavar="KEY", help=f"the clients' key of the router [default: {API_KEY}]")
     return made
 
 
@@ -108,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _collect(options: argparse.Namespace) -> AuditedEpisodes:
-    key = options.api_key or os.environ.get(f"{ENVIRONMENT_PREFIX}API_KEY")
+    key = options.api_key or os.environ.get(API_KEY)
     wanted = Sampling(options.sample, options.episode, options.rate, options.seed)
     async with RouterClient(options.router, api_key=key, retries=RETRIES) as client:
         return await collect(client, wanted, _bar if sys.stderr.isatty() else _silent)

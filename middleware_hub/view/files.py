@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from middleware_hub.view.dialects import miles
+from middleware_hub.view.sheets import TokenSheet, sheet_of
 from miles_router.trajectory import Malformed, Sample
 from miles_router.trajectory.json_items import objects_of_list
 from miles_router.trajectory.safetensors import LENGTH, unpack
 from miles_router.trajectory.sample import samples_of
-from miles_router.view.dialects import miles
-from miles_router.view.sheets import TokenSheet, sheet_of
 
 #: Key of the list of samples in the router's JSON.
 SAMPLES = "samples"

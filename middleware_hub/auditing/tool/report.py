@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_router.audit.verdict import QUANTILES, SESSION, TEXT, Spread, Verdict
+from middleware_hub.auditing.tool.verdict import QUANTILES, SESSION, TEXT, Spread, Verdict
 
 #: Rows shown per group, the largest distances first.
 SHOWN = 8

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miles_router.audit.verdict import AuditedEpisodes
+from middleware_hub.auditing.tool.verdict import AuditedEpisodes
 from miles_router.client import ErrorReply, InvalidReply, NotFound, RouterClient
 from miles_router.client.errors import reading
 

@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from miles_router.admin.gathering import one_page, one_run
-from miles_router.admin.hidden_texts import HiddenTexts, named_reason
-from miles_router.admin.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
-from miles_router.asgi.watch import Watch
+from middleware_hub.dashboard.gathering import one_page, one_run
+from middleware_hub.dashboard.hidden_texts import HiddenTexts, named_reason
+from middleware_hub.dashboard.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
+from middleware_hub.view.tree import BranchTree
 from miles_router.errors import BadRequest, NotFound
-from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.middlewares import Pace, Router, Watch
 from miles_router.middlewares.episodes import (
     OTHER_REASON,
     STATES,
@@ -34,11 +34,9 @@ from miles_router.middlewares.episodes import (
     Facets,
     ListedEpisode,
     TurnRow,
+    parse_worker_url,
 )
-from miles_router.pools.pools import Pools
-from miles_router.tasks import Pace
 from miles_router.trajectory.json_parts import list_parts
-from miles_router.view.tree import BranchTree
 
 JSON = "application/json"
 #: Episodes per page, by default and at most; turns per answer at most; episodes fetched from a middleware at a time.
@@ -85,15 +83,14 @@ class Found(NamedTuple):
 class EpisodeRoutes:
     """The handlers of these routes for one router."""
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-        self._router = pools.default.router
-        self._text = self._router.config.dashboard_text == "on"
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._text = router.config.dashboard_text == "on"
         self._vocabulary = Vocabulary(self._router) if self._text else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
 
     def routes(self) -> list[BaseRoute]:
-        """Return all routes; they need the administration key."""
+        """Return all routes; they need the administration key. The process that receives a request answers it."""
         return [
             Route("/router/episodes", self.list, methods=["GET"]),
             Route("/router/episodes/{id}", self._wherever(self.detail), methods=["GET"]),
@@ -106,7 +103,7 @@ class EpisodeRoutes:
         gate = self._router.gate
         shown = {"closed": gate.closed, "held": gate.held}
         run = self._router.run.describe()
-        own = {**(run if self._text else self._hidden.run(run)), "gate": shown, "pauses": _pauses(self._pools)}
+        own = {**(run if self._text else self._hidden.run(run)), "gate": shown, "pauses": _pauses(self._router)}
         return _json(one_run([own, *await self._router.owners.answers(request.scope)]))
 
     # The list
@@ -185,7 +182,13 @@ class EpisodeRoutes:
         """Return the URL of a worker given by URL or id. A worker that has left can only be given by URL."""
         if name is None:
             return None
-        return parse_worker_url(name).url if ":" in name else self._pools.holding(name)[1].url
+        if ":" in name:
+            return parse_worker_url(name).url
+        found = (worker for fleet in self._router.fleets.values() for worker in fleet.pool if worker.address.id == name)
+        worker = next(found, None)
+        if worker is None:
+            raise NotFound(f"no worker {name!r} is registered")
+        return worker.url
 
     # One episode
 
@@ -275,9 +278,10 @@ class EpisodeRoutes:
         return Response(body, media_type=BINARY if binary else JSON)
 
 
-def _pauses(pools: Pools) -> list[dict[str, Any]]:
+def _pauses(router: Router) -> list[dict[str, Any]]:
     """Return the periods in which each pool's gate was closed, oldest first."""
-    every = ({**each._asdict(), "model_id": pool.name or None} for pool in pools for each in pool.fleet.gate.times())
+    gates = [(name, fleet.gate) for name, fleet in router.fleets.items()]
+    every = ({**each._asdict(), "model_id": name or None} for name, gate in gates for each in gate.times())
     return sorted(every, key=lambda each: each["start"])
 
 

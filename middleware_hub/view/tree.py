@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_router.view.sheets import TokenSheet
+from middleware_hub.view.sheets import TokenSheet
 
 
 @dataclass(eq=False)

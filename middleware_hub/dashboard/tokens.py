@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from middleware_hub.view.command import token_bytes
+from middleware_hub.view.entropy import expert_entropy
+from middleware_hub.view.page import BytesOf, spelled, vocabulary_arrays
+from middleware_hub.view.sheets import TokenSheet, sampled_positions
 from miles_router.errors import ConfigError
+from miles_router.middlewares import Router
 from miles_router.middlewares.episodes import EpisodeLine
-from miles_router.middlewares.router import Router
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.safetensors import pack
-from miles_router.view.command import token_bytes
-from miles_router.view.entropy import expert_entropy
-from miles_router.view.page import BytesOf, spelled, vocabulary_arrays
-from miles_router.view.sheets import TokenSheet, sampled_positions
 
 BINARY = "application/octet-stream"
 #: Positions in one answer, at most.

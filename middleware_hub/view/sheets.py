@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from middleware_hub.view.entropy import expert_entropy
 from miles_router.trajectory import Malformed, Sample, VersionRun
 from miles_router.trajectory.pieces import Mask, Tokens
 from miles_router.trajectory.safetensors import pack
 from miles_router.trajectory.sample import ShapedRows
-from miles_router.view.entropy import expert_entropy
 
 Floats = npt.NDArray[np.floating[Any]]
 #: Keys: a sample's turns in its metadata, and a turn's changed message that began a new segment.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from miles_router.metrics.run import INTERVALS
+from miles_router.middlewares.episodes import INTERVALS
 
 Json = Mapping[str, Any]
 

@@ -26,11 +26,11 @@ import numpy.typing as npt
 import orjson
 import pybase64
 
+from middleware_hub.view.files import SamplesFile
+from middleware_hub.view.sheets import TokenSheet, as_json
+from middleware_hub.view.tree import BranchTree
 from miles_router.trajectory import InvalidTrajectory, Malformed
 from miles_router.trajectory.safetensors import pack
-from miles_router.view.files import SamplesFile
-from miles_router.view.sheets import TokenSheet, as_json
-from miles_router.view.tree import BranchTree
 
 #: Returns the bytes of a token id; None if the tokenizer has no such token or its bytes are unknown.
 BytesOf = Callable[[int], bytes | None]
@@ -43,7 +43,7 @@ SEARCHED = 1000
 
 def asset(name: str) -> str:
     """Return the text of a file in `assets/`."""
-    return resources.files("miles_router.view").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("middleware_hub.view").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from middleware_hub.view.sheets import TURNS, TokenSheet, entropy_of, fitting_turns, sampled_positions
 from miles_router.trajectory import InvalidTrajectory, Malformed
 from miles_router.trajectory.trajectory import checked_arrays
-from miles_router.view.sheets import TURNS, TokenSheet, entropy_of, fitting_turns, sampled_positions
 
 META = "_samples_meta"
 #: Key of a sample's metadata that holds the metadata written by the router.

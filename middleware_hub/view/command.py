@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
+from middleware_hub.view.files import open_samples
+from middleware_hub.view.page import BytesOf, Summary, write_page
 from miles_router.engines.spelling import UnknownSpeller, speller_for
 from miles_router.errors import ConfigError
 from miles_router.trajectory import InvalidTrajectory, Malformed
-from miles_router.view.files import open_samples
-from miles_router.view.page import BytesOf, Summary, write_page
 
 BAR = 30
 MEGA = 1_000_000
