@@ -1,8 +1,10 @@
-"""When a message that an agent sends back is the one that is held."""
+"""When a message that an agent sends back is the one that is held, and when a prompt is made alike."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,7 +12,6 @@ from openai.types.chat import ChatCompletionMessage
 
 from middleware_hub.openai_session.sessions.edits import message_edit
 from middleware_hub.openai_session.sessions.equality import (
-    ARGUMENTS_AS_JSON,
     EQUALITIES,
     MEANING,
     STRICT,
@@ -19,10 +20,14 @@ from middleware_hub.openai_session.sessions.equality import (
     equality,
 )
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import contexts_of, settings_of
 from miles_router.errors import ConfigError
+from tests.support.chat import TOOLS as PROMPTING_TOOLS
 from tests.support.sessions import assistant, call, tool, user
 
 ARGUMENTS = '{"b": 1, "a": [2.0]}'
+
+
 #: As SGLang 0.5.23 gives it.
 HELD: Message = {
     "role": "assistant",
@@ -30,7 +35,11 @@ HELD: Message = {
     "reasoning_content": "Let me add.",
     "tool_calls": [{**call("add", ARGUMENTS), "index": 0}],
 }
+
+
 SPOKEN: Message = {"role": "assistant", "content": "Five.", "reasoning_content": None, "tool_calls": None}
+
+
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
 
 
@@ -123,13 +132,6 @@ def test_a_changed_call_is_another(equal: Callable[[Message, Message], bool], ca
     assert not equal(HELD, {**HELD, "tool_calls": calls})
 
 
-@pytest.mark.parametrize("spelled", ['{"a":[2.0],"b":1}', '{"b": 1, "a": [2]}', {"a": [2.0], "b": 1}])
-def test_arguments_written_anew_are_the_same_only_as_json(spelled: object) -> None:
-    sent = {**HELD, "tool_calls": [{**call(), "function": {"name": "add", "arguments": spelled}}]}
-    assert not STRICT(HELD, sent)
-    assert ARGUMENTS_AS_JSON(HELD, sent)
-
-
 @pytest.mark.parametrize(("held", "sent"), [("true", "1"), ("[0]", "[false]"), ('{"b": 1}', '{"b":true}')])
 @pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
 def test_a_truth_value_is_no_number(equal: Likeness, held: str, sent: str) -> None:
@@ -139,25 +141,16 @@ def test_a_truth_value_is_no_number(equal: Likeness, held: str, sent: str) -> No
     assert difference.field == "tool_calls[0].function.arguments"
 
 
-def test_arguments_too_deep_to_be_compared_are_the_same_only_as_text() -> None:
-    deep = "[" * 900 + "]" * 900
-    one, other = ({**HELD, "tool_calls": [call("add", f'{{"a":{space}{deep}}}')]} for space in ("", " "))
-    assert MEANING(one, {**one})
-    assert not MEANING(one, other)
-
-
-def test_an_agent_may_name_itself_in_its_answers_and_nobody_else_elsewhere() -> None:
-    assert MEANING(SPOKEN, {**SPOKEN, "name": "bob"})
-    assert not STRICT(SPOKEN, {**SPOKEN, "name": "bob"})
-    assert not MEANING(user("a"), {**user("a"), "name": "bob"})
-
-
 def text(*parts: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": part, **fields} for part in parts]
 
 
 THOUGHT = {**SPOKEN, "content": "\n\nFive. Or six.", "reasoning_content": "\nLet me add.\n"}
+
+
 THINKING = {"type": "thinking", "thinking": "Let me add.", "signature": "abc"}
+
+
 #: What a client makes of an answer: pairs of what was given, and what comes back.
 SPELLINGS: Mapping[str, tuple[Message, Message]] = {
     "trimmed": (THOUGHT, {**THOUGHT, "content": "Five. Or six."}),
@@ -244,47 +237,6 @@ def test_a_user_s_text_may_be_cut_into_parts_and_joined_again() -> None:
     assert not MEANING(whole, {"role": "user", "content": text("a", "bc")})
 
 
-def test_a_reminder_may_change_its_place_in_a_message() -> None:
-    note = "<system-reminder>\nMind the rules.\n</system-reminder>"
-    behind = user(f"Go on.\n{note}")
-    assert MEANING(behind, {"role": "user", "content": text(note, "Go on.")})
-    assert not STRICT(behind, {"role": "user", "content": text(note, "Go on.")})
-
-
-def test_the_mark_of_a_cache_moves_from_part_to_part() -> None:
-    image = {"type": "image_url", "image_url": {"url": "x"}}
-    marked = {**image, "cache_control": {"type": "ephemeral"}}
-    assert MEANING({"role": "user", "content": [marked, *text("a")]}, {"role": "user", "content": [image, *text("a")]})
-
-
-def test_arguments_that_are_no_json_are_compared_as_text() -> None:
-    held = {**HELD, "tool_calls": [call("add", '{"a": ')]}
-    assert ARGUMENTS_AS_JSON(held, {**held, "refusal": None})
-    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '{"a":')]})
-    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '["not JSON", "{\\"a\\": "]')]})
-
-
-def test_text_parts_are_their_text_alone() -> None:
-    marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
-    held = {"role": "user", "content": [{"type": "text", "text": "a"}, marked]}
-    sent = {"role": "user", "content": [{**marked, "text": "a"}, {"type": "text", "text": "b"}]}
-    assert STRICT(held, sent)
-    assert not STRICT(held, {"role": "user", "content": "ab"})
-
-
-def test_a_text_part_without_text_is_an_empty_string() -> None:
-    assert STRICT(user(""), {"role": "user", "content": [{"type": "text", "text": None}]})
-
-
-def test_parts_and_calls_of_another_form_are_compared_as_they_are() -> None:
-    for held, sent in (
-        ({"content": ["a", "b"]}, {"content": ["a", "c"]}),
-        ({"tool_calls": ["a"]}, {"tool_calls": [3]}),
-    ):
-        assert STRICT({"role": "user", **held}, {"role": "user", "name": None, **held})
-        assert not STRICT({"role": "user", **held}, {"role": "user", **sent})
-
-
 ODD: list[Any] = [None, 7, 1.5, True, "x", [], [7], {}, {"type": [1]}, [{"type": [1]}], [{"type": "text", "text": [7]}]]
 
 
@@ -299,32 +251,6 @@ def test_what_is_no_message_is_compared_all_the_same(equal: Likeness, field: str
             compact_text(sent)
 
 
-def test_images_are_compared_as_they_are() -> None:
-    def seen(url: str) -> Message:
-        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-
-    assert STRICT(seen("a"), {**seen("a"), "name": None})
-    assert not STRICT(seen("a"), {**seen("b"), "name": None})
-
-
-def test_reasoning_is_the_same_under_either_name() -> None:
-    assert STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Hm."})
-    assert not STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Well."})
-
-
-@pytest.mark.parametrize("name", list(EQUALITIES))
-def test_an_equality_is_found_by_its_name(name: str) -> None:
-    assert equality(name) is EQUALITIES[name]
-
-
-def test_an_equality_is_found_at_its_dotted_path() -> None:
-    assert equality(f"{__name__}.by_role") is by_role
-
-
-def by_role(held: Message, sent: Message) -> bool:
-    return bool(held["role"] == sent["role"])
-
-
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -337,3 +263,84 @@ def by_role(held: Message, sent: Message) -> bool:
 def test_an_equality_that_is_none_stops_the_start(path: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"openai_session_middleware.message_equality: .*{reason}"):
         equality(path)
+
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+#: Requests that the engine's template is given alike, in groups.
+ALIKE: Mapping[str, list[dict[str, Any]]] = {
+    "nothing": [
+        {},
+        {"tools": []},
+        {"tools": None, "tool_choice": "none"},
+        {"tools": [], "tool_choice": "none"},
+        {"tools": "add", "tool_choice": NAMED},
+        {"tools": {"a": 1}},
+        {"tools": PROMPTING_TOOLS, "tool_choice": "none"},
+        {"tools": PROMPTING_TOOLS, "tool_choice": {"function": {"name": "none such"}}},
+        {"reasoning": {"enabled": False}},
+        {"reasoning_effort": "enormous"},
+        {"chat_template_kwargs": {}, "temperature": 0, "n": 2},
+    ],
+    "tools": [{"tools": PROMPTING_TOOLS}, {"tools": copy.deepcopy(PROMPTING_TOOLS), "tool_choice": "required"}],
+    "one tool": [{"tools": PROMPTING_TOOLS[1:]}, {"tools": PROMPTING_TOOLS, "tool_choice": NAMED}],
+    "settings": [{"chat_template_kwargs": {"a": 1, "b": 2}}, {"chat_template_kwargs": {"b": 2, "a": 1}}],
+    "fewer settings": [{"chat_template_kwargs": {"a": 1}}],
+    "effort": [{"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}, "reasoning_effort": "low"}],
+    "half the effort": [{"reasoning_effort": 0.5}, {"reasoning_effort": "0.5"}],
+    "no effort": [{"reasoning_effort": 0}, {"reasoning": {"reasoning_effort": "0"}}],
+    "effort of none": [{"reasoning_effort": "none"}],
+    "reasoning": [
+        {"reasoning": {"enabled": True}},
+        {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}},
+    ],
+}
+
+
+@pytest.mark.parametrize("group", ALIKE)
+def test_what_the_template_is_given_alike_is_one_context(group: str) -> None:
+    first, *others = (contexts_of(request)[0] for request in ALIKE[group])
+    assert all(each == first and each.key == first.key and hash(each) == hash(first) for each in others)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(ALIKE, 2)))
+def test_what_the_template_is_given_differently_is_another_context(one: str, other: str) -> None:
+    contexts = [contexts_of(request)[0] for group in (one, other) for request in ALIKE[group]]
+    assert len(set(contexts)) == len({each.key for each in contexts}) == 2
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "expected"),
+    [
+        ({}, {}),
+        ({"chat_template_kwargs": None}, {}),
+        ({"chat_template_kwargs": [1]}, {}),
+        ({"chat_template_kwargs": {"a": 1}}, {"a": 1}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "x"}},
+            {"reasoning_effort": "x", "thinking": False, "enable_thinking": True},
+        ),
+        (
+            {"reasoning": {"effort": "0.5"}, "reasoning_effort": "low"},
+            {"reasoning_effort": 0.5, "thinking": True, "enable_thinking": True},
+        ),
+        (
+            {"reasoning": {"reasoning_effort": "max"}},
+            {"reasoning_effort": "max", "thinking": True, "enable_thinking": True},
+        ),
+        ({"reasoning": {"enabled": " ON "}}, {"thinking": True, "enable_thinking": True}),
+        ({"reasoning": {"enable": True}}, {"thinking": True, "enable_thinking": True}),
+        ({"reasoning": {"enabled": False, "enable": True}}, {}),
+        ({"reasoning": "high"}, {}),
+        ({"reasoning": {"effort": "enormous"}}, {}),
+        ({"reasoning": {"effort": ["low"]}}, {}),
+        ({"reasoning_effort": "1"}, {"reasoning_effort": 1.0, "thinking": True, "enable_thinking": True}),
+        ({"reasoning_effort": 0}, {"reasoning_effort": 0.0, "thinking": True, "enable_thinking": True}),
+    ],
+)
+def test_settings_are_what_the_engine_makes_of_a_request(
+    request_fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert settings_of(request_fields) == expected
