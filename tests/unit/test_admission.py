@@ -126,30 +126,6 @@ def test_it_goes_where_the_room_is_whatever_the_policy_prefers() -> None:
     assert scene.turn("a", 450) is idle, "who has begun goes home"
 
 
-def test_a_worker_whose_engine_was_not_asked_yet_takes_one_session() -> None:
-    scene = Scene(MEMORY)
-    scene.turn("a", 400)
-    newcomer = scene.pool.add(parse_worker_url("http://new"))
-    assert not scene.gate.queue.must_wait("b", 400)
-    assert scene.turn("b", 400) is newcomer.units[0]
-    assert scene.gate.queue.must_wait("c", 400), "nobody knows how many it may take"
-    newcomer.asked = True
-    assert not scene.gate.queue.must_wait("c", 400), "it was asked, and does not say"
-
-
-def test_both_halves_of_a_pair_need_room() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    prefill, decode = scene.pool
-    scene.pool.add(prefill.address, attributes={"worker_type": "prefill"})
-    scene.pool.add(decode.address, attributes={"worker_type": "decode"})
-    for key in "ab":
-        scene.turn(key, 100)
-    assert not scene.gate.queue.must_wait("c", 300)
-    scene.pool.lease_prefill(POLICY, "a", (), 300, b"")
-    assert scene.gate.queue.must_wait("c", 300)
-    assert not scene.gate.queue.must_wait("c", 200)
-
-
 @pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "beside another turn"])
 def test_a_first_turn_that_failed_holds_nothing(prompts: int) -> None:
     scene = Scene(MEMORY)
@@ -161,17 +137,6 @@ def test_a_first_turn_that_failed_holds_nothing(prompts: int) -> None:
     assert scene.tokens == [0]
     scene.turn("b", 300)
     assert scene.gate.queue.must_wait("a", 400), "it begins anew"
-
-
-def test_a_session_whose_worker_is_gone_goes_on_at_once() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    home = scene.turn("a", 400)
-    scene.turn("b", 400)
-    scene.pool.remove(home.worker)
-    assert scene.gate.queue.must_wait("c", 400)
-    assert not scene.gate.queue.must_wait("a", 400)
-    scene.turn("a", 400)
-    assert scene.tokens == [800]
 
 
 def _ends(scene: Scene) -> None:

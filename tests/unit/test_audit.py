@@ -138,6 +138,15 @@ def test_rare_outliers_are_no_alarm() -> None:
     assert verdict(one, limits=Limits(quantile=1.0)).good is False
 
 
+def test_what_is_good_has_not_slipped() -> None:
+    """A span of few tokens may lie apart by chance, and fit those beside it."""
+    few = sample(1, 0.0, tokens=3)
+    few["spans"][0].update(recorded=[-2.0, -1.0, -1.0], recomputed=[-1.0, -2.0, -1.0])
+    made = verdict(sample(0, 0.0, tokens=1000), few)
+    assert (made.good, made.slip) == (True, None)
+    assert not any("shifted by one" in line for line in lines(made))
+
+
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_slip_is_said(by: int) -> None:
     one = sample(0, 0.0)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from miles_router.client import Retries
+from miles_router.client import Retries, RouterClient
 from miles_router.client.answers import Generation
 from miles_router.client.errors import InvalidReply
+from miles_router.client.router_client import _generate_body
 
 LISTED = "import sys, {}; print(*sorted(name for name in sys.modules if '.' not in name or 'miles_router.' in name))"
 
@@ -46,6 +47,25 @@ def test_the_routers_word_counts_up_to_the_bound() -> None:
     assert retries.delay(0) == 0.0
     assert retries.delay(0, 3.0) == 3.0
     assert retries.delay(0, 60.0) == 5.0
+
+
+@pytest.mark.parametrize("url", ["", "host:30000", "ftp://host", "http://", "http://host/?a=b", "http://host/#a"])
+def test_what_is_no_address_of_a_router_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        RouterClient(url)
+
+
+def test_a_generation_is_of_one_prompt_and_one() -> None:
+    assert _generate_body("a", None, {"n": 1}, None, {"x": None, "y": 0}) == {
+        "text": "a",
+        "sampling_params": {"n": 1},
+        "y": 0,
+    }
+    for text, ids in ((None, None), ("a", [1])):
+        with pytest.raises(ValueError, match="not both"):
+            _generate_body(text, ids, None, None, {})
+    with pytest.raises(ValueError, match="n must be 1"):
+        _generate_body("a", None, {"n": 2}, None, {})
 
 
 META: dict[str, Any] = {"id": "r", "prompt_tokens": 3, "finish_reason": {"type": "stop", "matched": 2}}

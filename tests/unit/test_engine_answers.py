@@ -11,23 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.engines.answers import (
-    GenerateAnswer,
-    Progress,
-    UnreadableAnswer,
-    finish_reasons,
-    index_of,
-    progress_of,
-    version_runs,
-)
+from miles_router.engines.answers import GenerateAnswer, Progress, UnreadableAnswer, finish_reasons, progress_of
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.facts import Facts
 from miles_router.engines.footprint import sampled_tokens
-from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.known import USUAL, read_facts
 from miles_router.engines.scan import Field, Incomplete
-from miles_router.engines.sglang_jax.generate import GenerateTranslation
 
 
 def answer(**changed: Any) -> dict[str, Any]:
@@ -71,14 +61,6 @@ def test_an_answer_that_lacks_something_or_contradicts_itself_is_refused(changed
     with pytest.raises(UnreadableAnswer) as refused:
         GenerateAnswer.read(answer(**changed))
     assert refused.value.reason == reason
-
-
-def test_one_version_is_that_of_all_tokens_and_none_is_none() -> None:
-    assert version_runs({"weight_version": 3}, 2) == [("3", 0, 2)]
-    assert version_runs({"weight_version": 3}, 0) == []
-    assert version_runs({}, 2) == []
-    empty = [{"version": "a", "start": 0, "end": 0}, {"version": "b", "start": 0, "end": 2}]
-    assert version_runs({"weight_versions": empty}, 2) == [("b", 0, 2)]
 
 
 def event(ids: list[int], count: int, **meta: Any) -> dict[str, Any]:
@@ -135,22 +117,6 @@ def test_an_abort_in_the_queue_repeats_what_has_come() -> None:
         "output_ids": [1, 2],
         "meta_info": {"completion_tokens": 2, "prompt_tokens": 4, "finish_reason": abort},
     }
-
-
-@pytest.mark.parametrize(
-    ("event", "index"),
-    [
-        (b'{"meta_info": {"index": 7}, "index" : 3 }\n', 3),
-        (b'{"index":3,"text":"x"}', 3),
-        (b'{"index":3,"meta_info":{"index":7}}', None),
-        (b'{"text":"\\"index\\":7","index":3', None),
-        (b'{"text":"x"}', None),
-        (b'{"index":"3"}', None),
-        (b'{"index":true}', None),
-    ],
-)
-def test_which_generation_an_event_is_about(event: bytes, index: int | None) -> None:
-    assert index_of(event) == index
 
 
 @pytest.mark.parametrize(
@@ -348,13 +314,6 @@ def test_everything_that_an_engine_says_is_read() -> None:
     assert facts.process is not None
 
 
-def test_older_names_and_forms_are_read() -> None:
-    facts = read({"preferred_sampling_params": '{"top_p": 0.5}'}, {"stream_output": True})
-    assert (facts.incremental_streaming, facts.preferred_sampling_params) == (True, {"top_p": 0.5})
-    assert read({"preferred_sampling_params": None}).preferred_sampling_params == {}
-    assert read(None, {"incremental_streaming_output": False, "stream_output": True}).incremental_streaming is False
-
-
 @pytest.mark.parametrize("odd", [7, [], "x", True])
 def test_values_of_another_type_say_nothing(odd: object) -> None:
     names = ("dp_size", "incremental_streaming_output", "version", "model_type")
@@ -389,41 +348,3 @@ def test_what_was_learned_stays_with_its_process_and_model() -> None:
         assert other.after(facts).learned(Ends) == set()
     assert read(MODEL, unnamed).after(read(MODEL, unnamed)).learned(Ends) == set()
     assert facts.after(None) is facts
-
-
-def test_another_model_contradicts_and_other_weights_or_silence_do_not() -> None:
-    facts = read(MODEL, SERVER, SCHEMA)
-    assert not facts.contradicts(read({**MODEL, "weight_version": "8"}))
-    assert not facts.contradicts(Facts())
-    assert facts.contradicts(read({**MODEL, "model_path": "/models/b"}))
-    assert facts.contradicts(read({**MODEL, "reasoning_parser": "qwen3"}))
-
-
-META = {"id": "r", "prompt_tokens": 1, "completion_tokens": 1, "finish_reason": {"type": "stop"}}
-
-
-ANSWER: dict[str, Any] = {"text": "a", "meta_info": {**META, "output_token_logprobs": [[-1.0, 5, None]]}}
-
-
-DEEP = b"[" * 400 + b"]" * 400
-
-
-NONE = {
-    "a text for what is told": orjson.dumps({**ANSWER, "meta_info": "told"}),
-    "a list for what is told": orjson.dumps({**ANSWER, "meta_info": [[]]}),
-    "nested too deep": orjson.dumps({**ANSWER, "text": "DEEP"}).replace(b'"DEEP"', DEEP),
-}
-
-
-def translation(*, stream: bool) -> GenerateTranslation:
-    request = {"input_ids": [1], "return_logprob": True, "stream": stream}
-    return GenerateTranslation(GenerateRequest.read(request))
-
-
-@pytest.mark.parametrize("answer", NONE.values(), ids=NONE)
-def test_an_answer_that_is_none_is_unreadable(answer: bytes) -> None:
-    assert translation(stream=False).whole(orjson.dumps(ANSWER), None)
-    with pytest.raises(UnreadableAnswer):
-        translation(stream=False).whole(answer, None)
-    with pytest.raises(UnreadableAnswer):
-        translation(stream=True).event(Event.read(b"data: " + answer + b"\n\n"), None)

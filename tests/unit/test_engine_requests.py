@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -31,11 +30,11 @@ from miles_router.engines.actions import (
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.control import Arguments, BadArguments
 from miles_router.engines.engine import NO_WISH, Engine, RankWish
-from miles_router.engines.facts import Facts
 from miles_router.engines.generate import MAX_GENERATIONS, GenerateRequest, UnknownShape
 from miles_router.engines.known import CONTROL, own_request, read_facts
-from miles_router.engines.models import adapter_of, model_of
+from miles_router.engines.models import model_of
 from miles_router.engines.recomputing import (
+    RecomputationCut,
     adapter_in,
     possible_defaults,
     read,
@@ -47,8 +46,7 @@ from miles_router.engines.recomputing import (
 from miles_router.engines.sglang.adapters import with_adapter
 from miles_router.engines.sglang.caches import with_cache_key
 from miles_router.engines.sglang.engine import SGLANG
-from miles_router.engines.sglang.facts import sampling_version
-from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, pinned, ranks, wish
+from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, wish
 from miles_router.engines.sglang_jax.engine import WITH_ADAPTERS
 
 
@@ -127,23 +125,6 @@ def test_a_generation_alone_is_asked_for_with_what_is_its_own() -> None:
     assert read.single(1) == {**second, **common}
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({"text": "a"}, {"top_k": 1}),
-        ({"text": "a", "sampling_params": None}, {"top_k": 1}),
-        ({"text": "a", "sampling_params": {"n": 2, "stop": "x"}}, {"n": 2, "stop": "x", "top_k": 1}),
-        ({"text": ["a", "b"], "sampling_params": {"n": 2}}, {"n": 2, "top_k": 1}),
-        ({"text": "a", "sampling_params": [{"n": 2}]}, [{"n": 2, "top_k": 1}]),
-        ({"input_ids": [[1], [2]], "sampling_params": [{}, {"stop": "x"}]}, [{"top_k": 1}, {"stop": "x", "top_k": 1}]),
-    ],
-)
-def test_sampling_parameters_are_changed_in_the_form_that_they_came_in(given: dict[str, Any], changed: Any) -> None:
-    read = GenerateRequest.read(given)
-    assert read.with_params(lambda params: {**params, "top_k": 1}) == {**given, "sampling_params": changed}
-    assert read.body == given
-
-
 TOLD = [
     *(Pause("retract"), Continue(), Abort("a"), AbortAll(), Flush(), NameVersion("2")),
     *(Sleep(MEMORY), Sleep({"weights"}), Wake(frozenset()), Wake({"kv_cache"})),
@@ -217,39 +198,6 @@ def test_a_path_of_the_user_s_own_is_read_by_its_name(path: str, action: Action)
     assert own_request(path).read(Arguments({"weight_version": "7", "lora_name": "a"}, {})) == action
 
 
-def never(body: bytes) -> Any:
-    raise AssertionError("it is parsed")
-
-
-@pytest.mark.parametrize(
-    ("body", "model"),
-    [
-        (b"", None),
-        (b'{"text": "no such field"}', None),
-        (b'\n { "model":"a"}', "a"),
-        (b'{"messages": [], "model": "a/b:c \\u00e4"}', "a/b:c ä"),
-        (b'{"text": "\\"model\\": 1"}', None),
-        (b'{"model": 7}', 7),
-    ],
-)
-def test_a_model_that_stands_first_or_last_is_found_without_parsing(body: bytes, model: object) -> None:
-    assert model_of(body, never) == model
-
-
-@pytest.mark.parametrize(
-    ("body", "model"),
-    [
-        (b'{"model": "a", "tools": [{"model": {}}]}', "a"),
-        (b'{"model": "a", "text": "x", "model": "b"}', "b"),
-        (b'{"model": null, "text": "x", "model": "b"}', "b"),
-        (b'{"mod\\u0065l": "b"}', "b"),
-        (b'{"model": "a", "mod\\u0065l": "b", "x": 1}', "b"),
-    ],
-)
-def test_one_that_is_named_twice_or_with_escapes_is_what_a_parser_finds(body: bytes, model: object) -> None:
-    assert model_of(body, orjson.loads) == orjson.loads(body)["model"] == model
-
-
 @pytest.mark.parametrize(
     ("own", "written"),
     [
@@ -281,40 +229,7 @@ def test_it_is_what_a_parser_finds(fields: list[tuple[str, Any]], space: str) ->
     assert model_of(body, orjson.loads) == orjson.loads(body).get("model")
 
 
-@pytest.mark.parametrize(
-    ("model", "names", "found"),
-    [
-        ("a:x", ["a", "b"], ("a", "x")),
-        ("a:b:x", ["a", "a:b"], ("a:b", "x")),
-        ("s3://m:x", ["s3://m"], ("s3://m", "x")),
-        ("a:", ["a"], None),
-        ("ab:x", ["a"], None),
-        ("a", ["a"], None),
-    ],
-)
-def test_an_adapter_stands_behind_its_base(model: str, names: list[str], found: object) -> None:
-    assert adapter_of(model, names) == found
-
-
 CHAT = "/v1/chat/completions"
-
-
-TELLS = Facts(dp_size=4, schemas={"GenerateReqInput": frozenset({"routed_dp_rank"})})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"schemas": None},
-        {"schemas": {"GenerateReqInput": frozenset({"text"})}},
-        {"dp_size": None},
-        {"dp_size": MAX_RANKS + 1},
-        {"half": "prefill"},
-        {"half": "decode"},
-    ],
-)
-def test_ranks_are_used_where_the_engine_says_that_it_can_be_told(change: dict[str, Any]) -> None:
-    assert (ranks(TELLS), ranks(dataclasses.replace(TELLS, **change))) == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -337,21 +252,6 @@ def test_ranks_are_used_where_the_engine_says_that_it_can_be_told(change: dict[s
 )
 def test_what_a_client_says_of_ranks(path: str, headers: Any, body: bytes, said: RankWish) -> None:
     assert wish(path, headers, body, orjson.loads) == said
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "encoded", "sent"),
-    [
-        ("/generate", b'{"text": "x" }', False, ([(b"a", b"b")], b'{"text": "x" ,"routed_dp_rank":2}')),
-        ("/generate", b"{}", False, ([(b"a", b"b")], b'{"routed_dp_rank":2}')),
-        ("/generate", b"\x1f\x8b", True, None),
-        (CHAT, b"\x1f\x8b", True, ([(b"a", b"b"), (b"x-data-parallel-rank", b"2")], b"\x1f\x8b")),
-        (CHAT, b"{}", False, ([(b"a", b"b"), (b"x-data-parallel-rank", b"2")], b"{}")),
-        ("/api/chat", b"{}", False, None),
-    ],
-)
-def test_a_rank_stands_where_each_route_reads_it(path: str, body: bytes, encoded: bool, sent: Any) -> None:
-    assert pinned(path, [(b"a", b"b")], body, 2, encoded=encoded) == sent
 
 
 @given(st.integers(0, MAX_RANKS), st.text(), st.lists(st.integers(0, 400), max_size=9), st.integers(0, 9000))
@@ -386,21 +286,6 @@ def test_a_request_gets_the_key_in_front_of_its_own(body: bytes, expected: bytes
     assert with_cache_key(body, KEY.decode()) == expected
 
 
-@pytest.mark.parametrize(
-    ("info", "version"),
-    [
-        ({"weight_version": "old", "internal_states": [{"weight_version": 2}, {"weight_version": "2"}]}, "2"),
-        ({"internal_states": [{"weight_version": "1"}, {"weight_version": "2"}]}, None),
-        ({"internal_states": [{}, 7]}, None),
-        ({"internal_states": []}, None),
-        ({"internal_states": 7}, None),
-        ([], None),
-    ],
-)
-def test_the_version_that_samples_is_the_schedulers(info: Any, version: str | None) -> None:
-    assert sampling_version(orjson.dumps(info)) == version
-
-
 IDS = [5, 6, 7]
 
 
@@ -431,6 +316,21 @@ def answer(**changed: Any) -> bytes:
 def test_what_is_no_answer_for_these_ids_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(UnreadableAnswer):
         read(answer(**changed), IDS)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"meta_info": null}', b"nonsense"])
+def test_what_is_no_answer_at_all_is_refused(body: bytes) -> None:
+    with pytest.raises(UnreadableAnswer):
+        read(body, IDS)
+
+
+def test_one_that_was_aborted_or_saw_the_weights_change_may_be_asked_again() -> None:
+    for changed in (
+        {"finish_reason": {"type": "abort"}, "input_token_logprobs": "absent"},
+        {"weight_version": "4"},
+    ):
+        with pytest.raises(RecomputationCut):
+            read(answer(**changed), IDS)
 
 
 @pytest.mark.parametrize(

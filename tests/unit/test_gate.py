@@ -95,6 +95,22 @@ def test_it_is_open_when_no_reason_is_left(first: str, second: str) -> None:
     assert not gate.closed
 
 
+@pytest.mark.parametrize(
+    ("close", "deliberate", "reason"),
+    [
+        (lambda gate: gate.pause("retract"), True, "the fleet is paused (retract)"),
+        (Gate.sleep, True, "the fleet is asleep"),
+        (lambda gate: gate.workers_paused(True), False, "every worker is paused"),
+    ],
+)
+def test_it_says_why_it_is_closed_and_whether_the_router_did_it(
+    close: Callable[[Gate], None], deliberate: bool, reason: str
+) -> None:
+    gate = made()
+    close(gate)
+    assert (gate.deliberate, gate.reason()) == (deliberate, reason)
+
+
 async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:
     gate, went = made(), list[int]()
 
@@ -138,27 +154,6 @@ async def test_a_gate_that_opens_and_closes_gives_nobody_more_time() -> None:
         await task
 
 
-def test_each_time_that_it_was_closed_is_remembered_by_its_reason() -> None:
-    gate = made()
-    assert gate.times() == []
-    gate.pause("abort")
-    gate.sleep()
-    gate.pause("retract")  # the same standstill in another mode
-    assert gate.times() == [(100.0, None, "paused", "retract"), (101.0, None, "asleep", None)]
-    gate.resume()
-    gate.resume()
-    gate.workers_paused(True)
-    gate.workers_paused(False)
-    gate.workers_paused(False)
-    assert gate.times() == [
-        (100.0, 102.0, "paused", "retract"),
-        (103.0, 104.0, "workers_paused", None),
-        (101.0, None, "asleep", None),
-    ]
-    gate.wake()
-    assert gate.times()[-1] == (101.0, 105.0, "asleep", None)
-
-
 class Lease:
     """What a gate asks of a membership."""
 
@@ -187,20 +182,6 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
         await gate.wait(Who())
     lease.is_fresh = True
     assert not gate.closed
-
-
-async def test_request_behind_a_pause_and_a_lost_lease_continues_with_the_next_lease() -> None:
-    lease = Lease()
-    gate = leased_made(lease)
-    gate.pause("in_place")
-    waiting = asyncio.ensure_future(gate.wait(Who()))
-    await until(lambda: gate.held == 1, "it waits")
-    lease.is_fresh = False
-    gate.resume()
-    assert gate.held == 1
-    lease.is_fresh = True
-    gate.update()
-    await waiting
 
 
 def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:

@@ -23,7 +23,7 @@ from miles_router.generation.joining import find_stop_across, join, stop_may_for
 from miles_router.generation.questions import EngineQuestions
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.moves.balance import choose_move
-from miles_router.partial_rollouts.moves.checks import Immovable, read_movable
+from miles_router.partial_rollouts.moves.checks import Immovable, check_size, read_movable
 
 PROMPT = 3
 
@@ -176,12 +176,6 @@ async def test_what_was_sampled_is_prompt_now_and_the_budget_less(given: dict[st
     assert await asked(generation) == {"input_ids": [1, 2, 7, 8, 9], "sampling_params": left}
 
 
-async def test_what_is_said_of_the_prompt_is_not_asked_again_and_everything_else_is() -> None:
-    kept = {"stream": True, "return_logprob": True, "top_logprobs_num": 2, "lora_path": "l", "other": {}}
-    generation = cut({"text": "ab", "logprob_start_len": 0, "rid": "r", **kept}, [7])
-    assert await asked(generation) == {"input_ids": [97, 98, 7], "sampling_params": {"max_new_tokens": 127}, **kept}
-
-
 @pytest.mark.parametrize("field", [*sorted(STATEFUL), *PENALTIES])
 async def test_sampling_that_looks_back_is_not_carried_on_unless_it_has_only_queued(field: str) -> None:
     body = {"input_ids": [1, 2], "sampling_params": {field: 1.5 if field in PENALTIES else "x"}}
@@ -198,13 +192,6 @@ async def test_a_tokenizer_that_gives_another_prompt_is_not_believed() -> None:
 def generation(**request: Any) -> ResumableGeneration:
     (made,) = generations_of(GenerateRequest.read({"input_ids": [1], **request}))
     return made
-
-
-def answer(text: str, ids: list[int], count: int, version: str = "1", **meta: Any) -> dict[str, Any]:
-    """One event; `count` tokens have come by now."""
-    said = {"id": "r", "finish_reason": None, "prompt_tokens": 1, "weight_version": version, "completion_tokens": count}
-    logprobs = {"output_token_logprobs": [[-1.0, token, None] for token in ids]}
-    return {"text": text, "output_ids": ids, "meta_info": {**said, **logprobs, **meta}}
 
 
 @pytest.mark.parametrize(
@@ -230,30 +217,6 @@ def test_what_is_no_answer_is_refused_and_changes_nothing(said: object) -> None:
     with pytest.raises(UnreadableAnswer):
         made.add(said)
     assert made.so_far() is None
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        answer("b", [8], 1, output_token_logprobs=None),
-        answer("b", [8], 1, output_top_logprobs=[]) | {},
-        answer("b", [8], 1, weight_version=None),
-    ],
-    ids=["no logprobs", "no top logprobs", "no versions"],
-)
-def test_attempt_that_lacks_fields_is_refused_and_earlier_ones_stay(said: dict[str, Any]) -> None:
-    made = generation(return_logprob=True)
-    before = answer("a", [7], 1, finish_reason=ABORT, output_top_logprobs=[[[-1.0, 7, None]]])
-    made.add(before)
-    made.next_attempt()
-    said["meta_info"] |= {"prompt_tokens": 2, "finish_reason": {"type": "length", "length": 1}}
-    made.add(said)
-    with pytest.raises(UnreadableAnswer):
-        made.next_attempt()
-    left = made.consistent_answer()
-    assert left is not None
-    assert left["output_ids"] == [7]
-    assert "resumed" not in left["meta_info"]
 
 
 SAYS = Facts(context_length=4096, preferred_sampling_params={})
@@ -313,3 +276,10 @@ def test_what_might_not_be_carried_on_is_known_before(reason: str, fields: dict[
     with pytest.raises(Immovable) as refusal:
         read_movable(body(**fields), [SAYS, engine])
     assert refusal.value.reason == reason
+
+
+def test_a_body_that_cannot_fit_is_not_read() -> None:
+    check_size(b" " * 16 * 4096, [SAYS])
+    for engine in (SAYS, Facts()):
+        with pytest.raises(Immovable, match="too_long"):
+            check_size(b" " * (16 * 4096 + 1), [SAYS, engine])

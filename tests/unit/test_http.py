@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, request_id
-from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, connection_named, end_to_end, header_texts, raw_headers
+from miles_router.asgi.headers import RawHeaders, header_texts, raw_headers
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.path import decode_path
 from miles_router.engines.client_json import MAX_BRACKETS, MAX_COMMAS, MAX_DEPTH
 from miles_router.errors import BadRequest, BodyTooLarge, Unauthorized
 from miles_router.fleet.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
 from miles_router.forwarding.framing import (
+    CHUNKED,
     MAX_EXCESS,
     ChunkOverhead,
     InvalidFraming,
@@ -82,33 +83,6 @@ def test_whatever_is_decoded_says_one_thing(raw: bytes) -> None:
     assert path.count("/") == raw.partition(b"?")[0].count(b"/")
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ([], set()),
-        ([b""], set()),
-        ([b"close"], {b"close"}),
-        ([b"Keep-Alive, X-A"], {b"keep-alive", b"x-a"}),
-        ([b" X-A ,,\tX-B,", b"x-a"], {b"x-a", b"x-b"}),
-    ],
-)
-def test_connection_names_fields_in_any_case_and_spacing(values: list[bytes], named: set[bytes]) -> None:
-    assert connection_named(values) == named
-
-
-def test_hop_by_hop_fields_and_those_named_are_dropped_wherever_connection_stands() -> None:
-    pairs = [
-        (b"x-mine", b"1"),
-        (b"connection", b"X-Mine, close"),
-        (b"x-kept", b"2"),
-        (b"x-mine", b"3"),
-        (b"te", b"trailers"),
-        (b"connection", b"x-other"),
-        (b"x-other", b"4"),
-    ]
-    assert end_to_end(pairs, HOP_BY_HOP) == [(b"x-kept", b"2")]
-
-
 def test_headers_become_text_and_headers_again_byte_for_byte() -> None:
     pairs = [(b"x-all", bytes(range(256))), (b"x-all", b"")]
     texts = header_texts(pairs)
@@ -151,6 +125,12 @@ def test_a_target_that_would_end_its_line_is_never_written(target: bytes) -> Non
         request_head("GET", target, b"worker", [], 0)
 
 
+@pytest.mark.parametrize("status", [0, 100, 199, 600, 1000])
+def test_a_reply_has_a_final_status(status: int) -> None:
+    with pytest.raises(InvalidFraming):
+        head([], status=status)
+
+
 @pytest.mark.parametrize("length", [b"", b"-1", b"+1", b"1_0", b"0x1", b"two", b"1, 1", b"1" * 19, "\u0661".encode()])
 def test_a_length_is_digits(length: bytes) -> None:
     for name in (b"content-length", b"Content-Length"):
@@ -160,12 +140,24 @@ def test_a_length_is_digits(length: bytes) -> None:
         request_body([(b"content-length", length)])
 
 
+def test_a_reply_has_one_length() -> None:
+    with pytest.raises(InvalidFraming):
+        head([(b"content-length", b"1"), (b"Content-Length", b"1")])
+
+
 @pytest.mark.parametrize("encoding", [b"gzip", b"gzip, chunked", b"chunked, gzip", b"identity", b""])
 def test_only_chunks_are_understood(encoding: bytes) -> None:
     with pytest.raises(InvalidFraming):
         request_body([(b"transfer-encoding", encoding)])
     with pytest.raises(InvalidFraming):
         reply_body(200, [(b"transfer-encoding", encoding)], to_head=False)
+
+
+def test_how_bytes_travel_is_not_for_the_app_to_say() -> None:
+    data, body, keep_alive = head([(b"Transfer-Encoding", b"gzip"), (b"Connection", b"upgrade"), (b"x-a", b"1")])
+    assert data == b"HTTP/1.1 200 OK\r\nx-a: 1\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert (body, keep_alive) == (CHUNKED, True)
+    assert head([(b"connection", b"Close")])[2] is False
 
 
 def test_what_is_sent_around_a_body_is_bounded_however_long_the_body_was() -> None:
@@ -181,34 +173,6 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 ACCEPT = (b"accept", b"*/*")
-
-
-OVERRIDE = (b"x-override-rid", b"of somebody else")
-
-
-def bearer(key: str) -> tuple[bytes, bytes]:
-    return b"authorization", f"Bearer {key}".encode()
-
-
-@pytest.mark.parametrize(
-    "credential",
-    [
-        (b"authorization", b"Bearer secret"),
-        (b"authorization", b"bearer secret"),
-        (b"authorization", b"Bearer   secret "),
-        (b"x-api-key", b"secret"),
-    ],
-)
-def test_the_right_key_enters_and_is_left_at_the_door(credential: tuple[bytes, bytes]) -> None:
-    keys = Keys(["secret"])
-    assert keys.authorize(keys.data, [ACCEPT, credential]) == [ACCEPT]
-
-
-def test_only_the_routers_own_keys_are_taken_away_whichever_door_they_open() -> None:
-    keys = Keys(["data", "data-of-before"], ["admin"])
-    carried = [bearer("for-the-worker"), (b"x-api-key", b"data-of-before"), ACCEPT, bearer("admin"), bearer("data")]
-    for key in (keys.data, keys.admin, keys.no_key):
-        assert keys.authorize(key, carried) == [bearer("for-the-worker"), ACCEPT]
 
 
 @pytest.mark.parametrize(
@@ -235,37 +199,6 @@ def test_anything_else_is_turned_away(headers: Pairs) -> None:
     with pytest.raises(Unauthorized, match="api key"):
         keys.authorize(keys.data, [ACCEPT, *headers])
     assert keys.authorize(keys.no_key, [ACCEPT, *headers]) == [ACCEPT, *headers]
-
-
-def test_administration_is_never_more_open_than_the_data_plane() -> None:
-    assert not Keys().admin.required
-    one, both, admin_alone = Keys(["data"]), Keys(["data"], ["admin"]), Keys([], ["admin"])
-    assert one.authorize(one.admin, [bearer("data")]) == []
-    for keys in (both, admin_alone):
-        assert keys.authorize(keys.admin, [bearer("admin")]) == []
-        with pytest.raises(Unauthorized, match="admin key"):
-            keys.authorize(keys.admin, [bearer("data")])
-    with pytest.raises(Unauthorized, match="api key"):
-        both.authorize(both.data, [bearer("admin")])
-
-
-@pytest.mark.parametrize(
-    ("keys", "credentials", "kept"),
-    [
-        (Keys(), [], False),
-        (Keys(["data"], ["admin"]), [bearer("data")], False),
-        (Keys(["data"], ["admin"]), [bearer("data"), (b"x-api-key", b"admin")], True),
-        (Keys([], ["admin"]), [], False),
-        (Keys([], ["admin"]), [bearer("admin")], True),
-        (Keys(["data"]), [bearer("data")], True),
-    ],
-    ids=["no keys", "data", "both", "no data key", "admin", "one key for all"],
-)
-def test_what_overrides_an_engines_choices_takes_the_key_of_administration(
-    keys: Keys, credentials: Pairs, kept: bool
-) -> None:
-    passed = keys.authorize(keys.data, [OVERRIDE, ACCEPT, *credentials])
-    assert passed == ([OVERRIDE, ACCEPT] if kept else [ACCEPT])
 
 
 def part(body: bytes, *, more: bool = False) -> Message:

@@ -13,7 +13,6 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.metrics import Metrics, Statistics, counter, gauge, histogram
 from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
-from miles_router.metrics.statistics import BUCKETS, Histogram
 from miles_router.middlewares.generation import Mark
 from tests.support.quiet_fleet import quiet_fleet
 
@@ -31,15 +30,6 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     """Every sample of the exposition, by name and labels."""
     families = text_string_to_metric_families(metrics.render().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
-
-
-def test_buckets_are_added_up_for_prometheus() -> None:
-    histogram = Histogram()
-    for seconds in (0.0005, 0.03, 0.03, 10_000):
-        histogram.observe(seconds)
-    cumulative = histogram.cumulative()
-    assert [bound for bound, _ in cumulative] == [*map(str, BUCKETS), "+Inf"]
-    assert (cumulative[0][1], dict(cumulative)["0.05"], cumulative[-2][1], cumulative[-1][1]) == (1, 3, 3, 4)
 
 
 def test_a_removed_workers_series_go_with_it() -> None:
@@ -160,6 +150,16 @@ def test_how_stale_nobody_can_tell_is_unknown() -> None:
     scene.version = "7"
     scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
     assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
+
+
+def test_rewards_are_kept_of_the_last_versions_alone() -> None:
+    scene = Scene()
+    for version in range(VERSIONS + 1):
+        scene.series.reward(str(version), version)
+        scene.series.reward(str(version), 0.5)
+    told = scene.series.describe()["rewards"]
+    kept = range(1, VERSIONS + 1)
+    assert told == [{"weight_version": str(version), "count": 2, "sum": version + 0.5} for version in kept]
 
 
 def test_rewards_of_several_processes_are_added_up() -> None:

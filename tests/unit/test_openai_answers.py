@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import orjson
 import pytest
 
-from middleware_hub.openai_session.turns.unfinished import with_unfinished_calls
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.facts import Facts
+from miles_router.engines.events import Event
 from miles_router.engines.openai.chat import ChatEndpoint
-from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.chat_stream import GrowingChat, GrowingMessage
 from miles_router.engines.openai.choices import Choice, StreamShortfall, VersionTrack
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.engines.openai.text_reader import REPARSE_FRACTION, LiveText
-from miles_router.engines.parsers import Parsers
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.trajectory import InvalidTrajectory, VersionRun
-from tests.support.written_turns import TOOLS
+from miles_router.middlewares.generation import ResumeServices
+from miles_router.trajectory import VersionRun
+from tests.support.sessions import SYSTEM, Scene, user
 
 CHAT = ChatEndpoint()
 
@@ -191,49 +193,12 @@ def test_a_chunk_of_another_form_is_refused(bad: Any) -> None:
         CHAT.growing().add(bad, lambda: "1")
 
 
-FIELD = "return_output_ids_in_sglext"
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (Facts(), None),
-        (Facts(schemas={"ChatCompletionRequest": frozenset({FIELD})}, tool_call_parser="qwen25"), None),
-        (Facts(schemas={"ChatCompletionRequest": frozenset({"messages"})}), FIELD),
-        (Facts(tool_call_parser="", reasoning_parser=""), "parser"),
-        (Facts(tool_call_parser="", reasoning_parser="qwen3"), None),
-        (Facts(tool_call_parser=""), None),
-    ],
-)
-def test_an_engine_s_facts_say_what_its_streams_do_not_tell(facts: Facts, reason: str | None) -> None:
-    shortfall = CHAT.shortfall(facts)
-    assert shortfall is None if reason is None else reason in str(shortfall)
-
-
 Runs = Sequence[tuple[str, int, int]]
 
 
 def choice(versions: Runs, ids: Any = (1, 2, 3), logprobs: Any = (-1.0, -2.0, -3.0)) -> Choice:
     runs = [VersionRun(*run) for run in versions]
     return Choice(0, {"role": "assistant"}, "stop", None, ids, logprobs, runs)
-
-
-@pytest.mark.parametrize(
-    ("ids", "logprobs"),
-    [
-        ((1, 2), (-1.0,)),
-        ((1,), (-1.0, -2.0)),
-        ((-1,), (-1.0,)),
-        ((2**31,), (-1.0,)),
-        (("a",), (-1.0,)),
-        ((1,), (None,)),
-        ((1,), (float("nan"),)),
-        ((1,), (0.5,)),
-    ],
-)
-def test_what_no_engine_can_have_sampled_is_refused(ids: Any, logprobs: Any) -> None:
-    with pytest.raises(InvalidTrajectory):
-        choice([], ids, logprobs).pieces()
 
 
 @pytest.mark.parametrize(
@@ -268,6 +233,57 @@ def test_worker_that_left_keeps_its_version_and_an_unknown_one_has_none(seen: Se
         track.record(end, version)
         track.record(end, "no token came")
     assert track.runs == runs
+
+
+SAID = {"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{"logprob": -0.5, "bytes": [97]}]}}
+
+
+NO_CHUNKS = {
+    "a choice of a great number": {"choices": [{**SAID, "index": 10**12}]},
+    "a choice without a number": {"choices": [{**SAID, "index": "0"}]},
+    "a choice below all": {"choices": [{**SAID, "index": -1}]},
+    "memory for bytes": {"choices": [{**SAID, "logprobs": {"content": [{"logprob": -0.5, "bytes": 1 << 40}]}}]},
+    "ids that are one": {"choices": [], "sglext": {"output_ids": 5}},
+    "ids that are a number": {"choices": [], "sglext": {"output_ids": [5]}},
+}
+
+
+#: What a stream tells at its end that is nothing to go on from, or nothing at all.
+ODD_ENDS = {
+    "ids that are texts": {"choices": [], "sglext": {"output_ids": [["5"]]}},
+    "logprobs of other tokens": {"choices": [], "sglext": {"output_ids": [[5, 6]]}},
+    "usage that is a text": {"choices": [], "usage": {"prompt_tokens": "5"}},
+}
+
+
+def opened() -> TurnStream:
+    request = Scene().ask([SYSTEM, user("Add.")], stream=True).request
+    resume = cast(ResumeServices, SimpleNamespace(resume_lost=False))
+    return TurnStream(request, {}, ChatEndpoint(), ReplyWriter(), lambda: "1", None, resume)
+
+
+def told(stream: TurnStream, chunk: Any) -> bytes:
+    return stream.feed(Event.read(b"data: " + orjson.dumps(chunk) + b"\n\n"))
+
+
+@pytest.mark.parametrize("chunk", NO_CHUNKS.values(), ids=NO_CHUNKS)
+def test_what_no_engine_says_is_no_chunk(chunk: Any) -> None:
+    stream = opened()
+    assert not stream.mark_lost()
+    assert orjson.loads(told(stream, {"choices": [SAID]}).removeprefix(b"data: "))["choices"][0]["index"] == 0
+    told(stream, chunk)
+    assert not stream.mark_lost(), "what followed is not known"
+
+
+@pytest.mark.parametrize("chunk", ODD_ENDS.values(), ids=ODD_ENDS)
+def test_an_odd_end_is_nothing_to_go_on_from(chunk: Any) -> None:
+    stream = opened()
+    for each in ({"choices": [SAID]}, chunk):
+        told(stream, each)
+    assert isinstance(stream.growing, GrowingChat)
+    assert stream.growing.usage is None
+    with pytest.raises(UnreadableAnswer):
+        stream.growing.as_generate(0, 1, None)
 
 
 def test_a_text_that_grows_by_tokens_is_read_ever_more_seldom() -> None:
@@ -348,38 +364,3 @@ def test_a_stop_string_and_what_may_begin_one_wait_where_they_may_be_cut() -> No
     assert held.drop() == []
     assert shown(held.pieces(held_chunk({"content": "the e"}, "the e"))) == ""
     assert shown(held.at_end("stop")) == "the e"
-
-
-def decode(ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Every id is a character."""
-    return "".join(map(chr, ids))
-
-
-def answer_of(text: str, reasoning: str | None = None) -> dict[str, Any]:
-    message = {"role": "assistant", "content": "", "reasoning_content": reasoning}
-    meta = {"output_token_logprobs": [[-0.5, ord(each), None] for each in text]}
-    return {"choices": [{"finish_reason": "length", "message": message, "meta_info": meta}]}
-
-
-WRITING = '<think>I might write <tool_call>\n{"name": "add", "arguments": {"a": '
-
-
-HARMONY = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-
-
-@pytest.mark.parametrize(
-    ("calls", "thinking", "text", "arguments"),
-    [
-        ("qwen25", "qwen3", f"{WRITING}1</think>So I d", None),
-        ("qwen25", "qwen3", f"{WRITING}1", '{"a": 1'),
-        ("gpt-oss", "gpt-oss", f"{HARMONY}<|constrain|>json", None),
-        ("gpt-oss", "gpt-oss", f'{HARMONY}<|constrain|>json<|message|>{{"a": 1', '{"a": 1'),
-    ],
-)
-def test_a_call_that_reasoning_only_speaks_of_is_none(
-    calls: str, thinking: str, text: str, arguments: str | None
-) -> None:
-    fields, facts = {"messages": [], "tools": TOOLS}, Facts(tool_call_parser=calls, reasoning_parser=thinking)
-    answer = with_unfinished_calls(answer_of(text, "Why?"), fields, Parsers("hybrid"), facts, decode)
-    shown = [each["function"]["arguments"] for each in answer["choices"][0]["message"].get("tool_calls", [])]
-    assert shown == ([] if arguments is None else [arguments])

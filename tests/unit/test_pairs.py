@@ -13,7 +13,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import write_event
 from miles_router.engines.pairs.held_rows import RowStrings
-from miles_router.engines.pairs.joining import join_answer
+from miles_router.engines.pairs.joining import LostByRetraction, join_answer
 from miles_router.engines.pairs.prefill import PrefillAnswer
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS
@@ -109,6 +109,24 @@ def test_the_first_token_is_stamped_by_the_half_that_sampled_it(
     meta = joined(answer(told), handed())
     assert [(each["version"], each["start"], each["end"]) for each in meta["weight_versions"]] == is_so
     assert meta["weight_version"] == is_so[-1][0]
+
+
+def test_what_was_retracted_over_an_update_is_refused() -> None:
+    for told, changed in ((answer([("2", 0, 3)], num_retractions=1), False), (answer(num_retractions=1), True)):
+        with pytest.raises(LostByRetraction, match="the weight versions"):
+            one(told, handed(), asked(), changed=changed)
+    assert joined(answer(num_retractions=1), handed())["num_retractions"] == 1
+
+
+def test_rows_that_the_prefill_half_does_not_tell_are_missed() -> None:
+    with pytest.raises(UnreadableAnswer, match="prefill half returned no routed_experts"):
+        one(answer(routed_experts="AAAA"), handed(), asked(return_routed_experts=True))
+
+
+def test_rows_that_are_no_answers_are_refused() -> None:
+    told = orjson.dumps({**orjson.loads(answer()), "sglext": {"routed_experts": "AAAA"}})
+    with pytest.raises(UnreadableAnswer, match="outside of every answer"):
+        one(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True))
 
 
 def joint(own: bytes, prompts: bytes) -> bytes:

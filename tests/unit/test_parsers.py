@@ -104,14 +104,6 @@ def test_the_engine_s_names_come_before_the_family(mode: str, facts: Facts, know
     assert (parsers.call_format(facts) is not None, parsers.reasoning_format(facts) is not None) == known
 
 
-def message(content: str = "", reasoning: str | None = None, *arguments: str) -> dict[str, Any]:
-    calls = [
-        {"id": "c", "index": at, "type": "function", "function": {"name": "add", "arguments": each}}
-        for at, each in enumerate(arguments)
-    ]
-    return {"content": content, "reasoning_content": reasoning, **({"tool_calls": calls} if calls else {})}
-
-
 @pytest.mark.parametrize(
     ("shown", "whole", "rest"),
     [
@@ -130,21 +122,6 @@ def test_the_rest_of_arguments_is_found_whatever_their_spaces(shown: str, whole:
 def test_other_arguments_are_refused(shown: str, whole: str) -> None:
     with pytest.raises(UnreadableAnswer, match="streamed arguments differ"):
         missing_arguments(shown, whole)
-
-
-@pytest.mark.parametrize(
-    ("shown", "whole", "text", "deltas"),
-    [
-        (message("It "), message("It is"), "It is", [{"content": "is"}]),
-        (message("\n\nI add.\n"), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"tool_calls"}]),
-        (message(""), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"content": "\n\nI add.\n"}]),
-        (message("", "Why"), message("So", "Why?"), "So", [{"reasoning_content": "?"}, {"content": "So"}]),
-    ],
-)
-def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str, deltas: list[Any]) -> None:
-    found = [{name: value for name, value in each.items() if value} for each in missing_deltas(shown, whole, text)]
-    for delta, expected in zip(found, deltas, strict=False):
-        assert delta == expected or set(delta) == expected
 
 
 #: What a model writes that samples the same again and again, by the family: a call's beginning, and what is repeated.

@@ -48,13 +48,6 @@ def test_the_least_loaded_worker_is_chosen() -> None:
     assert pool.lease(policy).worker is first.worker
 
 
-def test_ties_go_to_whom_was_chosen_longest_ago() -> None:
-    pool, policy = pool_of(4), LeastInFlight()
-    turns = [released(pool.lease(policy)) for _ in range(12)]
-    assert len({*turns[:4]}) == 4
-    assert turns[:4] == turns[4:8] == turns[8:]
-
-
 def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     first = turn(pool, policy, "a", 16_000)

@@ -55,25 +55,6 @@ class Scene:
         return [(each.worker.address.host, each.before, each.after) for each in self.told]
 
 
-def test_registering_again_changes_only_what_is_given() -> None:
-    pool = WorkerPool()
-    address = parse_worker_url("http://a")
-    worker = pool.add(address, api_key="k", attributes={"labels": "x"})
-    pool.add(address)
-    assert (worker.api_key, worker.attributes) == ("k", {"labels": "x"})
-    pool.add(address, api_key="l", attributes={"labels": "y"})
-    assert (worker.api_key, worker.attributes) == ("l", {"labels": "y"})
-
-
-def test_a_preferred_worker_is_chosen_however_busy_it_is_while_it_takes_requests() -> None:
-    scene = Scene.of("ab")
-    leases = [scene.pool.lease(POLICY, None, (), scene["a"].url) for _ in range(3)]
-    assert {lease.worker for lease in leases} == {scene["a"]}
-    assert scene.pool.lease(POLICY, None, [scene["a"]], scene["a"].url).worker is scene["b"]
-    scene.quarantine("a")
-    assert scene.pool.lease(POLICY, None, (), scene["a"].url).worker is scene["b"]
-
-
 @pytest.mark.parametrize(
     ("names", "quarantined", "drained", "says"),
     [
@@ -93,29 +74,6 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
         scene.pool.lease(POLICY)
     for lease in leases:
         lease.release()
-
-
-def test_removing_does_not_hit_a_worker_that_took_its_place() -> None:
-    scene = Scene.of("a")
-    old = scene["a"]
-    scene.pool.remove(old)
-    new = scene.add("a")
-    assert new is not old
-    scene.pool.remove(old)
-    assert (scene["a"], scene.story) == (new, [("a", READY, None), ("a", None, READY)])
-
-
-def test_a_worker_that_returns_while_old_requests_run_is_the_same_and_starts_clean() -> None:
-    scene = Scene.of("ab")
-    scene.pool.record_alive(scene["a"], "1")
-    lease = scene.pool.lease(POLICY, None, [scene["b"]])
-    scene.quarantine("a")
-    scene.pool.remove(lease.worker)
-    assert scene.add("a") is lease.worker
-    assert (lease.worker.in_flight, scene.pool.in_flight) == (1, 1)
-    assert (lease.worker.state, lease.worker.failures, lease.worker.weight_version) == (READY, 0, None)
-    lease.release()
-    assert scene.pool.in_flight == 0
 
 
 @pytest.mark.parametrize("state", [READY, QUARANTINED])
@@ -222,35 +180,6 @@ def test_a_fleet_that_is_down_and_restarts_together_brings_its_version() -> None
     assert scene.pool.readmit(scene["a"], "back")
 
 
-def test_workers_whose_weights_change_together_name_their_caches_alike() -> None:
-    scene = Scene.of("ab")
-    with scene.pool.changing_weights():
-        pass
-    cache = scene["a"].caches.choose(None)
-    assert cache == scene["b"].caches.choose(None) != 0
-    assert scene["b"].caches.choose(cache) == cache, "a session that moves finds there what is of the same weights"
-
-
-def test_what_still_runs_at_a_worker_that_comes_back_knows_which_weights_it_had() -> None:
-    scene = Scene.of("a")
-    worker = scene["a"]
-    scene.pool.record_alive(worker, "1")
-    caches, _running = worker.caches, scene.pool.lease(POLICY)
-    scene.pool.remove(worker)
-    assert scene.add("a") is worker
-    scene.pool.record_alive(worker, "2")
-    assert caches.versions(0, worker.weight_version) == ["1", "2"]
-
-
-def test_of_a_worker_that_comes_after_an_update_no_older_cache_is_used() -> None:
-    scene = Scene.of("ab")
-    scene.pool.remove(scene["b"])
-    with scene.pool.changing_weights():
-        pass
-    caches = scene.add("b").caches
-    assert caches.choose(0) == caches.choose(None) == caches.number != 0, "nobody knows what it did meanwhile"
-
-
 async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> None:
     fleet, address = quiet_fleet(), parse_worker_url("http://worker")
     worker = fleet.pool.add(address, api_key="old")
@@ -260,99 +189,6 @@ async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> Non
     assert fleet.heard, "nothing has changed"
     fleet.pool.add(address, api_key="new")
     assert not fleet.heard
-
-
-STATES_READY, OUTDATED, PAUSED = WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED
-
-
-STATES_QUARANTINED, STATES_DRAINING = WorkerState.QUARANTINED, WorkerState.DRAINING
-
-
-class StatesScene:
-    """A pool of workers named by letters, each with version "1", and the transitions it told."""
-
-    def __init__(self, names: str, readmit: ReadmitPolicy = "same-weights") -> None:
-        self.pool = WorkerPool(failure_threshold=1, readmit=readmit)
-        self.told: list[Transition] = []
-        for name in names:
-            self.pool.record_alive(self.pool.add(parse_worker_url(f"http://{name}")), "1")
-        self.pool.listeners.append(self.told.append)
-
-    def __getitem__(self, name: str) -> Worker:
-        return self.pool.get(f"http://{name}")
-
-    def states(self) -> dict[str, str]:
-        return {worker.address.host: worker.state.value for worker in self.pool}
-
-    def routable(self) -> str:
-        return "".join(worker.address.host for worker in self.pool.routable)
-
-
-def test_who_was_left_out_of_an_update_is_outdated_and_says_why() -> None:
-    scene = StatesScene("abc")
-    scene.pool.updated([scene["a"], scene["b"]], "2")
-    assert (scene.pool.weight_version, scene.routable(), scene["c"].state) == ("2", "ab", OUTDATED)
-    assert scene["c"].reason == "its weight version '1' differs from the fleet's '2'"
-    assert [(each.worker, each.before, each.after) for each in scene.told] == [(scene["c"], STATES_READY, OUTDATED)]
-
-
-@pytest.mark.parametrize("how", ["update", "probe"])
-def test_an_outdated_worker_returns_once_it_has_the_fleets_version(how: str) -> None:
-    scene = StatesScene("ab")
-    scene.pool.updated([scene["a"]], "2")
-    assert scene.routable() == "a"
-    if how == "update":
-        scene.pool.updated([scene["b"]], "2")
-    else:
-        scene.pool.record_alive(scene["b"], "2")
-    assert (scene.routable(), scene["b"].reason) == ("ab", "has weight version '2'")
-
-
-def test_a_worker_whose_version_nobody_knows_is_not_outdated() -> None:
-    scene = StatesScene("ab")
-    scene.pool.add(parse_worker_url("http://c"))
-    scene.pool.updated([scene["a"], scene["b"]], "2")
-    assert scene.routable() == "abc"
-    scene.pool.record_alive(scene["c"], "1")
-    assert scene.routable() == "ab"
-
-
-def test_an_outdated_worker_takes_traffic_when_those_with_other_weights_have_left() -> None:
-    scene = StatesScene("abc")
-    scene.pool.record_alive(scene["c"], "2")
-    assert (scene.pool.weight_version, scene.routable()) == ("1", "ab")
-    scene.pool.remove(scene["a"])
-    assert (scene.pool.weight_version, scene.routable()) == ("1", "b"), "one of each is a tie"
-    scene.pool.remove(scene["b"])
-    assert (scene.pool.weight_version, scene.routable()) == ("2", "c")
-    assert scene.told[-1].reason == "has weight version '2'"
-
-
-@pytest.mark.parametrize("readmit", ["healthy", "never"])
-def test_under_other_policies_a_mixed_fleet_takes_traffic(readmit: ReadmitPolicy) -> None:
-    scene = StatesScene("ab", readmit)
-    scene.pool.updated([scene["a"]], "2")
-    assert (scene.pool.weight_version, scene.routable()) == ("2", "ab")
-
-
-def test_outdated_worker_that_fails_returns_only_with_the_right_weights() -> None:
-    scene = StatesScene("ab")
-    scene.pool.updated([scene["a"]], "2")
-    scene.pool.record_failure(scene["b"], "sick")
-    assert scene["b"].state is STATES_QUARANTINED
-    assert not scene.pool.readmit(scene["b"], "well")
-    scene.pool.record_alive(scene["b"], "2")
-    assert scene.pool.readmit(scene["b"], "well")
-    assert scene.routable() == "ab"
-
-
-def test_a_paused_worker_that_goes_on_with_old_weights_is_outdated() -> None:
-    scene = StatesScene("ab")
-    scene.pool.set_paused(scene["b"], "because")
-    scene.pool.updated([scene["a"]], "2")
-    assert scene["b"].state is PAUSED
-    scene.pool.set_unpaused(scene["b"])
-    assert (scene.routable(), scene["b"].state) == ("a", OUTDATED)
 
 
 def test_a_new_generation_has_a_cache_of_the_new_weights_alone() -> None:
@@ -394,28 +230,3 @@ def test_so_many_versions_are_known_and_no_more() -> None:
         caches.change(str(version), new_number())
     assert caches.choose(0) == caches.number, "whose weights filled that one is forgotten"
     assert caches.versions(0, "now") == [*map(str, range(1, MAX_VERSIONS + 1)), "now"]
-
-
-def test_ranks_take_the_place_of_their_worker_and_what_ran_before_stays_counted() -> None:
-    pool, policy = WorkerPool(), LeastInFlight()
-    worker = pool.add(parse_worker_url("http://a"))
-    before = pool.lease(policy)
-    assert (pool.snapshot.ranked, pool.set_ranks(worker, 2), pool.set_ranks(worker, 2)) == (False, True, False)
-    leases = [pool.lease(policy) for _ in range(4)]
-    assert (pool.snapshot.ranked, before.unit.retired, worker.in_flight) == (True, True, 5)
-    assert [(unit.rank, unit.in_flight) for unit in worker.units] == [(0, 2), (1, 2)]
-    assert pool.lease(policy, rank=1).unit is worker.units[1]
-    for lease in (before, *leases):
-        lease.release()
-    assert (worker.in_flight, [unit.in_flight for unit in worker.units]) == (1, [0, 1])
-
-
-def test_a_worker_whose_ranks_changed_is_removed_after_its_last_request() -> None:
-    pool, policy = WorkerPool(), LeastInFlight()
-    worker = pool.add(parse_worker_url("http://a"))
-    before, drained = pool.lease(policy), []
-    pool.set_ranks(worker, 2)
-    pool.drain(worker, lambda: drained.append(worker))
-    assert (drained, len(pool)) == ([], 1)
-    before.release()
-    assert (drained, len(pool)) == ([worker], 0)

@@ -13,7 +13,6 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.engines.spelling import NO_CUT
 from miles_router.errors import StateDamaged
 from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece, Trajectory
@@ -72,15 +71,6 @@ def test_the_reused_prefix_ends_behind_the_last_sampled_token_in_the_common_text
     assert reused(cache, text) == (max(0, len(found) - 3), found)
 
 
-def test_a_token_that_the_text_cuts_through_is_not_reused() -> None:
-    cache = held()
-    pieces = [Piece.given([1]), Piece.sampled([2, 3, 4], [-1.0] * 3, "1")]
-    put(cache, TextRecord("q the é", 7, Trajectory(pieces), np.array([1, 5, NO_CUT, 7], dtype=np.uint32), "r", "stop"))
-    assert reused(cache, "q th and") == (0, "")
-    assert reused(cache, "q the and") == (1, "q the")
-    assert reused(cache, "q the é and") == (3, "q the é")
-
-
 def record(rid: str, text: str, shown: int, pieces: list[Piece], ends: list[int]) -> TextRecord:
     return TextRecord(text, shown, Trajectory(pieces), np.array(ends, dtype=np.uint32), rid, "stop")
 
@@ -119,33 +109,6 @@ def test_versions_before_those_kept_go_before_anything_else() -> None:
     assert rids(cache) == {"b", "d", "e", "f"}
     put(cache, letters("g", "xy", "g", version="v3"))
     assert rids(cache) == {"d", "e", "f", "g"}, "nothing stale is left: the least recently used"
-
-
-def test_a_prefix_stays_as_long_as_something_hangs_on_it() -> None:
-    cache = held(max_tokens=room_for(3, 3, 3))
-    put(cache, letters("q", "ab", "turn 1"))
-    more = letters("qabu", "c", "turn 2")
-    first = cache.match("qabu")
-    trajectory = first.trajectory.append(Piece.given([ord("u")]), more.trajectory.pieces[-1])
-    put(cache, TextRecord(more.text, more.shown_chars, trajectory, more.ends, "turn 2", "stop"), first)
-    assert cache.tokens == 5, "the shared prefix is counted once"
-    put(cache, letters("x", "yz", "other"))
-    cache.by_rid("other")
-    put(cache, letters("z", "yz", "another"))
-    assert rids(cache) == {"turn 1", "other", "another"}, "the leaf went, its prefix did not"
-    check_integrity(cache)
-
-
-def test_what_a_request_in_flight_uses_is_not_evicted() -> None:
-    cache = held(max_tokens=room_for(3, 3))
-    oldest = put(cache, letters("a", "xy", "a"))
-    with cache.pinned(oldest, None), cache.pinned(oldest):
-        for name in "bcd":
-            put(cache, letters(name, "xy", name))
-        assert rids(cache) == {"a", "d"}
-    for name in "ef":
-        put(cache, letters(name, "xy", name))
-    assert rids(cache) == {"e", "f"}, "pinned no more"
 
 
 def test_a_million_tokens_stay_within_the_budget() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.asgi.exchange import Message
-from miles_router.asgi.replies import Collected, Kind, Tap
+from miles_router.asgi.replies import Tap
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 
 JSON, EVENTS, TEXT = b"application/json", b"text/event-stream", b"text/plain"
@@ -153,59 +153,6 @@ async def test_an_event_that_is_too_long_passes_as_it_comes_with_all_behind_it()
     assert (tap.seen, client.unread, client.complete) == ([b"1"], [("shouting", "too_large")], True)
 
 
-class Keeping(Short):
-    """Keeps the data of every event, or of the last one."""
-
-    def __init__(self, client: Client, *, all_of_it: bool) -> None:
-        super().__init__(client)
-        self.all_of_it = all_of_it
-
-    async def event(self, event: Event) -> bytes:
-        self.keep("all", len(event.data), more=self.all_of_it)
-        return await super().event(event)
-
-
-@pytest.mark.parametrize("all_of_it", [True, False])
-async def test_a_stream_of_which_a_layer_keeps_too_much_passes_from_there_on(all_of_it: bool) -> None:
-    client = Client()
-    tap = Keeping(client, all_of_it=all_of_it)
-    await through(tap, head(EVENTS), *(body(b"data: a23456\n\n", more=number < 3) for number in range(4)))
-    if all_of_it:
-        assert client.body == b"DATA: A23456\n\n" * 2 + b"data: a23456\n\n" * 2
-        assert client.unread == [("shouting", "too_large")]
-    else:
-        assert client.body == b"DATA: A23456\n\n" * 4 + b": end\n\n"
-        assert client.unread == []
-    assert client.complete
-
-
-class Pieces(Tap):
-    """Holds pieces back until one has an x."""
-
-    def __init__(self, client: Client, *, same_length: bool) -> None:
-        super().__init__(client.send)
-        self.same_length = same_length
-        self.waiting = b""
-
-    async def piece(self, data: bytes, *, more: bool) -> bytes:
-        self.waiting += data
-        if more and b"x" not in data:
-            return b""
-        data, self.waiting = self.waiting, b""
-        return data
-
-
-@pytest.mark.parametrize("same_length", [True, False])
-async def test_pieces_may_be_held_back_and_the_head_with_them(same_length: bool) -> None:
-    client = Client()
-    tap = Pieces(client, same_length=same_length)
-    await through(tap, head(content_length="4"), body(b"a", more=True))
-    assert client.messages == []
-    await through(tap, body(b"x", more=True), body(b"b", more=True), body(b"c"))
-    assert (client.body, client.complete) == (b"axbc", True)
-    assert client.length == (b"4" if same_length else None)
-
-
 async def test_a_layer_that_has_seen_enough_lets_the_rest_pass() -> None:
     class Peeking(Shouting):
         async def piece(self, data: bytes, *, more: bool) -> bytes:
@@ -217,30 +164,3 @@ async def test_a_layer_that_has_seen_enough_lets_the_rest_pass() -> None:
     tap = Peeking(client)
     await through(tap, head(), body(b"a", more=True), body(b"go", more=True), body(b"b", more=True), body(b"c"))
     assert (client.body, client.complete, tap.seen) == (b"agobc", True, [])
-
-
-async def test_a_layer_may_end_a_stream_early_and_nothing_follows() -> None:
-    class Ending(Shouting):
-        async def event(self, event: Event) -> bytes:
-            if event.data == b"2":
-                await self.finish(b"data: over\n\n")
-            return event.raw
-
-    for pieces in ((b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"), (b"data: 1\n\ndata: 2\n\ndata: 3\n\n",)):
-        client = Client()
-        messages = [body(piece, more=place < len(pieces) - 1) for place, piece in enumerate(pieces)]
-        await through(Ending(client), head(EVENTS), *messages)
-        assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
-
-
-async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
-    for start, is_json in ((head(), True), (head(status=500), False), (head(content_encoding="gzip"), False)):
-        reply, client = Collected(), Client()
-        await through(reply, start, body(b"{", more=True), body(b"}"))
-        assert (reply.status, reply.body, reply.is_json, reply.parse()) == (start["status"], b"{}", is_json, {})
-        await reply.give_to(client.send)
-        assert client.messages == [start, body(b"{}")]
-        other = Client()
-        await reply.give_to(other.send, b"other")
-        assert (other.body, other.length, other.messages[0]["status"]) == (b"other", b"5", start["status"])
-    assert reply.kind is Kind.JSON

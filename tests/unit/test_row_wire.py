@@ -20,7 +20,7 @@ from middleware_hub.routed_experts.shapes import RowWidth, ShapeCheck, configure
 from miles_router import Exchange
 from miles_router.engines.events import Event
 from miles_router.engines.extraction import Extractor
-from miles_router.engines.rows import EXPERT_FIELDS, ChatRows, GenerateRows, RowAnswer, RowRequest
+from miles_router.engines.rows import EXPERT_FIELDS, GenerateRows, RowAnswer, RowRequest
 from miles_router.errors import UpstreamInvalidResponse
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, Blocks, RowArray, RowKind, RowShape
@@ -82,6 +82,11 @@ def test_positions_take_two_bytes_each_up_to_32767_and_four_beyond_it(ids: list[
     assert flat.tolist() == ids
     if ids:
         assert flat.dtype == (np.int32 if max(ids) > 32767 else np.int16)
+
+
+@pytest.mark.parametrize("wrong", [-2, -(2**31)])
+def test_of_what_is_negative_positions_have_minus_one_alone(wrong: int) -> None:
+    assert refusal([sent([5, -1, wrong, 70_000])], kind=INDEXER_TOPK) == "positions_of_the_model"
 
 
 WHOLE = sent(range(100))
@@ -377,18 +382,14 @@ class Model:
 SHAPE = RowShape(2, 2, 8)
 
 
+@pytest.mark.parametrize("expected", [0, -1])
 @pytest.mark.parametrize("shape", [SHAPE, None])
-def test_rows_that_are_missing_or_too_many_are_refused_by_name(shape: RowShape | None) -> None:
+def test_where_no_row_is_missing_none_may_come(expected: int, shape: RowShape | None) -> None:
     one = Model(shape)
-    for count in (5, 4):
-        one.rows(flat(count, 4), 0, count)
-    assert one.refusal(flat(2, 4), 10, 5) == "experts_without_gap: rows 12 to 14 are missing"
-    assert one.refusal(flat(0, 4), 0, 1) == "experts_without_gap: rows 0 to 0 are missing"
-    assert one.refusal(flat(6, 4), 10, 5).startswith(
-        "experts_without_overlap: the worker sent 6 rows for the 5 from row 10"
-    )
-    assert one.refusal(flat(1, 6), 0, 5).startswith("experts_are_rows")
-    assert one.rows(flat(5, 4), 10, 5).shape == (5, 4)
+    assert len(one.rows(flat(0, 4), 7, expected)) == 0
+    assert one.refusal(flat(1, 4), 7, expected).startswith("experts_without_overlap")
+    assert one.learned == RowWidth(), "an answer without rows has shown nothing"
+    assert one.rows(flat(1, 4), 7, 1).shape == (1, 4)
 
 
 def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -> None:
@@ -401,12 +402,16 @@ def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -
     assert one.refusal(flat(10, 3), 0, 10).startswith("experts_without_gap")
 
 
+def test_a_first_answer_whose_ids_are_no_rows_tells_nothing() -> None:
+    one = Model()
+    assert one.refusal(flat(1, 7), 0, 5).startswith("experts_are_rows: 7 ids are not 5 rows")
+    assert one.refusal(flat(0, 0), 3, 5) == "experts_without_gap: rows 3 to 7 are missing"
+    assert one.rows(flat(5, 9), 0, 5).shape == (5, 9)
+
+
 def request(body: bytes, start: int = 7, *, client_may: bool = True, exchange: Exchange | None = None) -> RowRequest:
     parse = (exchange or Exchange("it")).loads
     return RowRequest.write(body, EXPERT_FIELDS, start, parse=parse, client_may=client_may)
-
-
-ADDED = {"return_routed_experts": True, "routed_experts_start_len": 7}
 
 
 keys = st.text(max_size=6) | st.sampled_from(["{", "}", '"', "return_routed", '"return_routed_experts', "text"])
@@ -431,33 +436,9 @@ def test_any_object_has_its_fields_and_the_two(client: dict[str, Any], indent: i
         assert changed.body.startswith(body.rstrip()[:-1]), "nothing that the client wrote was written anew"
 
 
-@pytest.mark.parametrize("value", [False, None, 0])
-@pytest.mark.parametrize("client_may", [True, False])
-def test_a_client_that_says_it_does_not_want_them_is_asked_for_and_not_told(value: Any, client_may: bool) -> None:
-    body = json.dumps({"return_routed_experts": value, "routed_experts_start_len": 2, "a": 1}).encode()
-    changed = request(body, client_may=client_may)
-    assert (orjson.loads(changed.body), changed.start, changed.by_client) == ({"a": 1, **ADDED}, 7, False)
-
-
 def meta(*, rows: Any = None, finish: Any = "stop", **fields: Any) -> dict[str, Any]:
     reason = {"type": finish} if isinstance(finish, str) else finish
     return {"id": "r", "finish_reason": reason, **({} if rows is None else {"routed_experts": rows}), **fields}
-
-
-def test_each_choice_of_a_chat_has_its_rows_or_the_extension_those_of_the_first() -> None:
-    reader = ChatRows()
-    one, cut = meta(rows="A"), meta(finish="abort")
-    choices = [{"index": 1, "meta_info": one}, {"index": 0, "meta_info": cut}]
-    assert reader.answers({"choices": choices}) == [
-        RowAnswer(1, one, ended=True),
-        RowAnswer(0, cut, ended=True, aborted=True),
-    ]
-    bare = [{"index": 0, "finish_reason": "stop"}]
-    told = {"routed_experts": "A"}
-    assert reader.answers({"choices": bare, "sglext": told}) == [RowAnswer(0, told, ended=True)]
-    for nothing in ({}, {"sglext": None}):
-        assert reader.answers({"choices": bare, **nothing}) == [RowAnswer(0, {}, ended=True)]
-    assert reader.answers({"choices": [{"finish_reason": "abort"}]}) == [RowAnswer(0, {}, ended=True, aborted=True)]
 
 
 SPACINGS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", " :  ")])

@@ -15,19 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from middleware_hub.routed_experts.store import RowStore
-from miles_router.middlewares.rows import RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, Blocks, RowArray, common_rows
 from tests.support.tiers import examples
 
 WIDTH = 3
-
-
-def numbered(start: int, stop: int, *, base: int = 0, dtype: Any = np.uint8) -> RowArray:
-    """Rows [start, stop), each with ids of its own."""
-    first = base + WIDTH * np.arange(start, stop)
-    rows: RowArray = (first[:, None] + np.arange(WIDTH)).astype(dtype)
-    return rows
 
 
 def aligned(own: RowArray | Blocks, *, start: int = 0, parent: AlignedRows | None = None) -> AlignedRows:
@@ -38,21 +30,6 @@ def refused(rows: AlignedRows, *wanted: int) -> str:
     with pytest.raises(InvalidTrajectory) as error:
         rows.array(*wanted)
     return error.value.invariant
-
-
-def test_rows_that_were_never_asked_for_are_missed_by_every_read_of_them() -> None:
-    late = aligned(numbered(5, 8), start=5)
-    assert len(late) == 8
-    assert not late.complete()
-    assert late.complete(0)
-    assert late.array(5).tolist() == numbered(5, 8).tolist()
-    with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never requested") as error:
-        late.array(2)
-    assert error.value.invariant == "experts_without_gap"
-    behind = aligned(numbered(8, 9), start=8, parent=late)
-    assert not behind.complete()
-    assert behind.array(6).tolist() == numbered(6, 9).tolist()
-    assert refused(behind) == "experts_without_gap"
 
 
 @given(st.data())
@@ -135,67 +112,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def add(
-    store: RowStore, count: int, rid: str | None = None, *, parent: AlignedRows | None = None, keep: bool = False
-) -> AlignedRows:
-    """`count` rows of `WIDTH` bytes behind all those of `parent`."""
-    start = 0 if parent is None else len(parent)
-    own = np.full((count, STORE_WIDTH), start, dtype=np.uint8)
-    node = store.add(own, start=start, parent=parent, rid=rid, keep=keep)
-    store.check_integrity()
-    return node
-
-
-def held(*nodes: AlignedRows) -> str:
-    return "".join("+" if node.held else "-" for node in nodes)
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_nothing_goes_before_what_continues_it() -> None:
-    store = RowStore(ROUTED_EXPERTS, 100)
-    parent = add(store, 3, "parent")
-    other = add(store, 3, "other")
-    child = add(store, 3, "child", parent=parent)
-    new = add(store, 4)
-    assert held(parent, other, child, new) == "+-++"
-    more = add(store, 3)
-    assert held(parent, child, new, more) == "+-++", "the child goes first, and its parent can be continued again"
-    assert not child.complete()
-    assert parent.complete()
-    store.check_integrity()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_pinned_end_that_was_evicted_still_protects_what_it_continues() -> None:
-    """What is held of a prompt may be the rows before those that have been evicted."""
-    store = RowStore(ROUTED_EXPERTS, 100)
-    parent = add(store, 5)
-    end = add(store, 1, parent=parent)
-    other = add(store, 4)
-    with store.pinned([other]):
-        new = add(store, 1)
-    assert held(parent, end, other, new) == "+-++"
-    with store.pinned([end]):
-        assert end.complete(5)
-        with pytest.raises(InvalidTrajectory, match="experts_fit"):
-            add(store, 9)
-        assert end.complete(5), "an answer will continue them"
-    add(store, 9)
-    assert not end.complete(5)
-    store.check_integrity()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_what_does_not_fit_behind_what_it_continues_is_refused() -> None:
-    store = RowStore(ROUTED_EXPERTS, 100)
-    parent = add(store, 6, "parent")
-    with pytest.raises(InvalidTrajectory, match="experts_fit"):
-        add(store, 5, "child", parent=parent)
-    store.check_integrity()
-    assert (held(parent), len(store), store.by_rid("child")) == ("+", 1, None)
-    assert add(store, 4, parent=parent).complete()
 
 
 class Holders(RuleBasedStateMachine):
@@ -290,37 +206,3 @@ Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_c
 
 
 TestHolders = Holders.TestCase
-
-
-def rows(count: int, *, start: int = 0, parent: AlignedRows | None = None, width: int = 4) -> AlignedRows:
-    own = np.arange(start * width, (start + count) * width, dtype=np.uint8).reshape(count, width)
-    return AlignedRows(own, ROUTED_EXPERTS, start=start, parent=parent)
-
-
-@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (4, 4), (5, 5), (6, 5), (99, 5)])
-def test_as_many_rows_are_held_as_the_prompt_and_the_generation_have_in_common(tokens: int, count: int) -> None:
-    generation = rows(5)
-    held = RowPrefix.of(generation, tokens)
-    assert held == RowPrefix(generation, count)
-
-
-def test_rows_with_a_hole_are_held_up_to_it_only() -> None:
-    parent = rows(3)
-    child = rows(4, start=3, parent=parent)
-    child.evict()
-    assert RowPrefix.of(child, 3) == RowPrefix(parent, 3)
-    assert RowPrefix.of(child, 4) is None
-    assert RowPrefix.of(rows(3, start=2), 4) is None, "the first two were never asked for"
-
-
-def test_shared_rows_belong_to_one_owner_so_rollouts_stay_independent() -> None:
-    made = [AlignedRows(np.zeros((4, 2), dtype=np.uint8), ROUTED_EXPERTS)]
-    for _ in range(20):  # one prompt of three tokens, again and again
-        held = RowPrefix.of(made[-1], 3)
-        assert held is not None
-        assert held.count == 3
-        made.append(AlignedRows(np.ones((1, 2), dtype=np.uint8), ROUTED_EXPERTS, start=3, parent=held.rows))
-    assert all(node.parent is made[0] for node in made[1:])
-    behind = RowPrefix.of(made[-1], 4)
-    assert behind is not None
-    assert behind.rows is made[-1]

@@ -14,7 +14,6 @@ from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.openai.choices import Choice
 from miles_router.engines.openai.completions import CompletionsEndpoint
 from miles_router.errors import BadRequest
 from tests.support.sessions import Scene
@@ -56,13 +55,6 @@ def answer(*choices: dict[str, Any], versions: Sequence[str] = ("1",)) -> dict[s
     return {"id": "r", "object": "text_completion", "choices": list(choices), "usage": {}, "metadata": metadata}
 
 
-def test_a_whole_answer_tells_what_was_sampled() -> None:
-    (read,) = COMPLETIONS.choices(answer(choice(), versions=("1", "2")))
-    assert (read.ids, read.logprobs, read.prompt) == ([11, 12], [-1 / 11, -1 / 12], [5, 6])
-    assert (read.versions, read.facts["versions"], read.facts["rid"]) == ([("1", 0, 1), ("2", 1, 2)], "engine", "r")
-    assert (read.message, read.finish, read.matched) == ({"role": "assistant", "content": "ab"}, "length", None)
-
-
 def test_the_versions_of_the_first_choice_hold_for_all_if_they_are_one() -> None:
     whole = answer(choice(), choice(ids=[13, 14, 15], index=1))
     whole["metadata"]["weight_version"] = "later"
@@ -82,21 +74,6 @@ def test_the_versions_of_the_first_choice_hold_for_all_if_they_are_one() -> None
 def test_an_answer_that_lacks_something_is_refused(bad: Any) -> None:
     with pytest.raises(UnreadableAnswer):
         COMPLETIONS.choices({"choices": [choice(), bad], "metadata": {"weight_version": "1"}})
-
-
-def grown(*chunks: Sequence[dict[str, Any]], rid: str = "r") -> list[Choice]:
-    growing = COMPLETIONS.growing()
-    for choices in chunks:
-        growing.add({"id": rid, "choices": choices}, lambda: "4")
-    return growing.choices()
-
-
-def test_ids_and_logprobs_come_with_each_chunk() -> None:
-    end = {**choice("b", [13], None, finish="stop"), "matched_stop": 13}
-    (read,) = grown([choice("a", [11], finish=None)], [choice("", [12], None, finish=None)], [end], [])
-    assert (read.ids, read.logprobs, read.prompt) == ([11, 12, 13], [-1 / 11, -1 / 12, -1 / 13], [5, 6])
-    assert (read.message, read.versions) == ({"role": "assistant", "content": "ab"}, [("4", 0, 3)])
-    assert (read.finish, read.matched, read.facts) == ("stop", 13, {"rid": "r"})
 
 
 def completion(scene: Scene, request: object) -> AgentRequest:
@@ -135,15 +112,6 @@ def test_of_held_turns_that_ids_begin_with_the_deepest_is_extended() -> None:
 def test_prompts_that_are_neither_texts_nor_ids_are_refused(prompt: list[Any]) -> None:
     with pytest.raises(BadRequest, match="prompt"):
         asked_for(Scene(), prompt)
-
-
-def test_a_text_that_goes_on_from_a_held_one_says_why_it_is_a_root() -> None:
-    scene = Scene()
-    turns(scene, "Hello", choice(" you"))
-    (more,) = turns(scene, "Hello you, and", choice())
-    assert (more.parent, scene.reason(more)) == (None, "text_prompt")
-    assert scene.reason(turns(scene, "Bye", choice())[0]) == "sub_agent"
-    assert scene.reason(turns(scene, "Hello", choice())[0]) == "retry"
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[5], [6]]])

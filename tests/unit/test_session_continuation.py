@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -167,6 +166,12 @@ def test_a_stop_token_that_the_template_does_not_write_is_dropped(stop: str) -> 
     assert given(over(CHATML), end, user()) == (1, f"{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
 
 
+def test_a_stop_token_that_ends_the_calls_is_kept_and_the_answer_ended() -> None:
+    closed = CHATML.replace("</tool_call>", "<|fim_suffix|>")
+    end = HeldEnd(token("<|fim_suffix|>"), ended=True, tool_calls=CALLED)
+    assert given(over(closed), end, tool()) == (0, f"{QWEN}\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
+
+
 def test_a_setting_that_spoils_the_proof_is_refused() -> None:
     spoilt = CHATML + "{%- if count -%}{{ messages | length }}{%- endif -%}"
     end = HeldEnd(token(QWEN), ended=True)
@@ -175,50 +180,11 @@ def test_a_setting_that_spoils_the_proof_is_refused() -> None:
         at_once(over(spoilt).after(end, [user()], Context(None, {"count": True})))
 
 
-REWRITING = {
-    "reasoning of earlier answers is left out": CHATML.replace(
-        "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}",
-        "{{- '<|im_start|>' + m.role + '\\n' -}}"
-        "{%- if m.reasoning_content and loop.last -%}{{- '<think>' + m.reasoning_content + '</think>' -}}{%- endif -%}"
-        "{{- m.content -}}",
-    ),
-    "text is trimmed": CHATML.replace("+ m.content", "+ (m.content | trim)"),
-    "the date is told": "{{- strftime_now('%Y-%m-%d %H:%M:%S.%f') -}}" + CHATML,
-    "answers are numbered from the end": CHATML.replace(
-        "m.role + '\\n'", "(m.role if m.role != 'assistant' else 'assistant' ~ loop.revindex) + '\\n'"
-    ),
-}
-
-
-@pytest.mark.parametrize("rewrites", REWRITING)
-def test_a_template_that_rewrites_history_rewrites_nothing_that_is_held(rewrites: str) -> None:
-    template = REWRITING[rewrites]
-    assert template != CHATML
-    sampled = [*range(5000, 5009), token(QWEN)]
-    end = HeldEnd(sampled[-1], ended=True, reasoning=True)
-    expected = f"\n<|im_start|>user\nMore{QWEN}\n{NEXT}"
-    extension = at_once(over(template).after(end, [user()], Context(None, {})))
-    assert extension.drop == 0
-    assert extension.ids.tolist() == family_tokenizer("qwen3").encode(expected, add_special_tokens=False)
-
-
-def test_glms_stop_token_begins_the_next_message() -> None:
-    made = continuation("glm47")
-    observed = HeldEnd(token("<|observation|>", "glm47"), ended=True, tool_calls=CALLED)
-    asked = HeldEnd(token("<|user|>", "glm47"), ended=True)
-    response = "<tool_response>42</tool_response><|assistant|><think>"
-    assert given(made, observed, tool(), family="glm47") == (0, response)
-    assert given(made, asked, user(), family="glm47") == (0, "More<|assistant|><think>")
-
-
-def test_glms_stop_token_of_another_message_is_dropped() -> None:
-    made = continuation("glm47")
-    asked = HeldEnd(token("<|user|>", "glm47"), ended=True, tool_calls=CALLED)
-    observed = HeldEnd(token("<|observation|>", "glm47"), ended=True)
-    response = "<|observation|><tool_response>42</tool_response><|assistant|><think>"
-    assert given(made, asked, tool(), family="glm47") == (1, response)
-    assert given(made, observed, user(), family="glm47") == (1, "<|user|>More<|assistant|><think>")
-    assert given(made, asked, family="glm47") == (1, "<|assistant|><think>")
+def test_arguments_written_anew_change_nothing_that_is_held() -> None:
+    end = HeldEnd(token(QWEN), ended=True, tool_calls=CALLED)
+    for anew in ("tojson(indent=2)", "tojson | upper", "length"):
+        template = CHATML.replace("call.function.arguments | tojson", f"call.function.arguments | {anew} | string")
+        assert given(over(template), end, tool()) == (0, f"\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
 
 
 OSS = "gpt-oss"
@@ -285,18 +251,6 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     whole = backend.encode("user: Hi</s>assistant: Hello</s>user: More</s>assistant:", add_special_tokens=False).ids
     extension = at_once(made.after(HeldEnd(head[-1], ended=True), [user()], Context(None, {})))
     assert head + extension.ids.tolist() == whole
-
-
-def test_a_long_text_is_encoded_without_the_interpreters_lock() -> None:
-    """Comparisons of long sessions run in a thread, and the event loop goes on beside them."""
-    renderer, text = build(family_tokenizer("qwen3"), None).renderer, "The answer is 42. " * 30_000
-    worker = threading.Thread(target=renderer.encode, args=(text,))
-    turns = 0
-    worker.start()
-    while worker.is_alive():
-        time.sleep(0.001)
-        turns += 1
-    assert turns > 30, "who holds the lock lets others have two or three"
 
 
 #: Refuses what a system says late.
@@ -429,6 +383,20 @@ def test_a_file_that_cannot_be_trusted_is_ignored_and_written_anew(
         proved.clear()
         build(with_template(REFUSING), None)
         assert (proved, ignored(caplog)) == ([], [])
+
+
+@pytest.mark.usefixtures("directory")
+def test_without_a_place_for_it_every_start_proves_anew(
+    proved: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "miles-router").write_text("a file in its place")
+    with caplog.at_level(logging.INFO):
+        chatml()
+    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_kept", "continuation_proved"]
+    monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.default_directory", lambda: None)
+    proved.clear()
+    chatml()
+    assert proved
 
 
 @pytest.mark.usefixtures("directory")

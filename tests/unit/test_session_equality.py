@@ -20,7 +20,7 @@ from middleware_hub.openai_session.sessions.equality import (
     equality,
 )
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import contexts_of, settings_of
+from middleware_hub.openai_session.sessions.prompting import contexts_of
 from miles_router.errors import ConfigError
 from tests.support.chat import TOOLS as PROMPTING_TOOLS
 from tests.support.sessions import assistant, call, tool, user
@@ -237,6 +237,13 @@ def test_a_user_s_text_may_be_cut_into_parts_and_joined_again() -> None:
     assert not MEANING(whole, {"role": "user", "content": text("a", "bc")})
 
 
+def test_a_reminder_may_change_its_place_in_a_message() -> None:
+    note = "<system-reminder>\nMind the rules.\n</system-reminder>"
+    behind = user(f"Go on.\n{note}")
+    assert MEANING(behind, {"role": "user", "content": text(note, "Go on.")})
+    assert not STRICT(behind, {"role": "user", "content": text(note, "Go on.")})
+
+
 ODD: list[Any] = [None, 7, 1.5, True, "x", [], [7], {}, {"type": [1]}, [{"type": [1]}], [{"type": "text", "text": [7]}]]
 
 
@@ -308,39 +315,3 @@ def test_what_the_template_is_given_alike_is_one_context(group: str) -> None:
 def test_what_the_template_is_given_differently_is_another_context(one: str, other: str) -> None:
     contexts = [contexts_of(request)[0] for group in (one, other) for request in ALIKE[group]]
     assert len(set(contexts)) == len({each.key for each in contexts}) == 2
-
-
-@pytest.mark.parametrize(
-    ("request_fields", "expected"),
-    [
-        ({}, {}),
-        ({"chat_template_kwargs": None}, {}),
-        ({"chat_template_kwargs": [1]}, {}),
-        ({"chat_template_kwargs": {"a": 1}}, {"a": 1}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "x"}},
-            {"reasoning_effort": "x", "thinking": False, "enable_thinking": True},
-        ),
-        (
-            {"reasoning": {"effort": "0.5"}, "reasoning_effort": "low"},
-            {"reasoning_effort": 0.5, "thinking": True, "enable_thinking": True},
-        ),
-        (
-            {"reasoning": {"reasoning_effort": "max"}},
-            {"reasoning_effort": "max", "thinking": True, "enable_thinking": True},
-        ),
-        ({"reasoning": {"enabled": " ON "}}, {"thinking": True, "enable_thinking": True}),
-        ({"reasoning": {"enable": True}}, {"thinking": True, "enable_thinking": True}),
-        ({"reasoning": {"enabled": False, "enable": True}}, {}),
-        ({"reasoning": "high"}, {}),
-        ({"reasoning": {"effort": "enormous"}}, {}),
-        ({"reasoning": {"effort": ["low"]}}, {}),
-        ({"reasoning_effort": "1"}, {"reasoning_effort": 1.0, "thinking": True, "enable_thinking": True}),
-        ({"reasoning_effort": 0}, {"reasoning_effort": 0.0, "thinking": True, "enable_thinking": True}),
-    ],
-)
-def test_settings_are_what_the_engine_makes_of_a_request(
-    request_fields: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    assert settings_of(request_fields) == expected

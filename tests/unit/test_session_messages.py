@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from middleware_hub.openai_session.faces.messages import errors
@@ -15,7 +15,7 @@ from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo, input_of, signature
 from middleware_hub.openai_session.faces.messages.request import MessagesRequest, read
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
-from miles_router.engines.events import LAST_EVENT, Event
+from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import BadRequest
 from tests.support.sessions import Scene, assistant, call, user
 
@@ -131,50 +131,35 @@ def test_a_call_that_was_cut_never_looks_complete(finish: str, fragments: Sequen
         json.loads(last[1])
 
 
+def test_nothing_comes_behind_an_error() -> None:
+    made = writer()
+    made.write_chunk(words("a"), b"")
+    told_of = write_event({"error": {"message": "Out of memory", "code": 500}})
+    (failed,) = events(made.write_other(Event.read(told_of)))
+    assert failed == {"type": "error", "error": {"type": "api_error", "message": "Out of memory"}}
+    assert made.write_other(Event.read(told_of)) + made.write_other(Event.read(LAST_EVENT)) == b""
+
+
+def test_what_no_event_is_keeps_the_connection_alive_or_is_left_out() -> None:
+    made = writer()
+    assert made.write_other(Event.read(b": ping\n\n")) == b": ping\n\n"
+    assert made.write_other(Event.read(b"event: odd\ndata: no json\n\n")) == b""
+
+
 @pytest.mark.parametrize(
-    ("finish", "matched", "most", "expected"),
+    ("body", "status", "kind", "message"),
     [
-        ("stop", 151645, 5, ("end_turn", None)),
-        ("stop", "#", 5, ("stop_sequence", "#")),
-        ("stop", "engine's", 5, ("end_turn", None)),
-        ("length", None, 5, ("max_tokens", None)),
-        ("length", None, 6, ("model_context_window_exceeded", None)),
-        ("content_filter", None, 5, ("refusal", None)),
+        (b'{"object":"error","message":"bad","code":400}', 400, "invalid_request_error", "bad"),
+        (b'{"error":{"message":"no","code":404}}', 404, "not_found_error", "no"),
+        (b'{"detail":[{"msg":"Field required"}]}', 422, "invalid_request_error", "[{'msg': 'Field required'}]"),
+        (b"<html>bad gateway", 502, "api_error", "<html>bad gateway"),
+        (b"", 503, "overloaded_error", "no reason was given"),
+        (b"[]", 429, "rate_limit_error", "[]"),
     ],
 )
-def test_why_an_answer_ended(finish: str, matched: Any, most: int, expected: Any) -> None:
-    streamed = stream(words("a"), chunk(finish=finish, matched=matched), made=writer(most=most))[-2]["delta"]
-    choice = {"message": {"content": "a"}, "finish_reason": finish, "matched_stop": matched}
-    whole: Any = writer(most=most).write_answer({"id": "r", "model": "m", "choices": [choice], "usage": USAGE})
-    assert (streamed["stop_reason"], streamed["stop_sequence"]) == expected
-    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
-
-
-def test_a_whole_answer_has_its_blocks_and_usage() -> None:
-    said = {
-        "content": "Ok",
-        "reasoning_content": "Hm",
-        "tool_calls": [call("add", '{"a": 1}'), call("go", "", "c2"), call("go", "[1]", "c3")],
-    }
-    choice = {"message": said, "finish_reason": "tool_calls"}
-    answer = {"id": "r", "model": "m", "choices": [choice], "usage": USAGE}
-    extra = {"sglext": {"cached_tokens_details": {"device": 20, "host": 4}}}
-    found: Any = writer().write_answer({**answer, **extra})
-    Message.model_validate(found, strict=True)
-    assert found["content"] == [
-        {"type": "thinking", "thinking": "Hm", "signature": signature("Hm")},
-        {"type": "text", "text": "Ok"},
-        {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
-        {"type": "tool_use", "id": "c2", "name": "go", "input": {}},
-        {"type": "tool_use", "id": "c3", "name": "go", "input": {"INVALID_JSON": "[1]"}},
-    ]
-    assert found["stop_reason"] == "tool_use"
-    assert found["usage"] == {
-        "input_tokens": 6,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 24,
-        "output_tokens": 5,
-    }
+def test_an_error_of_the_engine_s_has_the_api_s_words(body: bytes, status: int, kind: str, message: str) -> None:
+    found = json.loads(errors.refusal_body(body, status))
+    assert found == {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def test_a_context_window_that_is_too_small_is_told_in_the_words_that_harnesses_know() -> None:
@@ -206,6 +191,9 @@ EDIT: dict[str, Any] = {"name": "edit", "description": "Edits.", "input_schema":
 
 
 FETCH: dict[str, Any] = {"name": "fetch", "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+EMPTY = {"role": "system", "content": ""}
 
 
 HI = {"role": "user", "content": "Hi"}
@@ -242,17 +230,19 @@ def refusal(*messages: Any, **fields: Any) -> str:
     return str(refused.value)
 
 
-def test_a_tool_that_is_loaded_later_is_told_in_the_result_that_names_it() -> None:
-    before = asked(tools=[EDIT, FETCH])
-    assert [tool["function"]["name"] for tool in before.fields["tools"]] == ["edit"]
-    reference = [{"type": "tool_reference", "tool_name": "fetch"}]
-    spoken = [HI, blocks("assistant", use(path="a")), blocks("user", result("c1", reference))]
-    after = asked(*spoken, tools=[EDIT, FETCH])
-    assert [tool["function"]["name"] for tool in after.fields["tools"]] == ["edit", "fetch"], "it may be called"
-    assert '"name":"fetch"' in after.fields["messages"][-1]["content"]
-    keys = [context.key for context in after.contexts(after.fields)]
-    assert before.contexts(before.fields)[0].key in keys[1:], "what stood before was rendered without it"
-    assert "not found" in refusal(*spoken, tools=[EDIT])
+def test_tools_that_come_and_go_on_the_way_are_told_where_they_do() -> None:
+    by_value = {"type": "tool_definition", "definition": {"name": "late", "input_schema": {"type": "object"}}}
+    changes = [
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "fetch"}},
+        {"type": "tool_addition", "tool": by_value},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "edit"}},
+    ]
+    found = asked(HI, {"role": "system", "content": changes}, tools=[EDIT, FETCH])
+    assert [tool["function"]["name"] for tool in found.fields["tools"]] == ["edit", "fetch", "late"]
+    words = found.fields["messages"][-1]["content"].split("\n")
+    assert words[:2] == ["The tool edit is not available any more.", "<functions>"]
+    assert [each.count('"name":"') for each in words] == [0, 0, 1, 1, 0]
+    assert len(found.contexts(found.fields)) == 3, "rendered with none, the first, or both of those that were added"
 
 
 def recorded(*calls: Any, **fields: Any) -> Echo:
@@ -300,6 +290,19 @@ def test_reasoning_comes_back_as_text_or_by_its_signature() -> None:
     assert reasoning(thinking="Somebody's.", signature="EqQB...") == "Somebody's."
     assert reasoning(thinking="", signature="EqQB...") is None
     assert said(HI, blocks("assistant", {"type": "redacted_thinking", "data": "x"}, "ok"), HI)[1] == assistant("ok")
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [
+        ({"type": "enabled", "budget_tokens": 2000}, {"thinking": True, "enable_thinking": True}),
+        ({"type": "disabled"}, {"thinking": False, "enable_thinking": False}),
+        ({"type": "adaptive", "display": "omitted"}, None),
+        (None, None),
+    ],
+)
+def test_thinking_is_the_templates_setting(thinking: Any, expected: Any) -> None:
+    assert asked(thinking=thinking).fields.get("chat_template_kwargs") == expected
 
 
 @pytest.mark.parametrize(
@@ -365,3 +368,11 @@ def test_what_cannot_be_traced_is_refused_by_name(fields: Any, where: str) -> No
 )
 def test_a_message_that_cannot_be_traced_is_refused_by_its_place(messages: Sequence[Any], where: str) -> None:
     assert refusal(*messages).split(": ")[0] == where
+
+
+@pytest.mark.parametrize(
+    "request_", [None, [], {"messages": []}, {"messages": "Hi"}, {"messages": {}}, {"messages": [EMPTY]}]
+)
+def test_what_is_no_request_is_refused(request_: Any) -> None:
+    with pytest.raises(BadRequest):
+        read(request_, Echo(), system_anywhere=True)

@@ -9,43 +9,8 @@ import pytest
 
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter
 from middleware_hub.openai_session.faces.responses.open_items import TextOfInput
-from tests.support.responses import Written, asked, messages
+from tests.support.responses import asked, messages
 from tests.support.sessions import Scene
-
-TOOLS: Any = [
-    {"type": "function", "name": "add", "parameters": {"type": "object"}},
-    {"type": "custom", "name": "patch"},
-    {"type": "shell"},
-    {"type": "apply_patch"},
-]
-
-
-def said(content: str | None = None, *calls: Any, thought: str | None = None) -> dict[str, Any]:
-    fields = {"tool_calls": list(calls)} if calls else {}
-    return {"role": "assistant", "content": content, "reasoning_content": thought, **fields}
-
-
-@pytest.mark.parametrize("finish", ["length", "abort"])
-@pytest.mark.parametrize(("name", "shown"), [("add", True), ("patch", False), ("shell", False)])
-def test_a_call_that_was_cut_stays_open(finish: str, name: str, shown: bool) -> None:
-    """The engine closes its arguments by itself."""
-    deltas: list[dict[str, Any]] = [
-        {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "add", "arguments": '{"a": {}}'}}]},
-        {"tool_calls": [{"index": 1, "id": "2", "function": {"name": name, "arguments": ""}}]},
-        {"tool_calls": [{"index": 1, "function": {"arguments": '{"input": "x'}}]},
-        {"tool_calls": [{"index": 1, "function": {"arguments": '"}'}}]},
-    ]
-    written = Written(Scene(), said(), finish, tools=TOOLS)
-    events = written.events(deltas)
-    done = [event["item"]["call_id"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == ["1"]
-    assert sum(event["type"].endswith(("arguments.done", "input.done")) for event in events) == 1
-    last = events[-1]
-    status = "incomplete" if finish == "length" else "failed"
-    assert (last["type"], last["response"]["status"]) == (f"response.{status}", status)
-    calls = [(item["call_id"], item["status"], item["arguments"]) for item in last["response"]["output"]]
-    assert calls == [("1", "completed", '{"a": {}}'), ("2", "incomplete", '{"input": "x"')][: 1 + shown]
-    assert written.envelope.finished() == last["response"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

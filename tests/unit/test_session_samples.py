@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
@@ -19,29 +17,17 @@ from middleware_hub.openai_session.export.selection import (
     trained_elsewhere,
     trained_tokens,
 )
-from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import KINDS
-from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, system, user
 
 START = [SYSTEM, user("Add.")]
 
 
-TITLE = [system("Write a title."), user("Add.")]
-
-
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-HERE = __name__
-
-
-def everything(session: Session) -> Sequence[Turn]:
-    return session.turns
 
 
 def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = (), *, aside: bool = True) -> list[int]:
@@ -58,23 +44,6 @@ def test_every_leaf_the_last_and_those_that_no_retry_superseded() -> None:
     assert selected(scene) == [1, 2, 3]
     assert selected(scene, "last") == [3]
     assert selected(scene, "drop-superseded") == [2, 3]
-
-
-def test_choices_of_one_answer_are_superseded_together() -> None:
-    scene = Scene()
-    scene.choices(START, "a", "b")
-    assert selected(scene, "drop-superseded") == [0, 1]
-    scene.choices(START, "c", "d")
-    assert selected(scene, "drop-superseded") == [2, 3]
-
-
-def test_parallel_answers_supersede_nothing() -> None:
-    scene = Scene()
-    asked = [scene.ask(START) for _ in range(2)]
-    scene.time += 1
-    for each in asked:
-        scene.record(each, scene.generated(each, "ok"))
-    assert selected(scene, "drop-superseded") == [0, 1]
 
 
 def main_line(scene: Scene) -> list[int]:
@@ -149,20 +118,6 @@ def test_a_request_that_its_agent_calls_one_is_a_side_call_with_all_behind_it() 
     assert main_line(scene) == [3]
     scene.turn([SYSTEM, user("Review.")], tools=TOOLS, side_call=True)
     assert main_line(scene) == [3]
-
-
-def test_policies_choose_among_what_is_left_without_side_calls() -> None:
-    scene = Scene()
-    scene.turn(START, tools=TOOLS)
-    scene.turn(START, tools=TOOLS)
-    scene.turn(TITLE)
-    own = f"{HERE}.everything"
-    assert selected(scene, own, [own]) == [0, 1, 2]
-    assert [selected(scene, policy, [own], aside=False) for policy in ("last", "drop-superseded", own)] == [
-        [1],
-        [1],
-        [0, 1],
-    ]
 
 
 def test_what_is_trained_in_all_is_what_each_sample_trains_together() -> None:
@@ -351,43 +306,6 @@ def test_a_request_that_is_not_understood_is_refused(request_: object, reason: s
         SampleRequest.read(request_)
 
 
-def test_what_is_given_at_collection_is_carried() -> None:
-    scene = Scene()
-    scene.session.metadata.update(task="sum", source="session")
-    scene.turn(START)
-    sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
-    assert (sample.reward, sample.label) == (0.5, [1])
-    assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
-    (plain,) = orjson.loads(planned(scene).write())["samples"]
-    assert not {"reward", "label"} & plain.keys()
-    (null,) = orjson.loads(planned(scene, label=None).write())["samples"]
-    assert (null["label"], "reward" in null) == (None, False)
-
-
-def test_each_leaf_gives_a_sample_and_a_shared_turn_is_trained_once() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2)
-    leaves = [scene.follow(first, user(text), given=1, sampled=2) for text in "bc"]
-    one, other = samples_collected(scene)
-    assert [sample.tokens.tolist() for sample in (one, other)] == [leaf.trajectory().tokens.tolist() for leaf in leaves]
-    assert one.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
-    assert other.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert other.logprobs.tolist()[3:5] == one.logprobs.tolist()[3:5] != [0.0, 0.0]
-    assert [sample.metadata["untrained_turns"] for sample in (one, other)] == [[], [0]]
-    assert [sample.metadata["reason"] for sample in (one, other)] == [None, "edited_history"]
-
-
-def test_a_stop_token_that_one_line_dropped_is_trained_in_the_other() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2)
-    scene.follow(first, user("b"), given=1, dropped=1, sampled=1)
-    scene.follow(first, user("c"), given=1, sampled=1)
-    one, other = samples_collected(scene)
-    assert one.loss_mask.tolist() == [0, 0, 0, 1, 0, 1]
-    assert other.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 1]
-    assert other.metadata["untrained_turns"] == []
-
-
 @pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
 def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     scene = Scene()
@@ -400,50 +318,3 @@ def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     spans = [(turn["start"], turn["end"]) for turn in sample.metadata["turns"]]
     assert spans == [(start, min(end, length)) for start, end in ((3, 6), (11, 13)) if start < length]
     assert all(run.end <= length for run in sample.weight_versions)
-
-
-@pytest.mark.parametrize("length", range(1, SAMPLES_PROMPT + 1))
-def test_a_sample_of_a_prompt_alone_is_refused(length: int) -> None:
-    scene = Scene()
-    two_turns(scene)
-    with pytest.raises(UnusableSample, match="has_a_response: turn 1: the first prompt alone has 3 tokens") as refused:
-        samples_collected(scene, max_seq_len=length)
-    assert (refused.value.status, refused.value.invariant) == (422, "has_a_response")
-
-
-def test_a_sample_whose_versions_are_told_in_part_is_refused() -> None:
-    scene = Scene()
-    first = scene.turn(START)
-    scene.follow(first, user("b"), versions=[])
-    with pytest.raises(UnusableSample, match="versions_cover_the_loss") as refused:
-        samples_collected(scene)
-    assert refused.value.invariant == "versions_cover_the_loss"
-
-
-LOGPROBS = np.array([-0.1, -1e-9, -12.092743873596191, -0.0, -3.4e38, -1e-40], dtype=np.float32)
-
-
-def of_hard_logprobs() -> Scene:
-    scene = Scene()
-    asked = scene.ask(START)
-    generated = scene.generated(asked, "ok", sampled=len(LOGPROBS))
-    generated.logprobs = LOGPROBS.tolist()
-    scene.record(asked, generated)
-    scene.follow(scene.session.turns[0], user("b"))
-    return scene
-
-
-def bits(logprobs: Any) -> list[int]:
-    found: list[int] = np.asarray(logprobs, dtype=np.float32).view(np.int32).tolist()
-    return found
-
-
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-def test_every_form_gives_every_array_exactly(form: Format) -> None:
-    scene = of_hard_logprobs()
-    scene.turn([user("else")])
-    found = samples_collected(scene)
-    read = READERS[form](planned(scene, format=form).write())
-    assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
-    assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
-    assert [sample.metadata for sample in read] == [sample.metadata for sample in found]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import random
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,33 +14,24 @@ from typing import Any
 import orjson
 import pytest
 
+from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.steps import Saved, Unsaved, read_session
 from middleware_hub.openai_session.episodes.contract import Budget, Freshness, SessionEnd, SessionStatus, restored_end
-from middleware_hub.openai_session.episodes.episode import (
-    Allowance,
-    Ledger,
-    allowance,
-    asked_tokens,
-    choices_of,
-    limit_tokens,
-)
+from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import SessionFull, TooManySessions
-from middleware_hub.openai_session.sessions.agent_request import PromptIds
 from middleware_hub.openai_session.sessions.history import ParentMatch
-from middleware_hub.openai_session.sessions.recent import WrittenIds
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.errors import BadRequest, StateDamaged
 from miles_router.middlewares.episodes import BLOCK, EpisodePlace, EpisodeShelf
+from miles_router.slots import slot_of
 from miles_router.state.blobs import Blobs
 from miles_router.state.store import StateStore
-from miles_router.trajectory import Piece
-from tests.support.sessions import PLENTY, SYSTEM, Scene, user
-
-START = [SYSTEM, user("Add.")]
+from tests.support.sessions import PLENTY
+from tests.support.waiting import soon
 
 
 class Clock:
@@ -58,16 +51,6 @@ def store_of(clock: Clock | None = None, **bounds: float) -> SessionStore:
 def test_an_id_that_does_not_fit_into_a_path_is_refused(name: str) -> None:
     with pytest.raises(BadRequest, match="session_id must be"):
         store_of().create(name)
-
-
-def test_there_are_no_more_sessions_than_may_be() -> None:
-    store = store_of(sessions=2)
-    first, _ = store.create(), store.create()
-    with pytest.raises(TooManySessions, match="2 sessions exist already") as refused:
-        store.create()
-    assert refused.value.headers["Retry-After"]
-    store.delete(first)
-    store.create()
 
 
 def test_a_jump_of_the_wall_clock_forgets_nothing() -> None:
@@ -104,19 +87,6 @@ def test_a_session_deleted_during_a_request_stays_deleted() -> None:
     assert store.get("a") is again
     assert session.ending.status.is_forgotten
     assert store.nbytes == again.nbytes
-
-
-def test_turns_of_a_session_are_bounded_with_those_under_way() -> None:
-    scene = Scene(replace(PLENTY, turns=2))
-    with scene.store.in_use(scene.session):
-        scene.store.check_room(scene.session)
-        scene.turn(START)
-        scene.store.check_room(scene.session)
-        with scene.store.in_use(scene.session), pytest.raises(SessionFull, match=r"1 turns already and 1 running"):
-            scene.store.check_room(scene.session)
-        scene.turn(START)
-        with pytest.raises(SessionFull, match=r"has 2 turns already \(max_turns\)"):
-            scene.store.check_room(scene.session)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -160,9 +130,6 @@ def test_what_finds_no_room_is_counted_by_the_bound_that_it_met() -> None:
     assert store.statistics.refused == dict.fromkeys(("max_sessions", "max_turns", "max_session_bytes", "max_bytes"), 1)
 
 
-LENGTHS = ("max_completion_tokens", "max_tokens")
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -201,39 +168,6 @@ def test_what_is_wrong_with_a_contract_is_named(wrong: Any, named: str) -> None:
     assert named in str(refused.value)
 
 
-def test_what_is_fixed_counts_and_what_was_asked_for_is_told() -> None:
-    contract = read_contract({"sampling": {"temperature": 0.7, "top_p": 1, "stop": "a"}})
-    request = {"temperature": 0.1, "top_p": 1, "stop_token_ids": [7], "seed": 3}
-    fixed, asked = contract.apply_fixed(request)
-    assert fixed == {"temperature": 0.7, "top_p": 1, "stop": "a", "seed": 3}
-    assert asked == {"temperature": 0.1, "stop_token_ids": [7]}
-    assert request == {"temperature": 0.1, "top_p": 1, "stop_token_ids": [7], "seed": 3}, "the request is not changed"
-
-
-def test_no_name_of_a_model_brings_another_adapter_than_the_contract_s() -> None:
-    fixed, asked = read_contract({"model": {"lora": "mine"}}).apply_fixed(
-        {"model": "base:other", "lora_path": "another"}
-    )
-    assert fixed == {"model": "base", "lora_path": "mine"}
-    assert asked == {"model": "base:other", "lora_path": "another"}
-
-
-def test_turns_at_the_same_time_never_take_more_than_there_is() -> None:
-    budget, ledger = Budget(max_tokens=10, max_turns=3), Ledger()
-    ledger.reserve("a", 6)
-    assert ledger.tokens_left(budget) == 4
-    ledger.reserve("b", 4)
-    assert ledger.tokens_left(budget) == 0
-    ledger.settle("a", 2)
-    assert (ledger.tokens_left(budget), ledger.has_turns(budget)) == (4, True)
-    ledger.release("a")
-    ledger.release("b")
-    assert (ledger.tokens_left(budget), ledger.tokens, ledger.turns) == (8, 2, 1)
-    ledger.settle("c", 8)
-    ledger.reserve("d", 0)
-    assert (ledger.tokens_left(budget), ledger.has_turns(budget)) == (0, False)
-
-
 @pytest.mark.parametrize(
     ("budget", "used", "prompt", "choices", "window", "left"),
     [
@@ -255,24 +189,6 @@ def test_a_turn_may_have_what_there_is_least_of(
     ledger = Ledger()
     ledger.settle("before", used)
     assert allowance(budget, ledger, prompt=prompt, choices=choices, window=window) == left
-
-
-@pytest.mark.parametrize("value", [0, -1, "9", 9.0, True])
-def test_what_an_engine_might_read_otherwise_is_refused(value: Any) -> None:
-    with pytest.raises(BadRequest, match="max_tokens"):
-        asked_tokens({"max_tokens": value}, LENGTHS, None)
-    with pytest.raises(BadRequest, match="n must be"):
-        choices_of({"n": value}, 1)
-
-
-def test_a_request_is_cut_where_it_says_how_long_it_may_be() -> None:
-    assert limit_tokens({}, LENGTHS, 3) == {"max_tokens": 3}
-    assert limit_tokens({"max_completion_tokens": 9}, LENGTHS, 3) == {"max_completion_tokens": 3}
-    assert limit_tokens({"max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 5}, LENGTHS, 3) == {
-        "max_completion_tokens": 3,
-        "max_tokens": 3,
-        "min_tokens": 3,
-    }
 
 
 @pytest.mark.parametrize(
@@ -315,13 +231,6 @@ def test_a_later_end_replaces_an_earlier_one_as_the_table_says(ends: tuple[str, 
     assert (state.status.value, state.reason) == (status, reason)
 
 
-def test_a_recorded_turn_reopens_a_full_context_and_nothing_else() -> None:
-    assert ended("context").reopened() == SessionEnd()
-    assert ended("context", "finalized").reopened() == SessionEnd(SessionStatus.FINALIZED)
-    for end in ENDS[1:]:
-        assert SessionEnd(end, end).reopened() == SessionEnd(end, end)
-
-
 @pytest.mark.parametrize("first", [end for end in ENDS if not end.is_forgotten])
 @pytest.mark.parametrize("second", [end for end in ENDS if not end.is_forgotten])
 def test_what_a_row_says_restores_the_end(first: SessionStatus, second: SessionStatus) -> None:
@@ -344,6 +253,40 @@ class Process:
 
     def _now(self) -> float:
         return self.seconds
+
+
+async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_module, "LOOK", 0.0)
+    store = StateStore(tmp_path)
+    first, then = Process(store), Process(store)
+    await first.archive.save(first.sessions.create(NAME))
+    load, owners, read, looked = store.load, store.owners, asyncio.Event(), asyncio.Event()
+
+    async def slow(owner: str) -> Blobs:
+        blobs = await load(owner)
+        await read.wait()
+        return blobs
+
+    async def told(slot: int) -> AsyncIterator[tuple[str, bytes]]:
+        async for each in owners(slot):
+            if slot == slot_of(NAME):  # what it says is done before anything else is
+                looked.set()
+            yield each
+
+    monkeypatch.setattr(store, "load", slow)
+    monkeypatch.setattr(store, "owners", told)
+    asked = asyncio.ensure_future(then.archive.load(NAME))
+    await asyncio.sleep(0)
+    then.seconds = 100.0
+    async with then.archive.running():
+        await soon(looked.wait())
+        read.set()
+        await soon(asked)
+        assert NAME in then.sessions
+        assert await load(NAME)
+    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -438,44 +381,6 @@ def _described(turn: Turn) -> tuple[object, ...]:
     logprobs = [None if each is None else each.tobytes() for _, each, _ in sampled]
     about = (turn.number, turn.request, turn.parent and turn.parent.number, turn.answer, turn.facts, turn.tools)
     return (*about, turn.appended, turn.context, turn.given.tokens.tolist(), [each[0] for each in sampled], logprobs)
-
-
-def prompt(parent: Turn, *given: int, dropped: int = 0) -> PromptIds:
-    return PromptIds(parent, Piece.given(given), dropped)
-
-
-def line(turns: int) -> tuple[Scene, list[Turn]]:
-    scene = Scene()
-    made = [scene.turn(START)]
-    while len(made) < turns:
-        made.append(scene.follow(made[-1], user("more"), given=4))
-    return scene, made
-
-
-@pytest.mark.parametrize("dropped", [0, 1])
-@pytest.mark.parametrize("given", [(), (7,), (7, 0, 2**31 - 1)])
-def test_a_text_that_goes_on_says_the_ids(dropped: int, given: tuple[int, ...]) -> None:
-    scene, turns = line(3)
-    wanted = prompt(turns[-1], *given, dropped=dropped)
-    kept = b"".join(scene.store.written_ids.prompt(scene.session.id, wanted))
-    assert kept == b"".join(WrittenIds().prompt(scene.session.id, wanted))
-    assert orjson.loads(kept) == wanted.ids().tolist()
-
-
-def test_where_there_is_no_room_the_session_that_was_used_last_is_kept() -> None:
-    _, (first,) = line(1)
-    written = WrittenIds(max_bytes=100)
-    text = b"[" + b",".join([b"1"] * 30), b"]"
-    for name in ("a", "b", "a", "c"):
-        written.keep(name, first, text)
-        assert written.nbytes <= 100
-    size = written.nbytes
-    written.forget("b")
-    assert written.nbytes == size
-    written.forget("c")
-    assert written.nbytes == 0
-    written.keep("d", first, (text[0] * 2, b"]"))
-    assert written.nbytes == 0
 
 
 def test_it_gives_what_a_sorted_list_would() -> None:

@@ -36,28 +36,6 @@ def called(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": arguments}}]}
 
 
-def test_fields_that_the_engine_does_not_know_are_left_out() -> None:
-    assert prepared({"role": "user", "content": "x", "name": "me", "cache_control": {}}, parts=False) == {
-        "role": "user",
-        "content": "x",
-    }
-    assert prepared({"role": "tool", "content": "x", "name": "f", "extra": 1}, parts=False) == {
-        "role": "tool",
-        "content": "x",
-        "name": "f",
-    }
-
-
-def test_a_tool_has_the_fields_of_the_engines_request_in_the_order_they_were_sent() -> None:
-    sent = {"type": "function", "function": {"strict": True, "name": "f", "extra": 1, "defer_loading": None}, "x": 2}
-    tool = prepared_tool(sent)
-    function = {"strict": True, "name": "f", "description": None, "parameters": None}
-    assert tool == {"type": "function", "function": function, "defer_loading": None}
-    assert list(tool["function"]) == list(function)
-    assert prepared_tool({"type": "browser"}) == {"type": "browser"}
-    assert prepared_tool("tool") == "tool"
-
-
 @pytest.mark.parametrize("arguments", ["{private", "[1]", '"private"', ""])
 def test_arguments_that_are_no_object_cannot_be_rendered(arguments: str) -> None:
     with pytest.raises(CannotRender, match="not a JSON object") as error:

@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 import pytest
 
-from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.sessions.equality import MEANING
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
@@ -26,59 +25,6 @@ START = [SYSTEM, user("Add.")]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-def test_tools_that_the_prompt_does_not_show_are_no_turn_s_own() -> None:
-    scene = Scene()
-    plan = scene.turn(START, tools=TOOLS, tool_choice="none")
-    act = scene.follow(plan, user("now act"), tools=TOOLS)
-    assert (act.parent, scene.reason(act)) == (None, "changed_tools")
-
-
-def test_choices_of_one_answer_say_so() -> None:
-    scene = Scene()
-    roots = scene.choices(START, "a", "b", "c")
-    assert [scene.reason(turn) for turn in roots] == [None, "choice", "choice"]
-    inner = scene.choices([*history(roots[1]), user("more")], "a", "b")
-    assert [(turn.parent, scene.reason(turn)) for turn in inner] == [(roots[1], None), (roots[1], "choice")]
-
-
-def test_the_same_request_again_is_a_retry() -> None:
-    scene = Scene()
-    first = scene.turn(START, "a")
-    assert scene.reason(scene.turn(START, "b")) == "retry"
-    scene.follow(first, user("more"))
-    assert scene.reason(scene.follow(first, user("more"))) == "retry"
-    assert [scene.reason(turn) for turn in scene.choices(START, "c", "d")] == ["retry", "choice"]
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_what_was_asked_before_the_other_was_answered_is_parallel(depth: int) -> None:
-    scene = Scene()
-    before = history(scene.turn(START)) if depth else []
-    asked = [scene.ask([*before, SYSTEM, user(text)]) for text in "abb"]
-    scene.time += 1
-    turns = [scene.record(each, scene.generated(each, "ok"))[0] for each in asked]
-    assert [scene.reason(turn) for turn in turns] == [None, "parallel", "parallel"]
-
-
-def test_an_answer_that_comes_back_changed_is_edited_history() -> None:
-    scene = Scene()
-    scene.turn(START, "ok")
-    edited = scene.turn([*START, assistant("OK!"), user("more")])
-    assert (edited.parent, scene.reason(edited)) == (None, "edited_history")
-
-
-def test_another_beginning_is_a_sub_agent() -> None:
-    scene = Scene()
-    scene.turn(START)
-    assert scene.reason(scene.turn([{"role": "system", "content": "Search."}, user("Add.")])) == "sub_agent"
-
-
-def test_a_shorter_history_after_some_turns_is_a_compaction() -> None:
-    scene = Scene()
-    scene.follow(scene.turn(START), user("b"), user("c"))
-    assert scene.reason(scene.turn([SYSTEM, user("In short: a, b, c.")])) == "compaction"
-
-
 def test_the_first_message_that_was_edited_is_shown_with_its_field_and_both_texts() -> None:
     scene = Scene()
     scene.follow(scene.turn(START, "The sum is " + "5" * 300), user("b"))
@@ -87,14 +33,6 @@ def test_the_first_message_that_was_edited_is_shown_with_its_field_and_both_text
     held, sent = scene.edit(edited)["held"], scene.edit(edited)["sent"]
     assert (scene.edit(edited)["message"], scene.edit(edited)["field"]) == (2, "content")
     assert (held, sent) == ("…" + "5" * 41, "…" + "5" * 40 + "6")
-
-
-def test_an_edit_behind_a_held_turn_counts_the_messages_before_it() -> None:
-    scene = Scene()
-    first = scene.turn(START)
-    scene.follow(first, user("more"), user("and more"))
-    edited = scene.follow(first, user("more"), user("else"))
-    assert scene.edit(edited) == {"message": 4, "field": "content", "held": "and more", "sent": "else"}
 
 
 def test_tools_and_settings_that_change_are_shown() -> None:
@@ -208,42 +146,6 @@ def test_only_a_history_with_an_unrecorded_answer_is_marked() -> None:
     assert scene.classify(appended).unrecorded
     assert not scene.classify(scene.follow(begun_anew, user("Go on"))).unrecorded  # the turn before says it
     assert scene.store.statistics.unrecorded_history == 2
-
-
-@pytest.mark.parametrize("prompt", [None, [], ["a"], [-1], [[1]]])
-def test_a_root_without_the_ids_of_its_prompt_is_unusable(prompt: Any) -> None:
-    scene = Scene()
-    asked = scene.ask(START)
-    with pytest.raises(UnusableAnswer, match="prompt"):
-        scene.record(asked, replace(scene.generated(asked, "ok"), prompt=prompt))
-    assert scene.session.turns == []
-
-
-def test_a_prompt_that_the_engine_tells_must_be_the_one_it_was_sent() -> None:
-    scene = Scene()
-    first = scene.turn(START)
-    asked = scene.ask([*history(first), user("more")], dropped=1)
-    assert asked.request.prompt is not None
-    sent = asked.request.prompt.ids().tolist()
-    for told in ([*sent, 1], sent[1:], [0, *sent[1:]]):
-        with pytest.raises(UnusableAnswer, match="other ids than it was sent"):
-            scene.record(asked, replace(scene.generated(asked, "ok"), prompt=told))
-    assert len(scene.record(asked, replace(scene.generated(asked, "ok"), prompt=sent))) == 1
-
-
-def test_all_choices_are_held_or_none() -> None:
-    scene = Scene()
-    asked = scene.ask(START)
-    good, bad = scene.generated(asked, "a"), replace(scene.generated(asked, "b", index=1), logprobs=[])
-    before = scene.session.nbytes
-    with pytest.raises(UnusableAnswer):
-        scene.record(asked, good, bad)
-    assert (scene.session.turns, scene.session.nbytes, scene.store.nbytes) == ([], before, before)
-    assert (
-        scene.recorder.statistics.turns,
-        scene.recorder.statistics.given_tokens,
-        scene.recorder.statistics.sampled_tokens,
-    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from miles_router.app import create_app
 from miles_router.errors import ConfigError, MiddlewareLoadError
 from miles_router.middlewares.loading import find_class, load_middlewares
 from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, middleware_names, shown
@@ -282,56 +283,6 @@ def test_text_that_does_not_fit_says_what_was_expected(text: str, annotation: An
     assert says in str(wrong.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "annotation", "value"),
-    [
-        (7, int, 7),
-        (7, float, 7.0),
-        (7.5, float, 7.5),
-        (True, bool, True),
-        ("text", str, "text"),
-        (None, int | None, None),
-        (["a", "b"], tuple[str, ...], ("a", "b")),
-        (("a",), list[str], ["a"]),
-        ([1, 2], list[float], [1.0, 2.0]),
-        ({"a": 1}, Mapping[str, int], {"a": 1}),
-        ({"a": 1}, dict[str, int], {"a": 1}),
-        ("a", Literal["a"], "a"),
-        (1, Literal[1, 2], 1),
-        (Path("x"), Own, Path("x")),
-        ([1], Any, [1]),
-    ],
-)
-def test_typed_values_are_taken_as_they_are(given: object, annotation: Any, value: object) -> None:
-    got = convert(given, annotation)
-    assert (got, type(got)) == (value, type(value))
-
-
-@pytest.mark.parametrize(
-    ("given", "annotation"),
-    [
-        ("80", int),
-        (True, int),
-        (1, bool),
-        (True, float),
-        (7, str),
-        (None, int),
-        (1.0, int),
-        ("true", bool),
-        ("none", int | None),
-        ("a b", tuple[str, ...]),
-        (b"ab", list[int]),
-        (7, list[int]),
-        (["a", 1], tuple[str, ...]),
-        ([], Mapping[str, int]),
-        ("c", Literal["a"]),
-    ],
-)
-def test_typed_values_of_another_type_are_reported_and_not_guessed_at(given: object, annotation: Any) -> None:
-    with pytest.raises(WrongValue, match="expected"):
-        convert(given, annotation)
-
-
 PLUGINS = "tests.support.plugins"
 
 
@@ -374,3 +325,14 @@ def test_an_option_that_does_not_fit_is_one_line(name: str, options: dict[str, A
     with pytest.raises(MiddlewareLoadError, match="working") as caught:
         load_middlewares([MiddlewareSpec(f"{WORKING}.{name}", options)])
     assert message in str(caught.value)
+
+
+def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
+    with pytest.raises(MiddlewareLoadError, match=r"'/metrics', which is a path of the router's own"):
+        create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Stealing"),)))
+
+
+def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
+    careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
+    with pytest.raises(MiddlewareLoadError, match="data_paths: every path must start with /"):
+        create_app(RouterConfig(middlewares=(careless,)))

@@ -41,6 +41,17 @@ def pools() -> ToldPools:
     return made
 
 
+def test_a_removed_worker_is_known_until_its_last_request_has_ended(pools: ToldPools) -> None:
+    lease = pools.data[0].lease(LeastInFlight(), preferred="http://a")
+    pools.control.remove(pools.control.get("http://a"))
+    pools.follow(*pools.data)
+    pools.shown()
+    assert pools.control.find("http://a") is not None
+    lease.release()
+    pools.shown()
+    assert pools.control.find("http://a") is None
+
+
 def test_a_data_process_decides_nothing_and_says_what_it_saw(pools: ToldPools) -> None:
     pool = pools.data[0]
     a, b = pool
@@ -233,17 +244,6 @@ def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
     pair.follow()
     assert [each.mode for each in gate.times()] == ["abort", "retract"], "the second was over before anybody saw it"
     assert gate.times() == pair.decided.gate.times()
-
-
-def test_generations_of_the_same_weights_share_a_cache_whichever_process_sends_them(pair: Pair) -> None:
-    pair.pool.add(parse_worker_url("http://a"))
-    pair.follow()
-    with pair.pool.changing_weights():
-        pass
-    pair.follow()
-    (one,), (other,) = pair.followers
-    assert one.caches.choose(None) == other.caches.choose(None) > 0
-    assert one.caches.key(one.caches.choose(None)) == other.caches.key(other.caches.choose(None))
 
 
 def test_while_weights_change_no_two_generations_of_any_process_share_a_cache(pair: Pair) -> None:

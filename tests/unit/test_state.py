@@ -16,17 +16,16 @@ import pytest
 
 from miles_router import cli
 from miles_router.engines.actions import Pause
-from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
+from miles_router.errors import StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
 from miles_router.pools.registrations import StandstillRow
 from miles_router.slots import CONTROL, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.blobs import header_of, with_header
-from miles_router.state.inspection import holdings
 from miles_router.state.journal import APPLICATION, FORMAT, PATIENCE, SHARED_EPOCHS, Journal
 from miles_router.state.locks import ByteLocks
 from miles_router.state.store import StateStore
 from tests.support.quiet_fleet import quiet_fleet
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 OWNER = "session-1"
 
@@ -56,33 +55,6 @@ def names(directory: Path) -> set[str]:
 
 def blobs(count: int, size: int = 100) -> dict[int, bytes]:
     return {number: bytes([number % 256]) * size for number in range(count)}
-
-
-async def test_what_was_committed_is_there_in_order_after_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        await store.append(OWNER, {10: b"ten", 9: b"nine", 0: b""}, large={3: b"large"})
-        await store.append("another", {0: b"other"}, slot=SLOT)
-    async with opened(tmp_path) as store:
-        assert [*(await store.load(OWNER)).items()] == [(0, b""), (9, b"nine"), (10, b"ten")]
-        assert await store.load(OWNER, large=True) == {3: b"large"}
-        assert await store.load("another", slot=SLOT) == {0: b"other"}
-        assert await store.load("nobody") == {}
-
-
-async def test_a_blob_is_replaced_and_deleted_and_an_owner_goes_as_a_whole(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        await store.append(OWNER, blobs(100), large=blobs(3))
-        await store.append(OWNER, {3: b"new", 4: None}, large={1: None})
-        held = await store.load(OWNER)
-        assert held[3] == b"new"
-        assert len(held) == 99
-        assert 4 not in held
-        assert [*await store.load(OWNER, large=True)] == [0, 2]
-        await store.delete(OWNER, large_alone=True)
-        assert (len(await store.load(OWNER)), await store.load(OWNER, large=True)) == (99, {})
-        await store.append(OWNER, {}, large=blobs(3))
-        await store.delete(OWNER)
-        assert (await store.load(OWNER), await store.load(OWNER, large=True)) == ({}, {})
 
 
 async def test_a_commit_is_made_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -183,6 +155,16 @@ async def test_changes_beyond_the_bound_wait_in_order_and_leave_with_their_calle
         assert (await store.load(OWNER))[0] == b"%6000d" % 19
 
 
+async def test_what_comes_behind_the_end_is_refused(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    await store.append(OWNER, blobs(1))
+    await store.close()
+    for _ in range(2):
+        with pytest.raises(StateError):
+            await soon(store.append(OWNER, blobs(2)))
+    assert store.waiting == 0
+
+
 async def _broken_off(directory: Path, commits: int) -> None:
     """A directory as a killed process leaves it: the WAL is not written back."""
     async with opened(directory / "running") as store:
@@ -245,6 +227,15 @@ async def test_a_truncated_file_is_refused_by_name(tmp_path: Path, left: int) ->
     path.write_bytes(path.read_bytes()[:left])
     async with opened(tmp_path) as store:
         with pytest.raises((StateDamaged, StateForeign), match=r"damaged"):
+            await store.load(OWNER)
+
+
+async def test_a_count_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.append(OWNER, blobs(1))
+    file_of(tmp_path, suffix=".acknowledged").write_bytes(b"12345678")
+    async with opened(tmp_path) as store:
+        with pytest.raises(StateDamaged, match="it is no count of commits"):
             await store.load(OWNER)
 
 
@@ -329,17 +320,6 @@ async def test_a_slot_that_a_stopped_machine_has_locked_keeps_no_other_slot_wait
         await store.append(OWNER, blobs(1), slot=3)
 
 
-async def test_a_person_cannot_look_into_what_a_running_router_has_open(tmp_path: Path) -> None:
-    async with opened(tmp_path) as store:
-        await store.append(OWNER, {0: b'{"kind": "session"}'})
-        with pytest.raises(ConfigError, match="another running router has it open"):
-            [*holdings(tmp_path)]
-    async with opened(tmp_path):
-        assert [each.owner for each in holdings(tmp_path)] == [OWNER]
-    async with opened(tmp_path) as store:
-        assert len(await store.load(OWNER)) == 1
-
-
 def test_what_has_a_header_is_read_as_it_was_written() -> None:
     value = with_header({"a": [1, None]}, (b"be", b"hind"))
     header, begin = header_of(value)
@@ -385,6 +365,14 @@ def test_those_that_look_at_once_take_none_of_them_for_the_leader(tmp_path: Path
     with other(tmp_path, "beside") as took:
         assert (took, mine.take(7, beside_others=True), mine.take(7)) == ("True", True, False)
     mine.close()
+
+
+def test_a_look_leaves_files_alone_that_are_no_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.sqlite").touch()
+    with pytest.raises(SystemExit):
+        cli.main(["state", str(tmp_path)])
+    assert "holds no state" in capsys.readouterr().err
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("mine.sqlite", 0)]
 
 
 async def test_no_name_on_the_disk_speaks_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

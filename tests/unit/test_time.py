@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextvars import ContextVar
 
 import pytest
 
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Message
 from miles_router.asgi.watch import Watch
-from miles_router.errors import ClientDisconnected
 from miles_router.metrics.loop_delay import LoopDelay
 from miles_router.tasks import HOLD, Pace, spawn, together, within
 from tests.support.waiting import PATIENCE, soon, until
@@ -100,27 +98,6 @@ async def test_a_stop_of_this_process_lets_nothing_expire_that_is_about_to_be_st
 
 
 GONE: Message = {"type": "http.disconnect"}
-
-
-request: ContextVar[str] = ContextVar("request")
-
-
-async def test_each_request_is_watched_with_its_own_context_variables() -> None:
-    """One timer serves all requests, and what a layer's `receive` looks up must not be another request's."""
-    seen: dict[str, str] = {}
-
-    async def answer(name: str) -> None:
-        request.set(name)
-
-        async def receive() -> Message:
-            seen[name] = request.get("nobody's")
-            return GONE
-
-        with pytest.raises(ClientDisconnected), Watch(receive, 0):
-            await asyncio.Event().wait()
-
-    await asyncio.gather(*(asyncio.ensure_future(answer(name)) for name in ("a", "b", "c")))
-    assert seen == {"a": "a", "b": "b", "c": "c"}
 
 
 async def test_a_stop_of_this_process_is_not_taken_for_a_worker_that_is_late() -> None:

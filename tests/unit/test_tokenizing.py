@@ -153,6 +153,16 @@ async def test_work_that_nobody_waits_for_ends_and_what_waited_behind_it_is_neve
 
 
 @pytest.mark.usefixtures("bounds")
+async def test_a_process_is_kept_unless_its_text_was_large(encoder: AsyncEncoder) -> None:
+    await encoder.encode_whole(text_of(SMALL + 1))
+    (kept,) = processes()
+    await encoder.encode_whole(text_of(SMALL + 1))
+    assert processes() == [kept]
+    await encoder.encode_whole("a" * (LARGER + 1))
+    assert not processes()
+
+
+@pytest.mark.usefixtures("bounds")
 async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: AsyncEncoder) -> None:
     task = asyncio.ensure_future(encoder.encode_whole(ENDLESS))
     await until(processes, "it runs")
@@ -250,6 +260,11 @@ def test_an_unfinished_character_is_spelled_as_the_engine_shows_it() -> None:
     assert aligned("llama2", ids("llama2", "<0xE4>", "<0xBD>"), "\ufffd\ufffd") == ("\ufffd" * 2, [CUT, 2], 2, True)
 
 
+def test_ids_of_a_padded_vocabulary_are_shown_as_id_0() -> None:
+    unused = len(tokenizer("qwen3")) + 100  # the embedding is larger than the vocabulary
+    assert aligned("qwen3", [*ids("qwen3", "a"), unused], "a!") == ("a!", [1, 2], 2, True)
+
+
 def test_a_text_that_the_tokens_do_not_spell_makes_one_run() -> None:
     tokens = ids("qwen3", "Ġthe", "Ġcat")
     assert aligned("qwen3", tokens, "他 cat") == ("他 cat", [CUT, 5], 5, False)
@@ -262,6 +277,10 @@ def test_the_hidden_stop_token_is_no_part_of_such_a_run() -> None:
     assert aligned("qwen3", tokens, "他", stop=end, skip_special=False) == ("他<|im_end|>", [1, 11], 1, False)
     whole = aligned("qwen3", tokens, "他<|im_end|>", stop=end, skip_special=False, no_stop_trim=True)
     assert whole == ("他<|im_end|>", [CUT, 11], 11, False)
+
+
+def test_a_run_that_a_stop_string_may_have_cut_is_not_reused() -> None:
+    assert aligned("qwen3", ids("qwen3", "Ġthe", "Ġcat"), "他", stop="c") == ("他", [CUT, CUT], 1, False)
 
 
 #: Those whose regular expressions have a form in ASCII here.

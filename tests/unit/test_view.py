@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +19,11 @@ import pytest
 
 from middleware_hub.openai_session.dialects.miles import samples_file
 from miles_router import cli
+from miles_router.errors import ConfigError
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.sample import write_json, write_safetensors
+from miles_router.view.command import Bar, view
 from miles_router.view.entropy import CHUNK, expert_entropy
 from miles_router.view.files import open_samples
 from miles_router.view.sheets import NO_TURNS, TokenSheet, sheet_of
@@ -243,6 +248,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return run
 
 
+def test_the_page_stands_beside_the_file_or_where_it_is_wanted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "episode.json").write_bytes(write_json([command_sample(), command_sample(1500)], {}))
+    said, _ = run("episode.json")
+    assert re.fullmatch(r"episode\.html: 2 samples, 1,503 tokens, 0\.\d MB; token ids only, .*--hf-checkpoint\n", said)
+    assert (tmp_path / "episode.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    said, _ = run("episode.json", "--output", "other.html")
+    assert (tmp_path / "other.html").read_bytes() == (tmp_path / "episode.html").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -270,6 +284,26 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "old"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["absent.json"], "view: [Errno 2] No such file or directory: 'absent.json'"),
+        (["."], "view: . is a directory"),
+        (["/"], "view: / is a directory"),
+        (["page.html"], "view: the page would replace the file page.html"),
+        (["page.html", "--output", "absent/page.html"], "view: [Errno 2] No such file or directory"),
+        (["page.html", "--hf-checkpoint", "."], "hf_checkpoint: cannot load a tokenizer from '.'"),
+        (["page.html", "--hf-checkpoint", "/no/such/directory"], "hf_checkpoint: cannot load a tokenizer from '/no"),
+        (["page.html", "--ouput", "x"], "unrecognized arguments: --ouput x; did you mean '--output'?"),
+        ([], "the following arguments are required: FILE"),
+    ],
+)
+def test_a_wrong_use_is_refused_in_a_line(run: Run, tmp_path: Path, arguments: list[str], why: str) -> None:
+    (tmp_path / "page.html").write_bytes(write_json([command_sample()], {}))
+    _, complained = run(*arguments)
+    assert complained.startswith(f"miles-router: {why}")
+
+
 def test_a_page_replaces_files_alone(run: Run, tmp_path: Path) -> None:
     """Who may write to `/dev` has no `/dev/null` else."""
     (tmp_path / "file").write_bytes(write_json([command_sample()], {}))
@@ -284,3 +318,39 @@ def test_a_page_replaces_files_alone(run: Run, tmp_path: Path) -> None:
     assert run("file", "--output", "loop")[1] == ""
     assert (tmp_path / "pipe").is_fifo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "loop", "pipe", "same"]
+
+
+def test_a_tokenizer_whose_tokens_nobody_can_spell_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    class Loaded:
+        backend_tokenizer = Tokenizer(models.WordLevel({"a": 0}, "a"))
+
+    for tokenizer, why in ((Loaded(), "tokens are unknown"), (object(), "has no fast tokenizer")):
+        with pytest.raises(ConfigError, match=why):
+            view(tmp_path / "file", None, tokenizer)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_it_is_and_nothing_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(write_safetensors([command_sample()] * 4, {}))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    view(tmp_path / "file", None)
+    steps = terminal.getvalue().split("\r")
+    assert [step.rpartition("]")[2].strip() for step in steps if step.startswith("[")] == [
+        "25 %",
+        "50 %",
+        "75 %",
+        "100 %",
+    ]
+    assert steps[-2].strip() == steps[-1] == ""
+    plain = io.StringIO()
+    Bar(plain).draw(0.5)
+    assert plain.getvalue() == ""
