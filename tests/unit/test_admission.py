@@ -21,8 +21,6 @@ from miles_router.fleet.workers import Unit, Worker
 from tests.support.waiting import soon, until
 
 MEMORY, SHARE = 1_000, 0.5
-
-
 POLICY = LeastInFlight()
 
 
@@ -251,23 +249,6 @@ async def test_the_worker_that_is_kept_stays_the_same() -> None:
     assert (kept.tokens, other.tokens) == (500, 60)
 
 
-async def test_who_is_aborted_or_leaves_lets_the_next_one_look() -> None:
-    scene = Scene(MEMORY)
-    await scene.begin("a", 500)
-    who = Who(1)
-    tasks = [scene.come("b", 600, who), scene.come("c", 600, Who(2)), scene.come("d", 200, Who(3))]
-    await settled()
-    who.aborted = True
-    scene.gate.release(who)
-    await soon(tasks[0])
-    tasks[1].cancel()
-    await asyncio.wait({tasks[1]})
-    assert scene.gate.held == 1
-    scene.end("a")
-    await soon(tasks[2])
-    assert scene.began == ["a", "d"]
-
-
 async def test_waiting_for_room_is_bounded_and_refused_with_the_reason() -> None:
     scene = Scene(MEMORY, max_held=1, timeout=0.05)
     scene.turn("a", 500)
@@ -298,3 +279,19 @@ async def test_those_who_wait_for_room_take_nobody_s_place_in_a_pause() -> None:
     scene.pool.homes.forget("a")
     scene.gate.resume()
     await soon(asyncio.gather(running, new))
+
+
+async def test_nobody_begins_while_the_gate_is_closed() -> None:
+    scene = Scene(MEMORY)
+    scene.turn("a", 500)
+    looks = scene.come("b", 500)
+    await settled()
+    scene.gate.pause("abort")
+    scene.pool.homes.forget("a")
+    leaves = asyncio.ensure_future(scene.gate.queue.wait(Who(1), "c", 500, asyncio.get_running_loop().time()))
+    await settled()
+    leaves.cancel()  # which has the first one look
+    await settled()
+    assert (scene.began, looks.done(), scene.gate.held) == ([], False, 1)
+    scene.gate.resume()
+    await soon(looks)

@@ -14,11 +14,7 @@ from miles_router.client.errors import InvalidReply
 from miles_router.client.router_client import _generate_body
 
 LISTED = "import sys, {}; print(*sorted(name for name in sys.modules if '.' not in name or 'miles_router.' in name))"
-
-
 SHARED = {f"miles_router.{name}" for name in ("dialects", "engines", "tasks", "trajectory", "version")}
-
-
 SERVER = {"starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "yaml", "transformers", "middleware_hub"}
 
 
@@ -69,8 +65,6 @@ def test_a_generation_is_of_one_prompt_and_one() -> None:
 
 
 META: dict[str, Any] = {"id": "r", "prompt_tokens": 3, "finish_reason": {"type": "stop", "matched": 2}}
-
-
 ANSWER: dict[str, Any] = {"text": "ab", "output_ids": [4, 5], "meta_info": META}
 
 
@@ -89,3 +83,10 @@ ANSWER: dict[str, Any] = {"text": "ab", "output_ids": [4, 5], "meta_info": META}
 def test_what_is_no_generation_is_refused(answer: Any) -> None:
     with pytest.raises(InvalidReply):
         Generation.from_json(answer)
+
+
+@pytest.mark.parametrize("reason", [None, {"type": "unheard of"}])
+def test_what_has_not_ended_in_a_known_way_is_no_sample(reason: Any) -> None:
+    made = Generation.from_json({**ANSWER, "meta_info": {**META, "finish_reason": reason}})
+    with pytest.raises(InvalidReply, match="finish reason"):
+        _ = made.status

@@ -41,20 +41,15 @@ def answer(**changed: Any) -> dict[str, Any]:
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "token_counts_disagree"),
         ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}, "logprobs_of_other_tokens"),
         ({"output_token_logprobs": ...}, "incomplete"),
-        ({"output_token_logprobs": None}, "incomplete"),
         ({"finish_reason": None}, "incomplete"),
-        ({"id": ...}, "incomplete"),
         ({"weight_versions": [{"version": "v1", "start": 0, "end": 1}]}, "versions_end_elsewhere"),
         ({"weight_versions": [{"version": "v1", "start": 1, "end": 2}]}, "versions_leave_gaps"),
         (
             {"weight_versions": [{"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 0, "end": 2}]},
             "versions_leave_gaps",
         ),
-        ({"weight_versions": [{"version": 1, "start": 0, "end": 3}]}, "versions_end_elsewhere"),
         ({"weight_versions": [{"version": 1}]}, "incomplete"),
         ({"weight_versions": [{"version": 1, "start": 0.0, "end": 2.0}]}, "incomplete"),
-        ({"weight_versions": [{"version": None, "start": 0, "end": 2}]}, "incomplete"),
-        ({"finish_reason": {"type": 3}}, "incomplete"),
     ],
 )
 def test_an_answer_that_lacks_something_or_contradicts_itself_is_refused(changed: dict[str, Any], reason: str) -> None:
@@ -125,10 +120,7 @@ def test_an_abort_in_the_queue_repeats_what_has_come() -> None:
         (b'{"text":"\\"finish_reason\\":1","meta_info":{"finish_reason" : null,"weight_version": "1"}}', (None, "1")),
         (b'{"meta_info":{"weight_version":2,"finish_reason":{"type":"abort"}}}', ({"type": "abort"}, 2)),
         (b'{"meta_info":{"finish_reason":null}}', (None, None)),
-        (b'{"meta_info":{"weight_version":"1"}}', None),
         (b'{"meta_info":{"finish_reason":{"type"', None),
-        (b'{"meta_info":{"finish_reason":null,"weight_version":', None),
-        (b'{"error":{}}', None),
     ],
 )
 def test_what_an_event_says_of_its_answer(event: bytes, progress: tuple[object, object] | None) -> None:
@@ -162,19 +154,12 @@ def test_finish_reasons_are_seen_without_parsing_or_not_at_all(
 
 ODD_BYTES = {
     "names without end": lambda size: b'"rid":' * (size // 6),
-    "names and spaces": lambda size: (b'"rid"' + b" " * 95) * (size // 100),
     "spaces in front of a value": lambda size: b'"rid":' + b" " * size + b"1",
-    "spaces behind a name": lambda size: b'"rid"' + b" " * size,
-    "quotes": lambda size: b'"' * size,
     "backslashes": lambda size: b'"rid":"' + b"\\" * size,
     "names in a text": lambda size: b'\\"rid\\":' * (size // 8),
-    "names behind an escape": lambda size: b'\\"rid":' * (size // 7),
     "deep lists": lambda size: b'"rid":' + b"[" * size,
     "lists that do not end": lambda size: b'"rid":[' * (size // 7),
-    "texts that do not end": lambda size: b'"rid":"\\n' * (size // 9),
-    "one long text": lambda size: b'"rid":"\\n' + b"a" * size + b'"',
     "digits": lambda size: b'"rid":' + b"1" * size,
-    "numbers": lambda size: b'"rid":1e' * (size // 8),
 }
 
 
@@ -206,9 +191,7 @@ def test_a_look_at_bytes_takes_time_that_grows_as_they_do(odd: str) -> None:
 
 STREAMS = {
     "empty lines": b"\n",
-    "lines": b"a\n",
     "carriage returns": b"\r",
-    "letters": b"a",
     "ends that are none": b"\n\r",
     "events": b"data: {}\n\n",
 }
@@ -232,22 +215,14 @@ def test_cutting_a_stream_into_events_takes_time_that_grows_as_it_does(odd: str,
 TELLING = {
     "SGLang": b'..."meta_info":{"id":"a","completion_tokens":123,"cached_tokens":0,"e2e_latency":0.1}}',
     "SGLang's events": b'data: {"text":"","meta_info":{"completion_tokens":123,"cached_tokens":0}}\n\ndata: [DONE]\n\n',
-    "several": b'[{"meta_info":{"completion_tokens":7}},{"meta_info":{"completion_tokens":123}}]',
     "usage": b'"usage":{"prompt_tokens":5,"completion_tokens":123,"completion_tokens_details":null}}',
-    "usage with spaces": b'"usage": {"prompt_tokens": 5, "completion_tokens": 123, "prompt_tokens_details": null}}',
     "usage that ends with it": b'"usage": {"prompt_tokens": 5, "completion_tokens": 123}}\n',
 }
-
-
 SILENT = {
     "nothing": b"",
-    "another": b'{"total_tokens":123}',
     "null": b'{"completion_tokens":null,"a":1}',
     "a text that speaks of it": b'{"content":"it says \\"completion_tokens\\":123, or so"}',
-    "cut": b'{"completion_tokens":',
     "below zero": b'{"completion_tokens":-5,"a":1}',
-    "a fraction": b'{"completion_tokens":1.5,"a":1}',
-    "a text": b'{"completion_tokens":"12","a":1}',
 }
 
 
@@ -271,8 +246,6 @@ MODEL: dict[str, Any] = {
     "tool_call_parser": "qwen25",
     "reasoning_parser": None,
 }
-
-
 SERVER: dict[str, Any] = {
     "model_path": "/models/launched",
     "tool_call_parser": "auto",
@@ -284,14 +257,10 @@ SERVER: dict[str, Any] = {
     "startup_time": {"scheduler_e2e": 12.3456789},
     "internal_states": [{"load": 1}],
 }
-
-
 SCHEMA: dict[str, Any] = {
     "paths": {"/generate": {}, "/ready": {}},
     "components": {"schemas": {"ChatCompletionRequest": {"properties": {"messages": {}}}, "Odd": 7}},
 }
-
-
 DOCUMENTS = ("/model_info", "/server_info", "/openapi.json")
 
 
@@ -330,21 +299,3 @@ def test_one_process_is_known_again_by_how_long_it_took_to_start() -> None:
     assert read(MODEL, {**SERVER, "startup_time": {"scheduler_e2e": 12.3456788}}).process != facts.process
     assert read(MODEL, {**SERVER, "dp_size": 1}).process != facts.process
     assert read(MODEL, {**SERVER, "startup_time": None}).process is None
-
-
-class Ends(set[int]):
-    """What some layer learns."""
-
-
-def test_what_was_learned_stays_with_its_process_and_model() -> None:
-    facts = read(MODEL, SERVER)
-    facts.learned(Ends).add(2)
-    assert facts.learned(Ends) == {2}
-    assert read(MODEL, SERVER).after(facts).learned(Ends) == {2}
-    assert read({**MODEL, "weight_version": "8"}, SERVER).after(facts).learned(Ends) == {2}
-    restarted = {**SERVER, "startup_time": {"scheduler_e2e": 1.0}}
-    unnamed = {**SERVER, "startup_time": None}
-    for other in (read(MODEL, restarted), read({**MODEL, "model_path": "/b"}, SERVER), read(MODEL, unnamed)):
-        assert other.after(facts).learned(Ends) == set()
-    assert read(MODEL, unnamed).after(read(MODEL, unnamed)).learned(Ends) == set()
-    assert facts.after(None) is facts

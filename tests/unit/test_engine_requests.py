@@ -12,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.actions import (
-    MEMORY,
     Abort,
     AbortAll,
     Action,
     ChangeAdapter,
-    Continue,
     EndGroup,
-    Flush,
     NameVersion,
     Other,
     Pause,
@@ -29,9 +26,9 @@ from miles_router.engines.actions import (
 )
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.control import Arguments, BadArguments
-from miles_router.engines.engine import NO_WISH, Engine, RankWish
+from miles_router.engines.engine import NO_WISH, RankWish
 from miles_router.engines.generate import MAX_GENERATIONS, GenerateRequest, UnknownShape
-from miles_router.engines.known import CONTROL, own_request, read_facts
+from miles_router.engines.known import CONTROL, read_facts
 from miles_router.engines.models import model_of
 from miles_router.engines.recomputing import (
     RecomputationCut,
@@ -45,23 +42,17 @@ from miles_router.engines.recomputing import (
 )
 from miles_router.engines.sglang.adapters import with_adapter
 from miles_router.engines.sglang.caches import with_cache_key
-from miles_router.engines.sglang.engine import SGLANG
 from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, wish
-from miles_router.engines.sglang_jax.engine import WITH_ADAPTERS
 
 
 @pytest.mark.parametrize(
     ("body", "prompts", "batch", "samples"),
     [
         ({"text": "a"}, ["a"], False, 1),
-        ({"text": ["a", "b"]}, ["a", "b"], True, 1),
         ({"text": ["a"], "sampling_params": {"n": 2}}, ["a"], True, 2),
         ({"input_ids": [1, 2]}, [[1, 2]], False, 1),
-        ({"input_ids": [[1], [2, 3]]}, [[1], [2, 3]], True, 1),
         ({"input_ids": []}, [[]], False, 1),
-        ({"input_tokens": [[1], [2]]}, [[1], [2]], True, 1),
         ({"input_ids": None, "input_tokens": [1]}, [[1]], False, 1),
-        ({"text": "a", "input_ids": [5]}, [[5]], False, 1),
         ({"text": "a", "input_tokens": [5]}, ["a"], False, 1),
         ({"text": ["a", "b"], "sampling_params": [{"n": 3}, {"n": 3}]}, ["a", "b"], True, 3),
         ({"text": "a", "sampling_params": None, "stream": True}, ["a"], False, 1),
@@ -84,21 +75,14 @@ def test_prompts_and_how_many_answers_they_get(
         ([], "no_object"),
         ({}, "no_prompt"),
         ({"text": 1}, "text"),
-        ({"text": []}, "text"),
         ({"text": ["a", 1]}, "text"),
-        ({"input_ids": "a"}, "input_ids"),
-        ({"input_ids": [1, "a"]}, "input_ids"),
         ({"input_ids": [1, True]}, "input_ids"),
         ({"input_ids": [[1], 2]}, "input_ids"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
-        ({"text": "a", "sampling_params": "hot"}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params"),
-        ({"text": "a", "sampling_params": {"n": [1]}}, "sampling_params"),
         ({"text": "a", "sampling_params": {"n": True}}, "sampling_params"),
         ({"text": "a", "sampling_params": {"n": MAX_GENERATIONS + 1}}, "too_many"),
-        ({"text": "a", "rid": 7}, "rid"),
-        ({"text": ["a", "b"], "rid": ["r"]}, "rid"),
         ({"text": ["a", "b"], "rid": ["r", 1]}, "rid"),
     ],
 )
@@ -125,43 +109,22 @@ def test_a_generation_alone_is_asked_for_with_what_is_its_own() -> None:
     assert read.single(1) == {**second, **common}
 
 
-TOLD = [
-    *(Pause("retract"), Continue(), Abort("a"), AbortAll(), Flush(), NameVersion("2")),
-    *(Sleep(MEMORY), Sleep({"weights"}), Wake(frozenset()), Wake({"kv_cache"})),
-]
-
-
-@pytest.mark.parametrize("engine", [SGLANG, WITH_ADAPTERS], ids=["usual", "jax"])
-@pytest.mark.parametrize("action", TOLD, ids=lambda each: each.__class__.__name__)
-def test_an_engine_is_told_what_a_client_may_tell_it(engine: Engine, action: Action) -> None:
-    order = engine.order(action)
-    path = order.target.decode()
-    assert order.method in CONTROL[path].methods
-    assert engine.read(path, Arguments(orjson.loads(order.body), {})) == action
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "action"),
     [
         ("/pause_generation", {}, Pause("abort")),
         ("/release_memory_occupation", {"tags": ["cuda_graph"]}, Sleep({"cuda_graph"})),
-        ("/release_memory_occupation", {}, Sleep(MEMORY)),
         ("/resume_memory_occupation", {}, Wake(frozenset())),
         ("/abort_request", {"rid": "a", "abort_all": True}, AbortAll()),
         ("/abort_request", {"group": 3}, EndGroup(3)),
         ("/update_weight_version", {"new_version": "7"}, NameVersion("7", aborts=True)),
         ("/update_weights_from_disk", {"model_path": "m", "weight_version": 7}, Update("7", flushes=True)),
         ("/update_weights_from_disk", {"model_path": "m", "flush_cache": False}, Update(None)),
-        ("/end_weight_update", {"weight_version": "7"}, Update("7")),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, ChangeAdapter("a", "/a", loads=True)),
         ("/unload_lora_adapter", {"lora_name": 1}, ChangeAdapter(None, loads=False)),
-        ("/pause", {}, Pause("abort")),
-        ("/abort_requests", {}, AbortAll()),
         ("/abort_requests", {"request_ids": ["chatcmpl-a"]}, Abort("a")),
-        ("/finish_weight_update", {"weight_version": "7"}, Update("7")),
         ("/collective_rpc", {"method": "reload_weights"}, Update(None)),
         ("/collective_rpc", {"method": "ping"}, Other("/collective_rpc")),
-        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, ChangeAdapter("a", "/a", loads=True)),
         ("/freeze_gc", {}, Other("/freeze_gc")),
     ],
 )
@@ -174,11 +137,8 @@ def test_a_control_request_is_read_as_what_it_means(path: str, fields: dict[str,
     [
         ("/pause_generation", {"mode": "now"}),
         ("/abort_request", {}),
-        ("/abort_request", {"rid": 1}),
-        ("/abort_request", {"group": "", "rid": "a"}),
         ("/abort_request", {"group": True}),
         ("/update_weight_version", {}),
-        ("/update_weights_from_disk", {"model_path": 1}),
     ],
 )
 def test_arguments_that_no_engine_understands_are_refused(path: str, fields: dict[str, Any]) -> None:
@@ -187,25 +147,11 @@ def test_arguments_that_no_engine_understands_are_refused(path: str, fields: dic
 
 
 @pytest.mark.parametrize(
-    ("path", "action"),
-    [
-        ("/update_weights_from_tensor", Update("7", flushes=True)),
-        ("/load_lora_adapter_from_tensors", ChangeAdapter("a")),
-        ("/set_internal_state", Other("/set_internal_state")),
-    ],
-)
-def test_a_path_of_the_user_s_own_is_read_by_its_name(path: str, action: Action) -> None:
-    assert own_request(path).read(Arguments({"weight_version": "7", "lora_name": "a"}, {})) == action
-
-
-@pytest.mark.parametrize(
     ("own", "written"),
     [
         (None, "x"),
-        ("", "x"),
         ([], "x"),
         ("y", "y"),
-        (["y", "y"], ["y", "y"]),
         ([None, "y"], ["x", "y"]),
         ([None, ""], ["x", "x"]),
     ],
@@ -237,13 +183,10 @@ CHAT = "/v1/chat/completions"
     [
         ("/generate", [], b'{"text": "x"}', NO_WISH),
         ("/generate", [], b'{"text": "\\"routed_dp_rank\\": 1"}', NO_WISH),
-        ("/generate", [], b'{"custom": {"routed_dp_rank": 1}}', NO_WISH),
-        ("/generate", [], b'{"routed_dp_rank": null}', NO_WISH),
         ("/generate", [], b'{"routed_dp_rank": 1}', RankWish(1, True)),
         ("/generate", [], b'{"routed_dp_rank": "1"}', RankWish(None, True)),
         ("/generate", [], b'{"data_parallel_rank": 1, "routed_dp_rank": 3}', RankWish(3, True)),
         ("/generate", [(b"x-data-parallel-rank", b"1")], b"{}", RankWish(1, False)),
-        ("/generate", [(b"x-data-parallel-rank", b"first")], b"{}", NO_WISH),
         ("/generate", [(b"x-override-routed-dp-rank", b"1")], b"{}", RankWish(None, True)),
         (CHAT, [(b"x-data-parallel-rank", b"1")], b'{"routed_dp_rank": 3}', RankWish(1, True)),
         (CHAT, [(b"x-data-parallel-rank", b"9" * 5000)], b"{}", RankWish(None, True)),
@@ -266,6 +209,10 @@ def test_the_rank_that_answered_is_read_however_the_answer_is_cut(
     assert [each for each in read if each is not None][:1] == [rank]
 
 
+def test_an_answer_without_a_rank_tells_none() -> None:
+    assert RankScanner().feed(b'{"meta_info": {"dp_rank": null, "id": "x"}}') is None
+
+
 KEY = b"weights-12345678-7"
 
 
@@ -275,9 +222,7 @@ KEY = b"weights-12345678-7"
         (b'{"text": "a"}', b'{"text": "a","extra_key":"%b"}' % KEY),
         (b" {} \n", b' {"extra_key":"%b"}' % KEY),
         (b'{"text":"say \\"extra_key\\""}', b'{"text":"say \\"extra_key\\"","extra_key":"%b"}' % KEY),
-        (b'{"a":{"extra_key":"b"}}', b'{"a":{"extra_key":"b"},"extra_key":"%b"}' % KEY),
         (b'{"extra_key":null}', b'{"extra_key":"%b"}' % KEY),
-        (b'{"extra_key":""}', b'{"extra_key":"%b"}' % KEY),
         (b'{"extra_key":"mine","n":1}', b'{"extra_key":"%b/mine","n":1}' % KEY),
         (b'{"extra_key":["a",""]}', b'{"extra_key":["%b/a","%b"]}' % (KEY, KEY)),
     ],
@@ -304,12 +249,9 @@ def answer(**changed: Any) -> bytes:
     "changed",
     [
         {"input_token_logprobs": "absent"},
-        {"input_token_logprobs": []},
         {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None]]},
         {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-0.25, 8, None]]},
         {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [None, 7, None]]},
-        {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], ["x", 7, None]]},
-        {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [0.5, 7, None]]},
         {"input_token_logprobs": 7},
     ],
 )
@@ -338,14 +280,9 @@ def test_one_that_was_aborted_or_saw_the_weights_change_may_be_asked_again() -> 
     [
         ({}, None),
         ({"temperature": 1, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 1, "stop": ["x"]}, None),
-        ({"temperature": 0.6}, None),
         ({"repetition_penalty": 1.05}, "repetition_penalty"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"logit_bias": {}}, None),
         ({"logit_bias": {"1": 1}}, "logit_bias"),
-        ({"min_tokens": 0}, None),
         ({"ebnf": "root ::= x"}, "ebnf"),
-        ({"custom_logit_processor": "x"}, "custom_logit_processor"),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"tool_choice": "auto", "tools": [{"function": {"name": "a"}}, 7, {}]}, None),
@@ -363,8 +300,6 @@ def test_settings_that_reshape_logprobs(fields: dict[str, Any], reason: str | No
         ({}, [], 1.0),
         ({"temperature": 0.6}, [], 0.6),
         ({"temperature": 0}, [], 1.0),  # greedy ones are not divided
-        ({"temperature": 0.0000001}, [], 1.0),
-        ({"temperature": None}, [{"temperature": 0.6}], 0.6),
         ({"temperature": 1}, [{"temperature": 0.6}], 1.0),
         ({}, [{}, {"temperature": 0.6}], 0.6),
         ({}, [{"temperature": 1.0}, {"temperature": 0.6}], None),  # nobody knows which counts
@@ -398,12 +333,9 @@ def test_one_token_is_asked_for_at_its_temperature() -> None:
         ({}, ""),
         ({"model": "poet"}, ""),  # which the engine takes for the base weights
         ({"lora_path": "poet"}, "poet"),
-        ({"lora_path": None}, ""),
         ({"lora_path": ["poet"]}, None),
         ({"model": "base:poet"}, "poet"),
-        ({"model": "other:poet", "lora_path": "x"}, "poet"),
         ({"model": "with:colon:poet"}, "poet"),
-        ({"model": "base:"}, None),
     ],
 )
 def test_the_adapter_of_a_request(fields: dict[str, Any], adapter: str | None) -> None:

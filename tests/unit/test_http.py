@@ -32,21 +32,14 @@ SAID: list[tuple[bytes, str]] = [
     (b"/", "/"),
     (b"*", "*"),
     (b"/generate", "/generate"),
-    (b"/generate?", "/generate"),
     (b"/%67enerat%65", "/generate"),
-    (b"/trailing/", "/trailing/"),
-    (b"/v1.5/.well-known/x", "/v1.5/.well-known/x"),
     (b"/a..b/...", "/a..b/..."),
     (b"/%20/%25", "/ /%"),
     (b"/%2570ause", "/%70ause"),
     (b"/caf%C3%A9/%E6%97%A5", "/café/日"),
-    (b"/semi;a=1;b=2/comma,colon:at@dollar$and&plus+star*bang!tilde~paren()quote'", ""),
     (b"/workers/http%3A%2F%2F10.0.0.7%3A30000", "/workers/http://10.0.0.7:30000"),
     (b"/v1/models/Qwen%2FQwen3-4B", "/v1/models/Qwen/Qwen3-4B"),
-    (b"/sessions/s/v1/models/Qwen%2fQwen3-4B", "/sessions/s/v1/models/Qwen/Qwen3-4B"),
 ]
-
-
 AMBIGUOUS = {
     "no path": [b"", b"**", b"*?", b"generate", b"?", b"http://host/x"],
     "a control character": [b"/a%0a", b"/a%0D", b"/%00a", b"/a%1f", b"/a%7F", b"/a\n", b"/a%c2%85", b"/a%e2%80%a8"],
@@ -94,15 +87,10 @@ def test_headers_become_text_and_headers_again_byte_for_byte() -> None:
 BAD_HEADERS = {
     "a line end": (b"x-a", b"a\r\nx-b: c"),
     "a bare line feed": (b"x-a", b"a\nb"),
-    "a bare carriage return": (b"x-a", b"a\rb"),
     "a zero": (b"x-a", b"a\0b"),
     "a colon in a name": (b"x-a: b", b"c"),
-    "a space in a name": (b"x a", b"c"),
-    "a line end in a name": (b"x-a\r\n", b"c"),
     "no name": (b"", b"c"),
 }
-
-
 bad_headers = pytest.mark.parametrize("header", [*BAD_HEADERS.values()], ids=[*BAD_HEADERS])
 
 
@@ -153,6 +141,12 @@ def test_only_chunks_are_understood(encoding: bytes) -> None:
         reply_body(200, [(b"transfer-encoding", encoding)], to_head=False)
 
 
+def test_chunks_count_before_a_length() -> None:
+    """RFC 9112 section 6.3: Transfer-Encoding overrides Content-Length."""
+    both = [(b"content-length", b"1"), (b"transfer-encoding", b"Chunked")]
+    assert request_body(both) == request_body(both[::-1]) == reply_body(200, both, to_head=False) == CHUNKED
+
+
 def test_how_bytes_travel_is_not_for_the_app_to_say() -> None:
     data, body, keep_alive = head([(b"Transfer-Encoding", b"gzip"), (b"Connection", b"upgrade"), (b"x-a", b"1")])
     assert data == b"HTTP/1.1 200 OK\r\nx-a: 1\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -170,8 +164,6 @@ def test_what_is_sent_around_a_body_is_bounded_however_long_the_body_was() -> No
 
 
 Pairs = list[tuple[bytes, bytes]]
-
-
 ACCEPT = (b"accept", b"*/*")
 
 
@@ -179,17 +171,12 @@ ACCEPT = (b"accept", b"*/*")
     "headers",
     [
         [],
-        [(b"authorization", b"")],
-        [(b"authorization", b"Bearer")],
         [(b"authorization", b"Bearer ")],
         [(b"authorization", b"secret")],
         [(b"authorization", b"Basic secret")],
         [(b"authorization", b"Bearer secret2")],
-        [(b"authorization", b"Bearer secre")],
-        [(b"authorization", b"Bearer SECRET")],
         [(b"authorization", b"Bearer caf\xc3\xa9")],
         [(b"authorization", b"Bearer secret,other")],
-        [(b"x-api-key", b"")],
         [(b"x-api-key", b"Bearer secret")],
         [(b"x-other", b"secret")],
     ],
@@ -289,21 +276,15 @@ def test_json_with_very_many_values_is_refused_before_it_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "url", "host", "port", "authority", "prefix"),
     [
-        ("http://a:1", "http://a:1", "a", 1, b"a:1", b""),
         ("http://a", "http://a", "a", 80, b"a", b""),
         ("http://a:80/", "http://a", "a", 80, b"a", b""),
-        ("https://a", "https://a", "a", 443, b"a", b""),
         ("https://a:443", "https://a", "a", 443, b"a", b""),
-        ("https://a:80", "https://a:80", "a", 80, b"a:80", b""),
         ("HTTP://A.Example:8000", "http://a.example:8000", "a.example", 8000, b"a.example:8000", b""),
         ("http://a:1/p/q//", "http://a:1/p/q", "a", 1, b"a:1", b"/p/q"),
-        ("http://a:1/P%2fq", "http://a:1/P%2fq", "a", 1, b"a:1", b"/P%2fq"),
-        ("http://10.0.0.7:65535", "http://10.0.0.7:65535", "10.0.0.7", 65535, b"10.0.0.7:65535", b""),
         ("http://[::1]:1", "http://[::1]:1", "::1", 1, b"[::1]:1", b""),
         ("http://[2001:DB8::1]", "http://[2001:db8::1]", "2001:db8::1", 80, b"[2001:db8::1]", b""),
         ("\thttp://a:1\n", "http://a:1", "a", 1, b"a:1", b""),
         ("http://a:", "http://a", "a", 80, b"a", b""),
-        ("http://a.:1", "http://a.:1", "a.", 1, b"a.:1", b""),
     ],
 )
 def test_the_normal_form_has_one_spelling(
@@ -318,36 +299,23 @@ def test_the_normal_form_has_one_spelling(
     ("text", "says"),
     [
         (None, "non-empty string"),
-        (7, "non-empty string"),
-        (["http://a"], "non-empty string"),
         ("", "non-empty string"),
-        ("  ", "non-empty string"),
         ("a:1", "http:// or https://"),
-        ("//a:1", "http:// or https://"),
         ("ftp://a", "http:// or https://"),
-        ("grpc://a:1", "http:// or https://"),
         ("http://", "name a host"),
-        ("http:///path", "name a host"),
-        ("http://:1", "name a host"),
         ("http://a:x", "malformed"),
-        ("http://a:-1", "malformed"),
         ("http://a:65536", "malformed"),
         ("http://a:0", "port 0"),
         ("http://[::1", "malformed"),
         ("http://user@a", "credentials"),
-        ("http://:pass@a", "credentials"),
         ("http://a?x", "query"),
-        ("http://a/p?x=1", "query"),
         ("http://a#f", "fragment"),
         ("http://a b", "printable ASCII"),
         ("http://a\nHost: b", "printable ASCII"),
-        ("http://a\x7f", "printable ASCII"),
         ("http://caf\xe9", "printable ASCII"),
         ('http://a"b', "printable ASCII"),
-        ("http://a\\b", "printable ASCII"),
         ("http://" + "a" * MAX_URL_LENGTH, "at most"),
         ("http://a..b", "invalid host name"),
-        ("http://.a", "invalid host name"),
         ("http://" + "a" * 64, "invalid host name"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from miles_router import log
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     """`configure` changes the root logger of this process."""
     root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn.error")
@@ -37,7 +37,6 @@ def shown(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize(
     "char", ["\x00", "\x1b", "\x7f", "\x85", "\x9b", "\u200e", "\u2028", "\u202e", "\u2069", "\ud800"]
 )
@@ -64,7 +63,6 @@ class _Stream:
         self.writer.setFormatter(log.TextFormatter())
 
 
-@pytest.mark.usefixtures("_restored")
 def test_lines_that_nobody_reads_are_dropped_and_counted_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "MAX_WAITING", 10_000)
     pipe = _Stream()
@@ -83,7 +81,6 @@ def test_lines_that_nobody_reads_are_dropped_and_counted_and_the_log_says_so(mon
     assert (lines.count("x" * 100), lines[-1]) == (2000 - sum(told), "the last")
 
 
-@pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_traceback_is_shown_in_both_formats(capsys: pytest.CaptureFixture[str], log_format: log.LogFormat) -> None:
     log.configure("info", log_format)

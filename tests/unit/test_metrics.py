@@ -162,16 +162,6 @@ def test_rewards_are_kept_of_the_last_versions_alone() -> None:
     assert told == [{"weight_version": str(version), "count": 2, "sum": version + 0.5} for version in kept]
 
 
-def test_rewards_of_several_processes_are_added_up() -> None:
-    runs = []
-    for rewards in ({"1": 1.0, "2": 3}, {"2": -0.5, "3": 2}):
-        scene = Scene()
-        for version, reward in rewards.items():
-            scene.series.reward(version, reward)
-        runs.append({**scene.series.describe(), "gate": {"closed": False, "held": 0}})
-    assert [tuple(each.values()) for each in one_run(runs)["rewards"]] == [("1", 1, 1.0), ("2", 2, 2.5), ("3", 1, 2.0)]
-
-
 def test_of_several_processes_all_is_known_once_each_knows_all() -> None:
     def run(first: int, since: int) -> dict[str, Any]:
         scene = Scene()

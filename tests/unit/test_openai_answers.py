@@ -24,8 +24,6 @@ from miles_router.trajectory import VersionRun
 from tests.support.sessions import SYSTEM, Scene, user
 
 CHAT = ChatEndpoint()
-
-
 #: As SGLang 0.5.23 gives it, cut to what counts.
 CHOICE: Mapping[str, Any] = {
     "index": 0,
@@ -127,11 +125,7 @@ def chunk(*choices: Any, rid: str = "rid", **fields: Any) -> dict[str, Any]:
 
 
 IDS = chunk(sglext={"input_ids": [5, 6], "output_ids": [[11, 12]], "cached_tokens_details": {"device": 4, "host": 1}})
-
-
 TEXT = chunk(delta(logprobs=[-0.5, 0.0], content="Hello"))
-
-
 END = chunk(delta(finish="stop"))
 
 
@@ -236,8 +230,6 @@ def test_worker_that_left_keeps_its_version_and_an_unknown_one_has_none(seen: Se
 
 
 SAID = {"index": 0, "delta": {"content": "a"}, "logprobs": {"content": [{"logprob": -0.5, "bytes": [97]}]}}
-
-
 NO_CHUNKS = {
     "a choice of a great number": {"choices": [{**SAID, "index": 10**12}]},
     "a choice without a number": {"choices": [{**SAID, "index": "0"}]},
@@ -246,8 +238,6 @@ NO_CHUNKS = {
     "ids that are one": {"choices": [], "sglext": {"output_ids": 5}},
     "ids that are a number": {"choices": [], "sglext": {"output_ids": [5]}},
 }
-
-
 #: What a stream tells at its end that is nothing to go on from, or nothing at all.
 ODD_ENDS = {
     "ids that are texts": {"choices": [], "sglext": {"output_ids": [["5"]]}},
@@ -322,11 +312,7 @@ def shown(chunks: Sequence[Any]) -> str:
 
 
 NAMED, COMPLETE = held_chunk(call("", "add")), held_chunk(call('{"a": 1}'))
-
-
 SHOWN = 'add{"a": 1}'
-
-
 ENDED: dict[str, tuple[list[Any], str, str]] = {
     "closed by the engine": ([NAMED, held_chunk({}, ' {"a"'), COMPLETE, held_chunk({}, ": 1")], "length", "add"),
     "sampled": ([NAMED, held_chunk({}, ' {"a": 1}'), COMPLETE], "length", SHOWN),

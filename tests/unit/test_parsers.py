@@ -23,8 +23,6 @@ from miles_router.generation.questions import EngineQuestions
 from tests.support.written_turns import FAMILIES, TOOLS
 
 BY_NAME = tools_by_name(TOOLS)
-
-
 TURNS = [(name, text) for name, family in FAMILIES.items() for text in family.turns]
 
 
@@ -178,8 +176,6 @@ def test_a_call_that_says_its_marks_again_and_again_is_none(name: str, again: st
 
 
 BEYOND = [f'{{"a": {"[" * 100_000}', f'{{"a": {"1" * 5000}', "{1, 2}", "{[]: 1}"]
-
-
 WRITTEN = {
     "qwen3": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
     "qwen35": "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
@@ -205,36 +201,25 @@ async def test_a_call_beyond_what_can_be_read_ends_no_answer_with_another_error(
 
 REPAIRED: list[tuple[str, Any]] = [
     ('{"a": 17, "b": 25', {"a": 17, "b": 25}),
-    ('{"a": 17, "b": 25\n', {"a": 17, "b": 25}),
     ('{"a": 17, "b": 2', {"a": 17}),
-    ('{"a": 17, "b":', {"a": 17}),
     ('{"a": 17, "b":', {"a": 17, "b": None}),
     ('{"a": 17, "b": 25}}', {"a": 17, "b": 25}),
-    ('{"a": 17, "b": 25,}', {"a": 17, "b": 25}),
     ('{"a": [1, {"b": "x"', {"a": [1, {"b": "x"}]}),
     ('{"path": "/tmp/a", "text": "one\\ntw', {"path": "/tmp/a", "text": "one\ntw"}),
     ('{"text": "one\ntwo"}', {"text": "one\ntwo"}),
-    ('{"text": "caf\\u00e', {"text": "caf"}),
     ('{"text": "a\\', {"text": "a"}),
     ("{'a': True, 'b': None}", {"a": True, "b": None}),
-    ("{a: 1, b: 2}", {"a": 1, "b": 2}),
     ('{"a": 1.0, "b": 25', {"a": 1, "b": 25}),
     ('{"a": 17, "b": 25', {}),
     ('{"a": 17, "b": 25', {"INVALID_JSON": '{"a": 17, "b": 25'}),
 ]
-
-
 EDITS: list[tuple[Any, Any]] = [
     ('{"a": 17, "b": 25', {"a": 17, "b": 26}),
     ('{"a": 17, "b": 25', {"b": 25, "a": 17}),
-    ('{"a": 17, "b": 25', {"a": 17, "b": 25, "c": 1}),
     ('{"path": "/etc/passwd", "b": 2', {"path": "/etc"}),
-    ('{"a": 17, "b": 25}', {"a": 17}),
     ('{"a": 17, "b": 25}', {}),
-    ('{"a": "', 7),
     ('{"a": "', "text"),
     ("", {"a": 1}),
-    (None, {"a": 1}),
     ({"a": 1}, {"a": 2}),
 ]
 

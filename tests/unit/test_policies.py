@@ -238,6 +238,16 @@ def test_what_is_known_of_an_engine_s_pace_is_forgotten_with_it() -> None:
     assert (slow.pace, slow.learned) == (1.0, None)
 
 
+def test_large_fleet_is_compared_in_turns() -> None:
+    pool, policy = pool_of(100), LeastInFlight()
+    first = turn(pool, policy, "a", 100)
+    _busy = [pool.lease(policy, preferred=worker.url) for worker in pool for _ in range(9)]
+    idle = pool.add(parse_worker_url("http://idle"))
+    turns = [turn(pool, policy, "a", 100) for _ in range(200)]
+    assert {*turns} == {first, *idle.units}
+    assert turns[-1].worker is idle
+
+
 def test_the_least_recently_used_keys_are_forgotten() -> None:
     pool, policy = pool_of(2, Homes(max_keys=2)), LeastInFlight()
     home = released(pool.lease(policy, "a"))

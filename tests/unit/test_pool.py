@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.errors import NoWorkerAvailable
+from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
@@ -15,8 +15,6 @@ from miles_router.fleet.workers import Transition, Worker, WorkerState
 from tests.support.quiet_fleet import quiet_fleet
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
-
-
 POLICY = LeastInFlight()
 
 
@@ -74,6 +72,13 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
         scene.pool.lease(POLICY)
     for lease in leases:
         lease.release()
+
+
+def test_a_worker_is_found_by_url_and_by_id() -> None:
+    scene = Scene.of("ab")
+    assert scene.pool.get(scene["b"].address.id) is scene["b"]
+    with pytest.raises(NotFound, match="http://c"):
+        scene.pool.get("http://c")
 
 
 @pytest.mark.parametrize("state", [READY, QUARANTINED])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -103,15 +102,40 @@ def test_rows_of_another_length_do_not_continue_any() -> None:
     assert len(aligned(np.zeros((0, 1), dtype=np.uint8), start=2, parent=parent)) == 2
 
 
+def numbered(start: int, stop: int, *, base: int = 0, dtype: Any = np.uint8) -> RowArray:
+    """Rows [start, stop), each with ids of its own."""
+    first = base + WIDTH * np.arange(start, stop)
+    rows: RowArray = (first[:, None] + np.arange(WIDTH)).astype(dtype)
+    return rows
+
+
+def line() -> tuple[AlignedRows, AlignedRows, AlignedRows]:
+    """Rows 0 to 3, 4 to 6 and 7 to 11 of one trajectory."""
+    first = aligned(numbered(0, 4))
+    second = aligned(numbered(4, 7), start=4, parent=first)
+    return first, second, aligned(numbered(7, 12), start=7, parent=second)
+
+
+@pytest.mark.parametrize("wanted", [(0, 13), (-1, 3), (13,), (-2, -1)])
+def test_a_range_beyond_the_rows_is_refused(wanted: tuple[int, ...]) -> None:
+    *_, third = line()
+    assert refused(third, *wanted) == "experts_without_gap"
+
+
+def test_a_child_that_begins_behind_its_parents_end_is_refused() -> None:
+    first, *_ = line()
+    with pytest.raises(InvalidTrajectory, match="rows 4 to 5 are missing") as error:
+        aligned(numbered(6, 8), start=6, parent=first)
+    assert error.value.invariant == "experts_without_gap"
+
+
+def test_more_rows_than_there_are_are_not_complete() -> None:
+    *_, third = line()
+    assert third.complete(12)
+    assert not third.complete(13)
+
+
 STORE_WIDTH = 10
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Whatever is let go, is let go without the garbage collector."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Holders(RuleBasedStateMachine):
@@ -119,6 +143,7 @@ class Holders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.disable()  # whatever is let go, is let go without it
         self.store = RowStore(ROUTED_EXPERTS, 150)
         self.owned: list[AlignedRows] = []
         self.names: set[str] = set()  # of those that are kept
@@ -198,11 +223,10 @@ class Holders(RuleBasedStateMachine):
         return None if key is None else key()
 
     def teardown(self) -> None:
+        gc.enable()
         for stack, _ in self.pins:
             stack.close()
 
 
 Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
-
-
 TestHolders = Holders.TestCase

@@ -15,7 +15,6 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
-from middleware_hub.openai_session.continuing.endings import NotAppendOnly as ProofNotAppendOnly
 from middleware_hub.openai_session.continuing.families import ROLES
 from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
 from middleware_hub.openai_session.continuing.proof import Proof, prove
@@ -41,11 +40,7 @@ LIBRARY = (
     *("qwen3", "qwen35", "qwennext", "glm47", "kimi25", "kimi26", "minimax_m25", "minimax_m27"),
     *("deepseekv32", "deepseekv4", "nemotron3"),
 )
-
-
 STOPS = {"glm47": ("<|user|>", "<|observation|>"), "minimax_m25": ("[e~[",), "minimax_m27": ("[e~[",)}
-
-
 STOPS |= dict.fromkeys(("deepseekv32", "deepseekv4"), ("<｜end▁of▁sentence｜>",))
 
 
@@ -148,8 +143,6 @@ def test_joins_as_the_library_does(family: str, thinking: bool, tmp_path: Path) 
 
 
 QWEN = "<|im_end|>"
-
-
 NEXT = "<|im_start|>assistant\n"
 
 
@@ -232,16 +225,6 @@ def test_gpt_oss_does_not_say_where_a_cut_call_ends() -> None:
             at_once(continuation(OSS).after(end, [tool()], Context(TOOLS, {})))
 
 
-def test_deepseek_asks_for_an_answer_behind_questions_alone() -> None:
-    made = continuation("deepseekv32")
-    end = HeldEnd(token("<｜end▁of▁sentence｜>", "deepseekv32"), ended=True)
-    assert given(made, end, user(), family="deepseekv32") == (0, "<｜User｜>More<｜Assistant｜></think>")
-    thinking = given(made, end, user(), family="deepseekv32", thinking=True)
-    assert thinking == (0, "<｜User｜>More<｜Assistant｜><think>")
-    with pytest.raises(NotAppendOnly, match="no prompt for another answer"):
-        at_once(made.after(end, [], Context(None, {})))
-
-
 def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     """SentencePiece puts a space in front of a text, and in front of what follows a special token."""
     llama = "{%- for m in messages -%}{{ m.role + ': ' + m.content + '</s>' }}{%- endfor -%}{{ 'assistant:' }}"
@@ -287,7 +270,6 @@ def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.fields["reason"] for each in caplog.records if each.message == "proof_ignored"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("directory")
 def test_a_restart_knows_what_was_proved_and_refused_before(proved: list[Shape], directory: Path) -> None:
     first = build(with_template(REFUSING), None).proof
     assert len(proved) == 2 * len(STANDARD)
@@ -324,7 +306,6 @@ CHANGES: Mapping[str, tuple[Callable[[], Continuation], str, object]] = {
 }
 
 
-@pytest.mark.usefixtures("directory")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_proof_is_used_for_nothing_else(
     change: str, proved: list[Shape], directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -364,7 +345,6 @@ DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.usefixtures("directory")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_file_that_cannot_be_trusted_is_ignored_and_written_anew(
     damage: str, proved: list[Shape], directory: Path, caplog: pytest.LogCaptureFixture
@@ -399,7 +379,6 @@ def test_without_a_place_for_it_every_start_proves_anew(
     assert proved
 
 
-@pytest.mark.usefixtures("directory")
 def test_only_so_many_files_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.MAX_FILES", 4)
     for number in range(7):
@@ -409,13 +388,11 @@ def test_only_so_many_files_are_kept(directory: Path, monkeypatch: pytest.Monkey
 
 
 LOOP = "{%- for m in messages -%}"
-
-
 TOOL = "{%- if m.role == 'tool' -%}"
 
 
 @cache
-def proof_proved(template: str, name: str = "qwen3") -> Proof:
+def proof_of(template: str, name: str = "qwen3") -> Proof:
     return prove(from_tokenizer(with_template(template, name)))
 
 
@@ -425,7 +402,7 @@ def within(what: str) -> str:
 
 
 def test_a_template_that_looks_at_one_message_at_a_time_is_exact_throughout() -> None:
-    assert proof_proved(CHATML).describe() == {
+    assert proof_of(CHATML).describe() == {
         "template": "the tokenizer's chat template",
         "exact": list(STANDARD),
         "refused": {},
@@ -433,29 +410,32 @@ def test_a_template_that_looks_at_one_message_at_a_time_is_exact_throughout() ->
     }
 
 
-def test_a_message_that_the_template_leaves_out_is_refused() -> None:
-    silent = CHATML.replace("+ m.content", "+ (m.content if m.role != 'system' or loop.first else '')")
-    assert proof_proved(silent).refused == {"system": "the template omits a message of role system here"}
+BEHIND = "what the template writes behind an answer depends on the"
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "a message left out": (
+        CHATML.replace("+ m.content", "+ (m.content if m.role != 'system' or loop.first else '')"),
+        "the template omits a message of role system here",
+    ),
+    "an end by the history": (
+        CHATML + "{%- if messages[-1].role == 'system' -%}{{ messages | length }}{%- endif -%}",
+        f"{BEHIND} conversation before it",
+    ),
+    "an end by the system message": (
+        CHATML + "{%- if messages[0].role != 'system' and messages[-1].role == 'system' -%}{{ 'x' }}{%- endif -%}",
+        f"{BEHIND} system message",
+    ),
+}
 
 
-def test_a_tail_that_depends_on_the_history_is_refused() -> None:
-    counting = CHATML + "{%- if messages[-1].role == 'system' -%}{{ messages | length }}{%- endif -%}"
-    reason = "what the template writes behind an answer depends on the conversation before it"
-    assert proof_proved(counting).refused == {"system": reason}
-
-
-def test_a_tail_that_depends_on_the_system_message_is_refused() -> None:
-    quoting = CHATML + (
-        "{%- if messages[0].role != 'system' and messages[-1].role == 'system' -%}{{ 'unled' }}{%- endif -%}"
-    )
-    reason = "what the template writes behind an answer depends on the system message"
-    assert proof_proved(quoting).refused == {"system": reason}
+@pytest.mark.parametrize(("template", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_continued_exactly_is_refused_with_the_reason(template: str, reason: str) -> None:
+    assert proof_of(template).refused == {"system": reason}
 
 
 def test_a_switch_said_in_the_history_is_refused() -> None:
     switching = CHATML + "{%- if '/no_think' in (messages | map(attribute='content') | join) -%}{{ '.' }}{%- endif -%}"
     with pytest.raises(ConfigError, match="depends on /no_think in an earlier message"):
-        proof_proved(switching)
+        proof_of(switching)
 
 
 def test_tools_that_move_to_the_last_question_are_refused_where_there_are_tools() -> None:
@@ -466,7 +446,7 @@ def test_tools_that_move_to_the_last_question_are_refused_where_there_are_tools(
         + LOOP
         + "{%- if tools and m == users[-1] -%}{{ tools | tojson }}{%- endif -%}",
     )
-    proof = proof_proved(moving)
+    proof = proof_of(moving)
     assert proof.refused == dict.fromkeys(
         ("user, with tools given", "tool, user"), "the template writes the tools behind the answer"
     )
@@ -477,21 +457,21 @@ def test_history_that_is_left_out_once_something_is_appended_is_refused() -> Non
     forgetting = CHATML.replace(
         LOOP, "{%- set kept = messages[-4:] if messages[-1].role == 'critic' else messages -%}{%- for m in kept -%}"
     )
-    reason = proof_proved(forgetting).refusal(Shape(("critic",)), {})
+    reason = proof_of(forgetting).refusal(Shape(("critic",)), {})
     assert reason == "the template writes an earlier user message differently once messages are appended"
 
 
 def test_a_question_that_cannot_be_appended_is_a_mistake_of_configuration() -> None:
     counting = CHATML + "{{ messages | length }}"
     with pytest.raises(ConfigError, match=r"cannot be continued exactly by a user's message: .* depends on the conv"):
-        proof_proved(counting)
+        proof_of(counting)
 
 
 def test_a_template_without_tools_is_proved_without() -> None:
     refusing = within(TOOL + "{{ raise_exception('No tools') }}{%- endif -%}")
-    assert set(proof_proved(refusing).refused) == {"tool", "two tools", "tool, user"}
+    assert set(proof_of(refusing).refused) == {"tool", "two tools", "tool, user"}
     silent = CHATML.replace("+ m.content", "+ (m.content if m.role != 'tool' else '')")
-    assert set(proof_proved(silent).refused) == {"tool", "two tools", "tool, user"}
+    assert set(proof_of(silent).refused) == {"tool", "two tools", "tool, user"}
 
 
 def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +499,7 @@ def test_request_that_appends_too_many_messages_is_refused_first() -> None:
     made, end = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False)
     turns = [{"role": role, "content": "a"} for role in ("assistant", "user")]
     for appended, what in ((turns * 65, "128 roles"), ([turns[1]] * 4097, "4096 messages")):
-        with pytest.raises(ProofNotAppendOnly, match=f"more than {what}"):
+        with pytest.raises(NotAppendOnly, match=f"more than {what}"):
             at_once(made.after(end, appended, Context(None, {})))
     assert len(at_once(made.after(end, turns * 64, Context(None, {}))).ids)
 
@@ -534,7 +514,7 @@ def test_large_tools_settings_and_roles_are_not_kept() -> None:
                 end, [{"role": "user", "content": "a"}], Context([*TOOLS, {"function": {"name": name}}], {"x": name})
             )
         )
-        with pytest.raises(ProofNotAppendOnly):
+        with pytest.raises(NotAppendOnly):
             at_once(made.after(end, [{"role": name, "content": "a"}], Context(None, {})))
 
     turn(0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -20,14 +18,10 @@ from middleware_hub.openai_session.sessions.equality import (
     equality,
 )
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import contexts_of
 from miles_router.errors import ConfigError
-from tests.support.chat import TOOLS as PROMPTING_TOOLS
 from tests.support.sessions import assistant, call, tool, user
 
 ARGUMENTS = '{"b": 1, "a": [2.0]}'
-
-
 #: As SGLang 0.5.23 gives it.
 HELD: Message = {
     "role": "assistant",
@@ -35,11 +29,7 @@ HELD: Message = {
     "reasoning_content": "Let me add.",
     "tool_calls": [{**call("add", ARGUMENTS), "index": 0}],
 }
-
-
 SPOKEN: Message = {"role": "assistant", "content": "Five.", "reasoning_content": None, "tool_calls": None}
-
-
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
 
 
@@ -146,11 +136,7 @@ def text(*parts: str, **fields: Any) -> list[dict[str, Any]]:
 
 
 THOUGHT = {**SPOKEN, "content": "\n\nFive. Or six.", "reasoning_content": "\nLet me add.\n"}
-
-
 THINKING = {"type": "thinking", "thinking": "Let me add.", "signature": "abc"}
-
-
 #: What a client makes of an answer: pairs of what was given, and what comes back.
 SPELLINGS: Mapping[str, tuple[Message, Message]] = {
     "trimmed": (THOUGHT, {**THOUGHT, "content": "Five. Or six."}),
@@ -270,48 +256,3 @@ def test_what_is_no_message_is_compared_all_the_same(equal: Likeness, field: str
 def test_an_equality_that_is_none_stops_the_start(path: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"openai_session_middleware.message_equality: .*{reason}"):
         equality(path)
-
-
-NAMED = {"type": "function", "function": {"name": "add"}}
-
-
-#: Requests that the engine's template is given alike, in groups.
-ALIKE: Mapping[str, list[dict[str, Any]]] = {
-    "nothing": [
-        {},
-        {"tools": []},
-        {"tools": None, "tool_choice": "none"},
-        {"tools": [], "tool_choice": "none"},
-        {"tools": "add", "tool_choice": NAMED},
-        {"tools": {"a": 1}},
-        {"tools": PROMPTING_TOOLS, "tool_choice": "none"},
-        {"tools": PROMPTING_TOOLS, "tool_choice": {"function": {"name": "none such"}}},
-        {"reasoning": {"enabled": False}},
-        {"reasoning_effort": "enormous"},
-        {"chat_template_kwargs": {}, "temperature": 0, "n": 2},
-    ],
-    "tools": [{"tools": PROMPTING_TOOLS}, {"tools": copy.deepcopy(PROMPTING_TOOLS), "tool_choice": "required"}],
-    "one tool": [{"tools": PROMPTING_TOOLS[1:]}, {"tools": PROMPTING_TOOLS, "tool_choice": NAMED}],
-    "settings": [{"chat_template_kwargs": {"a": 1, "b": 2}}, {"chat_template_kwargs": {"b": 2, "a": 1}}],
-    "fewer settings": [{"chat_template_kwargs": {"a": 1}}],
-    "effort": [{"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}, "reasoning_effort": "low"}],
-    "half the effort": [{"reasoning_effort": 0.5}, {"reasoning_effort": "0.5"}],
-    "no effort": [{"reasoning_effort": 0}, {"reasoning": {"reasoning_effort": "0"}}],
-    "effort of none": [{"reasoning_effort": "none"}],
-    "reasoning": [
-        {"reasoning": {"enabled": True}},
-        {"chat_template_kwargs": {"thinking": True, "enable_thinking": True}},
-    ],
-}
-
-
-@pytest.mark.parametrize("group", ALIKE)
-def test_what_the_template_is_given_alike_is_one_context(group: str) -> None:
-    first, *others = (contexts_of(request)[0] for request in ALIKE[group])
-    assert all(each == first and each.key == first.key and hash(each) == hash(first) for each in others)
-
-
-@pytest.mark.parametrize(("one", "other"), list(combinations(ALIKE, 2)))
-def test_what_the_template_is_given_differently_is_another_context(one: str, other: str) -> None:
-    contexts = [contexts_of(request)[0] for group in (one, other) for request in ALIKE[group]]
-    assert len(set(contexts)) == len({each.key for each in contexts}) == 2

@@ -20,8 +20,6 @@ from miles_router.errors import BadRequest
 from tests.support.sessions import Scene, assistant, call, user
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-
 USAGE = {"prompt_tokens": 30, "completion_tokens": 5}
 
 
@@ -185,17 +183,9 @@ SCHEMA = {
     },
     "required": ["path"],
 }
-
-
 EDIT: dict[str, Any] = {"name": "edit", "description": "Edits.", "input_schema": SCHEMA}
-
-
 FETCH: dict[str, Any] = {"name": "fetch", "input_schema": {"type": "object"}, "defer_loading": True}
-
-
 EMPTY = {"role": "system", "content": ""}
-
-
 HI = {"role": "user", "content": "Hi"}
 
 

@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter
+from middleware_hub.openai_session.faces.responses.face import page
 from middleware_hub.openai_session.faces.responses.open_items import TextOfInput
 from tests.support.responses import asked, messages
 from tests.support.sessions import Scene
@@ -125,3 +126,9 @@ def test_what_is_no_request_is_refused_and_says_where(fields: Any, param: str) -
     with pytest.raises(InvalidParameter) as refused:
         asked(Scene(), **fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "0000000019999", "000000001" + "9" * 5_000, "-1", "1.0", ""])
+def test_a_limit_beyond_a_page_is_refused(limit: str) -> None:
+    with pytest.raises(InvalidParameter, match="limit"):
+        page([{"id": str(number)} for number in range(500)], {"limit": limit})

@@ -172,13 +172,10 @@ def test_what_is_wrong_with_a_contract_is_named(wrong: Any, named: str) -> None:
     ("budget", "used", "prompt", "choices", "window", "left"),
     [
         (Budget(), 0, 5, 1, None, Allowance(None)),
-        (Budget(max_turns=1), 0, None, 1, None, Allowance(None)),
         (Budget(max_tokens=10), 3, None, 1, 100, Allowance(7, SessionStatus.BUDGET_TOKENS, 10)),
         (Budget(max_tokens=10), 3, 50, 3, 100, Allowance(2, SessionStatus.BUDGET_TOKENS, 10)),
-        (Budget(max_tokens=10), 12, 50, 1, 100, Allowance(0, SessionStatus.BUDGET_TOKENS, 10)),
         (Budget(max_context=60), 0, 50, 2, 100, Allowance(10, SessionStatus.CONTEXT, 60)),
         (Budget(max_context=60), 0, 60, 1, 100, Allowance(0, SessionStatus.CONTEXT, 60)),
-        (Budget(max_context=60), 0, 70, 1, 100, Allowance(0, SessionStatus.CONTEXT, 60)),
         (Budget(max_context=200), 0, 70, 1, 100, Allowance(30, SessionStatus.CONTEXT, 100)),
         (Budget(max_tokens=20, max_context=60), 0, 50, 1, None, Allowance(10, SessionStatus.CONTEXT, 60)),
     ],
@@ -212,18 +209,13 @@ def ended(*ends: str) -> SessionEnd:
 @pytest.mark.parametrize(
     ("ends", "status", "reason"),
     [
-        (("turns",), "turns", "turns"),
         (("budget_tokens", "turns"), "budget_tokens", "budget_tokens"),
         (("context", "budget_tokens"), "budget_tokens", "budget_tokens"),
-        (("context", "context"), "context", "context"),
         (("context", "finalized"), "finalized", "context"),
         (("budget_tokens", "aborted"), "aborted", "budget_tokens"),
-        (("deadline", "aborted"), "aborted", "deadline"),
         (("deadline", "turns"), "deadline", "deadline"),
         (("finalized", "aborted"), "finalized", "finalized"),
-        (("finalized", "deleted"), "deleted", "finalized"),
         (("expired", "deleted"), "expired", "expired"),
-        (("discarded", "deleted"), "discarded", "deleted"),
     ],
 )
 def test_a_later_end_replaces_an_earlier_one_as_the_table_says(ends: tuple[str, ...], status: str, reason: str) -> None:

@@ -23,7 +23,7 @@ from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotR
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
 from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from miles_router.errors import ConfigError
-from tests.support.chat import CHATML, GLM, TEMPLATES, TOOLS, checkpoint, conversation, family_tokenizer, with_template
+from tests.support.chat import CHATML, TEMPLATES, TOOLS, checkpoint, conversation, family_tokenizer, with_template
 from tests.support.tokenizers import tokenizer
 
 
@@ -43,12 +43,23 @@ def test_arguments_that_are_no_object_cannot_be_rendered(arguments: str) -> None
     assert "private" not in str(error.value)
 
 
+def test_arguments_of_a_call_are_an_object() -> None:
+    (call,) = prepared(called('{"b": 1, "a": [2]}'), parts=False)["tool_calls"]
+    function = {"name": "f", "arguments": {"b": 1, "a": [2]}}
+    assert call == {"id": "a", "index": None, "type": "function", "function": function}
+    assert list(call) == ["id", "index", "type", "function"]
+    assert prepared(called({"a": 1}), parts=False)["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_a_tokenizer_without_a_template_is_a_mistake_of_configuration() -> None:
+    with pytest.raises(ConfigError, match="--chat-template-path"):
+        from_tokenizer(tokenizer("llama2"))
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{% for part in message.content %}{% endfor %}",
-        "{% for part in message['content'] | list %}{% endfor %}",
-        "{% for part in m.content[1:] %}{% endfor %}",
         "{% for part in msg.content is iterable %}{% endfor %}",
         "{# vision #}",
         "{% generation %}{% for part in m.content %}{% break %}{% endfor %}{% endgeneration %}",
@@ -62,11 +73,8 @@ def test_a_template_that_loops_over_contents_is_given_parts(template: str) -> No
     "template",
     [
         CHATML,
-        GLM,
         "{% for part in item.content %}{% endfor %}",
-        "{% for part in message.tool_calls %}{% endfor %}",
         "{% for part in message[0] %}{% endfor %}{% for c in message[x] %}{% endfor %}",
-        "{% for x in range(3) %}{% endfor %}",
         "{% unheard of %}",
     ],
 )
@@ -95,32 +103,18 @@ def test_a_reason_quotes_no_message() -> None:
         assert "password" not in str(error.value)
 
 
-def test_ids_behind_a_special_token_are_encoded_behind_it() -> None:
-    renderer = from_tokenizer(with_template(CHATML, "llama2"))
-    eos = tokenizer("llama2").eos_token_id
-    assert [eos, *renderer.encode_behind("Hello", eos)] == renderer.encode("</s>Hello")
-    assert renderer.encode_behind("", eos) == []
-    hello = renderer.encode("Hello")
-    assert renderer.encode_behind("Hello", hello[0]) != hello  # no space in front
-
-
 @pytest.mark.parametrize(
     ("name", "origin"),
     [
         ("qwen3", "qwen3_fixed.jinja of miles-tito-tokenizers (qwen3)"),
         ("Qwen3.5", "qwen3.5_fixed.jinja of miles-tito-tokenizers (qwen35)"),
-        ("QWEN35", "qwen3.5_fixed.jinja of miles-tito-tokenizers (qwen35)"),
         ("qwen3-next", "qwen3_thinking_2507_and_next_fixed.jinja of miles-tito-tokenizers (qwennext)"),
         (" glm-4.7 ", "the tokenizer's chat template (glm47)"),
         ("kimi", "kimi_k25_fixed.jinja of miles-tito-tokenizers (kimi25)"),
-        ("kimi26", "the tokenizer's chat template (kimi26)"),
         ("minimax", "minimax_m25_fixed.jinja of miles-tito-tokenizers (minimax_m25)"),
-        ("minimax_m27", "minimax_m27_fixed.jinja of miles-tito-tokenizers (minimax_m27)"),
-        ("nemotron", "the tokenizer's chat template (nemotron3)"),
         ("gpt-oss", "the tokenizer's chat template (gpt-oss: not in the library)"),
         ("deepseek", "the tokenizer's chat template (deepseek, before V3.2)"),
         ("deepseekv32", "the encoder of miles-tito-tokenizers (deepseekv32)"),
-        ("deepseekv4", "the encoder of miles-tito-tokenizers (deepseekv4)"),
     ],
 )
 def test_a_family_is_found_by_its_name(name: str, origin: str) -> None:
@@ -157,8 +151,6 @@ def test_an_unknown_family_is_a_mistake_that_names_the_nearest(name: str, near: 
 
 
 SOURCES: Mapping[str, str] = {**TEMPLATES, "chatml": CHATML, "qwen3": tokenizer("qwen3").chat_template}
-
-
 SAID = [{"role": "user", "content": "u"}]
 
 
@@ -252,8 +244,6 @@ def test_where_the_library_may_write_something_else_it_is_asked_and_the_log_says
     "source",
     [
         "{{ messages.append(1) }}",
-        "{{ messages[0].update(a=1) }}",
-        "{{ messages[0].__class__.a }}",
         "{{ messages[0].content.__class__.__mro__ }}",
         "{{ '{0.__class__.a}'.format(messages) }}",
     ],

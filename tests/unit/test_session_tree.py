@@ -16,12 +16,10 @@ from middleware_hub.openai_session.sessions.equality import MEANING
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Turn, line_trajectory
+from middleware_hub.openai_session.sessions.turn import Turn
 from tests.support.sessions import SPECIAL, STOP, SYSTEM, Scene, assistant, history, user
 
 START = [SYSTEM, user("Add.")]
-
-
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
@@ -89,27 +87,6 @@ def test_edited_history_is_walked_once_and_not_once_per_root() -> None:
     assert counts[-1] <= 10 * len(counts)
 
 
-def test_a_drop_can_take_whole_pieces() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2, versions=[("1", 0, 1), ("2", 1, 2)])
-    second = scene.follow(first, user("c"), dropped=1, sampled=1)
-    assert [tuple(run) for run in second.trajectory().weight_versions] == [("1", 3, 4), ("1", 6, 7)]
-    longer = scene.turn(START, sampled=3, versions=[("1", 0, 1), ("2", 1, 3)])
-    assert len(scene.follow(longer, user("c"), dropped=3, given=0, sampled=1).trajectory()) == 3 + 1
-
-
-@pytest.mark.parametrize("elsewhere", range(4))
-def test_tokens_that_another_sample_trains_are_out_of_the_loss(elsewhere: int) -> None:
-    scene = Scene()
-    turn = scene.turn(START, sampled=3, versions=[("1", 0, 2), ("2", 2, 3)])
-    found = line_trajectory([turn], elsewhere={turn: elsewhere})
-    assert found.loss_mask.tolist() == [0, 0, 0, *([0] * elsewhere), *([1] * (3 - elsewhere))]
-    plain = turn.trajectory()
-    assert found.tokens.tolist() == plain.tokens.tolist()
-    assert found.logprobs.tolist() == plain.logprobs.tolist()
-    assert found.weight_versions == plain.weight_versions
-
-
 def copied(messages: Sequence[Message]) -> list[Message]:
     """As a parser gives them: equal, and other objects."""
     return [{**message} for message in messages]
@@ -155,13 +132,9 @@ def test_only_a_history_with_an_unrecorded_answer_is_marked() -> None:
         ("stop", 5, 5, True),  # a stop token of the agent's own
         ("stop", 5, STOP, False),
         ("stop", "END", 5, False),
-        ("stop", None, STOP, False),
         ("length", None, STOP, False),
-        ("length", STOP, STOP, False),
-        ("abort", None, STOP, False),
         ("tool_calls", None, STOP, True),
         ("tool_calls", None, SPECIAL - 1, False),
-        ("tool_calls", "</tool_call>", 5, False),
     ],
 )
 def test_a_turn_ended_itself_if_its_last_token_is_what_stopped_it(

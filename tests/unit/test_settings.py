@@ -18,31 +18,19 @@ from miles_router.settings.values import WrongValue, convert
 
 IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("host", "", "must name a host"),
-    ("host", "a b", "must name a host"),
-    ("port", -1, "between 0 and 65535"),
     ("port", 65536, "between 0 and 65535"),
     ("worker_urls", ("http://a", "b"), "must start with http"),
     ("health_check_interval", 0.0, "greater than 0"),
-    ("health_check_timeout", -1.0, "greater than 0"),
     ("health_check_timeout", float("nan"), "greater than 0"),
     ("health_check_failure_threshold", 0, "at least 1"),
-    ("deep_health_check_interval", -1.0, "at least 0"),
     ("connect_timeout", float("inf"), "greater than 0"),
     ("request_timeout", -0.1, "at least 0"),
-    ("request_timeout", float("inf"), "at least 0"),
     ("max_retries", -1, "at least 0"),
-    ("max_connections", -1, "at least 0"),
-    ("max_request_bytes", 0, "at least 1"),
-    ("shutdown_timeout", -1.0, "at least 0"),
     ("api_key", "", "must not be empty"),
-    ("api_key", "none", "must not be empty"),
-    ("admin_api_key", " ", "must not be empty"),
     ("public_url", "rollouts.test", "must start with http"),
     ("public_url", "https://user@rollouts.test", "credentials"),
     ("data_paths", ("v1/files",), "start with /"),
-    ("data_paths", ("/",), "start with /"),
     ("api_key", "a b", "printable ASCII"),
-    ("admin_api_key", "caf\xe9", "printable ASCII"),
     ("admin_api_key", "a\n", "printable ASCII"),
 ]
 
@@ -96,13 +84,9 @@ def test_each_source_overrides_those_before_it(config_file: Any) -> None:
         ({"flags": {"port": "x"}}, "--port: port: expected int, got 'x'"),
         ({"flags": {"log_level": "loud"}}, "--log-level: log_level: expected one of"),
         ({"flags": {"max_retries": "-1"}}, "--max-retries: max_retries: must be at least 0"),
-        ({"environment": {"MILES_ROUTER_PORT": "x"}}, "MILES_ROUTER_PORT: port: expected int"),
         ({"environment": {"MILES_ROUTER_PROT": "1"}}, "unknown setting 'prot'; did you mean 'port'?"),
         ({"environment": {"MILES_ROUTER_ZZZ": "1"}}, "unknown setting 'zzz'"),
-        ({"assignments": ["prot=1"]}, "--set: unknown setting 'prot'; did you mean 'port'?"),
         ({"assignments": ["port"]}, "--set 'port': write --set setting=value"),
-        ({"assignments": ["=1"]}, "--set '=1': write"),
-        ({"assignments": ["port=-1"]}, "--set: port: must be between"),
         ({"assignments": ["nobody.limit=1"]}, "no middleware called 'nobody'"),
     ],
 )
@@ -114,13 +98,9 @@ def test_a_wrong_setting_is_one_line_that_names_source_and_setting(sources: dict
     ("text", "says"),
     [
         ("port: '80'\n", "port: expected int, got '80'"),
-        ("port: 80.5\n", "port: expected int"),
         ("access_log: 1\n", "access_log: expected bool"),
-        ("worker_urls: http://a\n", "worker_urls: expected list of str"),
         ("prot: 1\n", "unknown setting 'prot'; did you mean 'port'?"),
-        ("port: -1\n", "port: must be between"),
         ("- port\n", "must be a mapping"),
-        ("just text\n", "must be a mapping"),
         ("a: [\n", "not YAML"),
         ("middlewares: 7\n", "middlewares: expected"),
         ("middlewares: [7]\n", "expected a dotted path or {path, options}, got 7"),
@@ -232,30 +212,20 @@ class Own:
     ("text", "annotation", "value"),
     [
         ("7", int, 7),
-        ("-7", int, -7),
         ("7", float, 7.0),
-        ("1e3", float, 1000.0),
-        ("seven", str, "seven"),
-        ("", str, ""),
         ("true", bool, True),
         ("NO", bool, False),
-        ("1", bool, True),
         ("off", bool, False),
         ("none", int | None, None),
         ("", int | None, None),
-        ("7", int | None, 7),
         ("none", str | None, None),
-        ("text", str | None, "text"),
         ("7", str | int, 7),
         ("a", Literal["a", "b"], "a"),
         ("2", Literal[1, 2], 2),
         ("a,b c", tuple[str, ...], ("a", "b", "c")),
         ("1 2", list[int], [1, 2]),
-        ("", list[int], []),
         ("a b", list, ["a", "b"]),
-        ("a b", tuple, ("a", "b")),
         ("x", Own, "x"),
-        ("x", Any, "x"),
     ],
 )
 def test_text_is_read_as_the_annotation_asks(text: str, annotation: Any, value: object) -> None:
@@ -267,8 +237,6 @@ def test_text_is_read_as_the_annotation_asks(text: str, annotation: Any, value: 
     ("text", "annotation", "says"),
     [
         ("seven", int, "expected int, got 'seven'"),
-        ("1.5", int, "expected int, got '1.5'"),
-        ("", int, "expected int, got ''"),
         ("x", float, "expected float, got 'x'"),
         ("maybe", bool, "expected true or false, got 'maybe'"),
         ("x", int | None, "expected int | none, got 'x'"),
@@ -284,8 +252,6 @@ def test_text_that_does_not_fit_says_what_was_expected(text: str, annotation: An
 
 
 PLUGINS = "tests.support.plugins"
-
-
 WORKING = f"{PLUGINS}.working"
 
 

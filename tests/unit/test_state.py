@@ -28,11 +28,7 @@ from tests.support.quiet_fleet import quiet_fleet
 from tests.support.waiting import soon, until
 
 OWNER = "session-1"
-
-
 SLOT = slot_of(OWNER)
-
-
 OLDER = FORMAT - 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -11,8 +12,8 @@ from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Message
 from miles_router.asgi.watch import Watch
 from miles_router.metrics.loop_delay import LoopDelay
-from miles_router.tasks import HOLD, Pace, spawn, together, within
-from tests.support.waiting import PATIENCE, soon, until
+from miles_router.tasks import spawn, together, within
+from tests.support.waiting import PATIENCE, soon
 
 
 class Work:
@@ -60,6 +61,17 @@ async def test_cancellation_ends_all(count: int) -> None:
     with pytest.raises(asyncio.CancelledError):
         await soon(all_of_them)
     assert {work.ended for work in works} == {"cancelled"}
+
+
+async def test_a_crash_of_a_background_task_is_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    work = Work(ValueError("lost"))
+    task = spawn(work.run(), name="in the background")
+    work.go.set()
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="lost"):
+        await task
+    await settled()
+    (record,) = [each for each in caplog.records if each.message == "task_crashed"]
+    assert record.__dict__["fields"] == {"task": "in the background"}
 
 
 async def test_a_stop_of_this_process_is_not_taken_for_work_that_is_late() -> None:
@@ -126,23 +138,3 @@ async def test_the_worst_delay_is_told_and_remembered() -> None:
         assert told(delay) > 0.1, "at once, before its timer has come"
         await asyncio.sleep(0.1)
         assert told(delay) > 0.1
-
-
-async def test_long_work_in_steps_lets_others_go_on() -> None:
-    others, ended = 0, False
-
-    async def work() -> None:
-        nonlocal ended
-        pace = Pace()
-        for _ in range(50):
-            time.sleep(HOLD)  # noqa: ASYNC251
-            await pace.step()
-        ended = True
-
-    task = spawn(work(), name="work")
-    while not ended:
-        others += 1
-        await asyncio.sleep(0)
-    assert others >= 25
-    await task
-    await until(task.done, "it is over")

@@ -55,25 +55,30 @@ def test_equality_looks_at_positions_and_not_at_pieces() -> None:
     assert TURN != "something else"
 
 
+def test_negative_slices_count_from_the_end_and_steps_are_refused() -> None:
+    assert TURN[-2:].tokens.tolist() == [8, 9]
+    with pytest.raises(ValueError, match="contiguous"):
+        TURN[::2]
+
+
+def test_arrays_make_a_trajectory_and_come_back() -> None:
+    assert from_arrays(TURN.tokens, TURN.logprobs, TURN.loss_mask, TURN.weight_versions) == TURN
+    assert from_arrays([], [], []) == Trajectory()
+
+
 @pytest.mark.parametrize(
     ("broken", "changed"),
     [
         ("tokens_are_ids", {"tokens": [-1, 2, 3], "logprobs": [0, 0], "mask": [0, 7, 0]}),
         ("tokens_are_ids", {"tokens": [1, 2**31, 3]}),
         ("tokens_are_ids", {"tokens": [1, "two", 3]}),
-        ("tokens_are_ids", {"tokens": [1, 2.7, 3]}),
-        ("tokens_are_ids", {"tokens": [1, 2**64, 3]}),
-        ("tokens_are_ids", {"tokens": [1, [2], 3]}),
         ("tokens_are_ids", {"tokens": [[1], [2], [3]]}),
         ("aligned", {"logprobs": [0, 0], "mask": [0, 7]}),
-        ("aligned", {"mask": [0, 1, 1, 1]}),
         ("mask_is_binary", {"mask": [0, 2, 1], "logprobs": [0, 5.0, 0]}),
         ("logprobs_are_logprobs", {"logprobs": [0, 0.5, -1], "versions": [("1", 9, 3)]}),
         ("logprobs_are_logprobs", {"logprobs": [0, float("nan"), -1]}),
-        ("logprobs_are_logprobs", {"logprobs": [0, float("-inf"), -1]}),
         ("versions_in_order", {"versions": [("1", 1, 3), ("2", 2, 3)]}),
         ("versions_in_order", {"versions": [("1", 2, 4)]}),
-        ("versions_in_order", {"versions": [("1", 2, 2)]}),
         ("versions_cover_the_loss", {"versions": [("1", 1, 2)]}),
     ],
 )
@@ -119,8 +124,6 @@ GIVEN: dict[str, Any] = {
     "label": "42",
     "metadata": {"session_id": "s", "turns": [{"turn": 0, "start": 2, "end": 4, "finish_reason": "stop"}]},
 }
-
-
 EXPERTS = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
 
 
@@ -146,8 +149,6 @@ def reply_of(*samples: dict[str, Any]) -> bytes:
 
 
 LENGTHS = st.integers(0, 8)
-
-
 LOGPROBS = st.floats(max_value=0, width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -196,28 +197,19 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("tokens_are_ids", {"tokens": [11, 12, -1, 22, 13, 23]}),
     ("tokens_are_ids", {"tokens": [11, 12, 2**31, 22, 13, 23]}),
     ("aligned", {"tokens": [11, 12, 21, 22, 13]}),
-    ("aligned", {"loss_mask": [0, 0, 1, 1, 0]}),
-    ("aligned", {"logprobs": [0.0] * 7}),
     ("mask_is_binary", {"loss_mask": [0, 0, 1, 2, 0, 1]}),
     ("logprobs_are_logprobs", {"logprobs": [0.0, 0.0, 0.5, -0.25, 0.0, -1.5]}),
     ("versions_in_order", {"weight_versions": GIVEN["weight_versions"][::-1]}),
-    ("versions_in_order", {"weight_versions": [{"version": "1", "start": 2, "end": 7}]}),
     ("versions_cover_the_loss", {"weight_versions": GIVEN["weight_versions"][:1]}),
     ("status_is_known", {"status": "failed"}),
     ("response_fits", {"response_length": 7}),
-    ("response_fits", {"response_length": -1}),
     ("response_fits", {"response_length": 3.5}),
-    ("response_fits", {"response_length": True}),
     ("loss_is_in_the_response", {"response_length": 3}),
     ("complete", {"response_length": ...}),
-    ("complete", {"status": ...}),
     ("complete", {"weight_versions": None}),
     ("complete", {"metadata": [1]}),
-    ("complete", {"metadata": "ab"}),
     ("complete", {"weight_versions": [{"version": "1"}]}),
 ]
-
-
 BROKEN_ONLY_IN_JSON: list[tuple[str, dict[str, Any]]] = [
     ("aligned", {"tokens": ...}),
     ("tokens_are_ids", {"tokens": ["a"] * 6}),
@@ -284,11 +276,7 @@ ARRAYS = st.dictionaries(
     min_size=1,  # version 0.8.0 of the official library writes a broken header for no tensors and no metadata
     max_size=4,
 )
-
-
 METADATA = st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)
-
-
 ONE = pack({"tokens": np.array([1, 2, 3, 4, 5], dtype=np.int32)}, {"a": "é"})
 
 
@@ -315,16 +303,12 @@ def test_the_official_library_reads_what_we_write_and_we_what_it_writes(
     "data",
     [
         b"",
-        b"\0" * 7,
         ONE[:-1],
-        ONE[:40],
         struct.pack("<Q", 2**60) + b"{}",
         struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 4) + b"nope",
         ONE.replace(b'"I32"', b'"I64"'),
         ONE.replace(b'"shape":[5]', b'"shape":[6]'),
         ONE.replace(b"[0,20]", b"[0,99]"),
-        ONE.replace(b"[0,20]", b"[0]   "),
     ],
 )
 def test_damaged_files_are_refused(data: bytes) -> None:
@@ -332,13 +316,16 @@ def test_damaged_files_are_refused(data: bytes) -> None:
         unpack(data)
 
 
+def test_a_type_that_no_trajectory_has_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="mask is of type bool"):
+        pack({"mask": np.array([True])}, {})
+
+
 VALUES = st.recursive(
     st.none() | st.integers(-5, 5) | st.text('{}[]"\\,:a\n', max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('{"samples', max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-
-
 OBJECTS = st.lists(st.dictionaries(st.sampled_from(["samples", "b", '"{']), VALUES, max_size=3), max_size=4)
 
 
@@ -357,13 +344,9 @@ def test_the_objects_are_those_of_a_whole_parse(samples: list[Any], before: Any,
     "data",
     [
         b"",
-        b"null",
         b"[{}]",
         b'{"other": [{}]}',
-        b'{"samples": {}}',
         b'{"samples": [1]}',
-        b'{"samples": [{}, 1]}',
-        b'{"samples": [[{}]]}',
         b'{"samples": [{} {}]}',
         b'{"samples": [{}]} x',
         b'{"samples": [{"a": }]}',

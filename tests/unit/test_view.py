@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import pytest
 from middleware_hub.openai_session.dialects.miles import samples_file
 from miles_router import cli
 from miles_router.errors import ConfigError
+from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
-from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.safetensors import pack
 from miles_router.trajectory.sample import write_json, write_safetensors
 from miles_router.view.command import Bar, view
 from miles_router.view.entropy import CHUNK, expert_entropy
@@ -56,24 +58,6 @@ def turn(number: int, start: int, end: int, reason: str | None = None) -> dict[s
 def read(path: Path, data: bytes) -> list[TokenSheet]:
     path.write_bytes(data)
     return [sheet for sheet, _ in open_samples(path).sheets]
-
-
-@pytest.mark.parametrize("write", [write_json, write_safetensors])
-def test_our_forms_are_read_as_what_was_written(tmp_path: Path, write: Any) -> None:
-    written = [sample([turn(0, 2, 5), turn(1, 7, 10)]), sample()]
-    for sheet, given in zip(read(tmp_path / "file", write(written, {})), written, strict=True):
-        assert (sheet.tokens.tolist(), sheet.status) == (given.tokens.tolist(), given.status)
-        assert sheet.logprobs is not None
-        assert sheet.logprobs.tobytes() == given.logprobs.tobytes()
-        assert sheet.loss_mask is not None
-        assert sheet.loss_mask.tolist() == given.loss_mask.tolist()
-        assert sheet.sampled is not None
-        assert sheet.sampled.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1]
-        assert (sheet.versions, sheet.reward, sheet.label) == (given.weight_versions, 0.5, "é")
-        assert [*sheet.turns] == given.metadata.get("turns", [])
-        assert "turns" not in sheet.metadata
-    arrays, _ = unpack(sheet.packed())
-    assert set(arrays) == {"tokens", "loss_mask", "sampled", "logprobs", "expert_entropy"}
 
 
 @pytest.mark.parametrize("name", ["v1_two_samples", "v2_reward", "all_truncated"])
@@ -220,8 +204,6 @@ def test_one_sample_is_held_at_a_time(tmp_path: Path, write: Any) -> None:
 
 
 DEEP = b'"metadata":{"deep":%b%b}' % (b"[" * 300, b"]" * 300)
-
-
 Run = Callable[..., tuple[str, str]]
 
 
@@ -234,6 +216,8 @@ def command_sample(tokens: int = 3) -> Sample:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """The command in an empty directory: what it prints, or the line that refuses."""
     monkeypatch.chdir(tmp_path)
+    import_module("transformers")  # it says once that there is no PyTorch
+    capsys.readouterr()
 
     def run(*arguments: str) -> tuple[str, str]:
         ends: list[object] = []
@@ -282,6 +266,13 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
     assert complained.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "page.html"]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "old"
+
+
+def test_with_a_tokenizer_nothing_is_missing(run: Run, tmp_path: Path) -> None:
+    tiny_tokenizer.build(tmp_path / "model")
+    (tmp_path / "episode.safetensors").write_bytes(write_safetensors([command_sample()], {}))
+    said, _ = run("episode.safetensors", "--hf-checkpoint", "model")
+    assert re.fullmatch(r"episode\.html: 1 sample, 3 tokens, 0\.\d MB\n", said)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,7 @@ from miles_router.engines.vllm.generate import PromptSampling
 VERSION, INFO, MODELS, WEIGHTS, SAMPLE = (
     *("/version", "/server_info?config_format=json", "/v1/models", "/weight_info", "/inference/v1/generate"),
 )
-
-
 CARD = {"id": "served", "root": "/m", "parent": None, "owned_by": "vllm", "max_model_len": 4096}
-
-
 CONFIG: dict[str, Any] = {
     "model_config": {"model": "/m", "tokenizer": "/t", "seed": 3, "logprobs_mode": "processed_logprobs"},
     "cache_config": {"num_gpu_blocks": 8192, "block_size": 128},
