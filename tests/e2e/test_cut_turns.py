@@ -21,6 +21,7 @@ from tests.support.session_trial import (
     ASK_ADD,
     CHAT,
     JSON,
+    SessionTrial,
     chunks_of,
     exactly,
     message_of,
