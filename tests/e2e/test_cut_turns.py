@@ -260,23 +260,6 @@ async def test_what_follows_a_cut_is_shown_as_it_comes(stage: Stage) -> None:
         assert (message["content"], finish) == ("\n\nIt is, I say, forty-two.\n", "tool_calls")
 
 
-async def test_an_agent_that_aborts_between_two_parts_has_ended_its_turn(stage: Stage) -> None:
-    async with cuttable(stage) as (trial, brake):
-        trial.worker.say(f"It is\n{ASK_ADD}")
-        session = await trial.create()
-        async with under_way(trial.stream(session, HI, max_tokens=500, tools=[ADD], rid="mine")) as turn:
-            await reached(trial, brake, 12)
-            await pause(trial)
-            await until(lambda: trial.router.app.router.gate.held, "it waits")
-            assert (await trial.ask("POST", "/abort_request", {"rid": "mine"})).status == 200
-            chunks = await turn
-            await go_on(trial, brake)
-        assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "abort"
-        (sample,) = await trial.samples(session)
-        exactly(sample, trial.door[0].generation)
-        assert len(trial.door) == 1
-
-
 @pytest.mark.parametrize("parsers", ["engine", "hybrid"])
 async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
     stage: Stage, parsers: str, caplog: pytest.LogCaptureFixture
@@ -338,18 +321,6 @@ async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list
         assert sample["tokens"] == [*last.input_ids, *last.output_ids]
         names = [each.json()["rid"] for each in trial.door]
         assert len(set(names)) == len(names), "a worker that still had one would refuse it, or abort it"
-
-
-@pytest.mark.alone("its worker comes back within a step of the test's loop")
-async def test_a_whole_answer_whose_worker_was_lost_is_asked_for_again(stage: Stage) -> None:
-    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
-        session = await trial.create()
-        async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
-            await reached(trial, brake, 3)
-            await lose(trial, brake)
-            await turn
-        (sample,) = await trial.samples(session)
-        exactly(sample, trial.door[-1].generation)
 
 
 async def test_a_stream_whose_tokens_are_not_certain_is_broken_off(

@@ -135,15 +135,6 @@ async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: S
             await in_state(router, url, "ready")
 
 
-async def test_a_worker_that_missed_an_unnamed_update_takes_no_requests(stage: Stage) -> None:
-    late, well = await refusing(stage), await stage.worker()
-    router = await stage.router(late, well)
-    assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
-    await late.listen()
-    record = await in_state(router, late.url, "outdated")
-    assert "missed the fleet's last weight update" in record["reason"]
-
-
 async def test_a_worker_that_never_answered_can_be_drained_and_removed(stage: Stage) -> None:
     silent = await refusing(stage)
     router = await stage.router(silent)

@@ -79,18 +79,6 @@ async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial)
     assert (about["untraced"], about["in_flight"]) == ([], 0)
 
 
-async def test_sessions_are_listed(simulated: SessionTrial) -> None:
-    for name in ("a", "b"):
-        await simulated.create(name)
-    await simulated.chat("a", HI)
-    listed = {each["session_id"]: each for each in (await simulated.ask("GET", "/sessions")).json()["sessions"]}
-    assert set(listed) == {"a", "b"}
-    generation = simulated.door[0].generation
-    assert (listed["a"]["turns"], listed["a"]["tokens"]) == (1, len(generation.input_ids) + 8)
-    assert (listed["b"]["turns"], listed["b"]["tokens"]) == (0, 0)
-    assert listed["a"]["bytes"] > listed["b"]["bytes"] >= 0
-
-
 async def test_a_deleted_session_is_gone_and_its_memory_with_it(simulated: SessionTrial) -> None:
     session = await simulated.create()
     await simulated.chat(session, HI)
@@ -117,19 +105,6 @@ async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
 
 
 # Bounds
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_no_more_sessions_are_made_than_may_be_held(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, options={"max_sessions": 2})
-    await trial.create("a")
-    await trial.create("b")
-    answer = await trial.ask("POST", "/sessions")
-    status, kind, message = refused(answer)
-    assert (status, kind, answer.value("retry-after")) == (503, "too_many_sessions", b"5")
-    assert "max_sessions" in message
-    await trial.ask("DELETE", "/sessions/a")
-    await trial.create()
 
 
 async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, worker: ScriptedWorker) -> None:
@@ -221,14 +196,6 @@ async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: Sessi
     answer = (await simulated.ask("POST", f"/sessions/{session}/samples", {})).json()
     assert answer["samples"][0]["metadata"]["untraced"] == 1
     assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/generate"]
-
-
-async def test_chat_without_a_session_is_none_of_its_business(trial: SessionTrial, worker: ScriptedWorker) -> None:
-    raw = b'{"messages":   [{"role": "user", "content": "Hi"}]}'
-    for headers in ([], [("X-SMG-Routing-Key", "k")]):
-        assert (await trial.ask("POST", "/v1/chat/completions", raw, headers)).status == 200
-        assert worker.requests[-1].body == raw
-    assert trial.statistics()["sessions"] == 0
 
 
 async def test_a_session_is_named_by_what_fits_into_a_path(trial: SessionTrial, worker: ScriptedWorker) -> None:

@@ -3,7 +3,6 @@ agents of `openai-agents`, with tools and handoffs, whole and streamed. Their sa
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -15,8 +14,8 @@ from openai import AsyncOpenAI
 
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.testing.worker.model.constrained import spelled
-from tests.support.session_trial import ADD, IM_END, Message, SessionTrial, exactly, qwen3, simulated_sessions
-from tests.support.stage import Stage, staged
+from tests.support.session_trial import IM_END, SessionTrial, exactly, qwen3, simulated_sessions
+from tests.support.stage import staged
 
 #: Nothing of a run is reported to anybody.
 QUIET = RunConfig(tracing_disabled=True)
@@ -51,33 +50,6 @@ def generations(trial: SessionTrial) -> list[GenerationRecord]:
 
 
 # The official client
-
-
-async def test_many_agents_at_once_do_not_mix(trial: SessionTrial) -> None:
-    """A forced call and then whatever the model says: random text."""
-
-    async def agent(session: str) -> None:
-        history: list[Any] = [{"role": "user", "content": f"I am {session}."}]
-        async with trial.agent(session) as client:
-            for turn in range(4):
-                asked: dict[str, Any] = {"model": "m", "messages": history, "tools": [ADD], "max_tokens": 120}
-                if turn % 2 == 0:
-                    asked["tool_choice"] = "required"
-                message = (await client.chat.completions.create(**asked)).choices[0].message
-                history.append(message)
-                results: list[Message] = [
-                    {"role": "tool", "tool_call_id": each.id, "content": "42"} for each in message.tool_calls or ()
-                ]
-                history += results or [{"role": "user", "content": "Go on"}]
-
-    sessions = [await trial.create() for _ in range(16)]
-    await asyncio.gather(*map(agent, sessions))
-    by_prompt = {tuple(each.input_ids): each for each in generations(trial)}
-    for session in sessions:
-        (sample,) = await trial.samples(session)
-        turns = sample["metadata"]["turns"]
-        assert len(turns) == 4
-        exactly(sample, *(by_prompt[tuple(sample["tokens"][: turn["start"]])] for turn in turns))
 
 
 # openai-agents
@@ -137,14 +109,3 @@ async def test_an_agent_that_hands_over_is_two_histories_in_one_session(trial: S
     exactly(one, first)
     exactly(two, second)
     assert two["metadata"]["reason"] in ("changed_tools", "sub_agent")
-
-
-async def test_a_framework_s_agent_in_a_session_with_a_lost_worker_says_so(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        await trial.worker.kill()
-        async with trial.agent(session) as client:
-            agent = Agent(name="a", model=model_in(trial, client))
-            with pytest.raises(Exception, match="502"):
-                await Runner.run(agent, "Hi", run_config=QUIET)
-        assert await trial.records(session) == []

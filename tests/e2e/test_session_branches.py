@@ -16,7 +16,6 @@ from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_events, chat_reply, streamed
 from tests.support.scripted_worker import ScriptedWorker, script
 from tests.support.session_trial import (
-    ADD,
     Message,
     SessionTrial,
     exactly,
@@ -96,30 +95,6 @@ async def test_an_answer_in_other_words_is_given_as_words_behind_the_turn_before
     (sample,) = await trial.samples(session, branches="last")
     assert "I take that back." in sample["response"]
     assert sum(sample["loss_mask"]) == 16, "of two answers, and none of the agent's words"
-
-
-async def test_a_compacted_history_is_a_root_of_its_own(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, 3)
-    summary = [SYSTEM, user("So far: much was said.")]
-    answer = message_of(await trial.chat(session, summary))
-    await trial.chat(session, [*summary, answer, user("Go on")])
-    assert await parents(trial, session) == [None, 0, 1, None, 3]
-    assert await trial.reasons(session) == [None, None, None, "compaction", None]
-    await all_exact(trial, session, [0, 1, 2], [3, 4])
-    assert [sample["metadata"]["reason"] for sample in await trial.samples(session)] == [None, "compaction"]
-    assert (await trial.read(session))["metadata"]["segments"] == 2
-
-
-async def test_other_tools_are_another_prompt(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 2, tools=[ADD])
-    await trial.chat(session, [*history, user("Go on")], tools=[ADD, OTHER])
-    assert await parents(trial, session) == [None, 0, None]
-    assert await trial.reasons(session) == [None, None, "changed_tools"]
-    await trial.chat(session, [*history, user("Go on")], tools=[ADD])
-    assert (await parents(trial, session))[-1] == 1, "the tools of before go on from before"
-    await all_exact(trial, session, [2], [0, 1, 3])
 
 
 async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:

@@ -105,27 +105,6 @@ async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial)
     assert "return_prompt_token_ids" not in sent
 
 
-async def test_an_answer_that_was_cut_is_closed_as_the_template_closes_it(trial: SessionTrial) -> None:
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI, max_tokens=5))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert IM_END not in one.output_ids
-    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-
-
-async def test_what_a_stop_string_cut_from_the_answer_stays_held(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say("one two#three")
-    message = message_of(await trial.chat(session, HI, stop=["#"], max_tokens=99))
-    assert message["content"] == "one two"
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-    (sample,) = await trial.samples(session)
-    exactly(sample, one, two)
-
-
 async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: SessionTrial) -> None:
     session = await trial.create()
     trial.worker.say([*qwen3().encode("Yes"), END_OF_TEXT])

@@ -63,27 +63,7 @@ async def test_a_contract_is_read_when_the_session_is_made_and_shown_with_it(tri
     assert "end_reason" not in sample["metadata"]
 
 
-async def test_a_contract_with_an_unknown_field_makes_no_session(trial: SessionTrial) -> None:
-    answer = await trial.ask("POST", "/sessions", {"contract": {"budget": {"max_token": 1}}})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert b"contract.budget.max_token;" in answer.body
-    assert (await trial.ask("GET", "/sessions")).json() == {"sessions": []}
-
-
 # The budget
-
-
-async def test_an_agent_that_does_not_say_how_much_it_wants_gets_what_is_left(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"budget": {"max_tokens": 30}})
-    answer = await trial.chat(session, HI, max_tokens=None, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == 30
-
-
-async def test_every_choice_of_an_answer_is_paid_for(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"budget": {"max_tokens": 20}})
-    answer = await trial.chat(session, HI, n=3, **LONG)
-    assert answer["usage"]["completion_tokens"] == 18
-    assert [record["completion_tokens"] for record in await trial.records(session)] == [6, 6, 6]
 
 
 async def test_turns_at_the_same_time_share_a_budget_to_the_token(trial: SessionTrial) -> None:
@@ -107,21 +87,6 @@ async def test_a_turn_waits_for_what_others_may_leave_of_the_budget(trial: Sessi
             trial.worker.continue_scheduler()
             assert [(await first).status, (await second).status] == [200, 200]
     assert len(trial.door) == 2
-
-
-async def test_prompt_and_answer_together_fill_the_context_and_no_more(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"budget": {"max_context": 60}})
-    assert (await trial.turn(session, HI, ignore_eos=True, max_tokens=10)).status == 200
-    (first,) = await trial.records(session)
-    history = [*HI, first["response"], user("More")]
-    assert (await trial.turn(session, history, **LONG)).status == 200
-    second = (await trial.records(session))[1]
-    assert second["span"][1] == 60
-    assert await end_reason(trial, session) == "context"
-    refused = await trial.turn(session, [*history, second["response"], user("More")])
-    assert overflow_of(refused)["reason"] == "context"
-    assert (await trial.turn(session, HI, ignore_eos=True, max_tokens=4)).status == 200, "a smaller context has room"
-    assert await end_reason(trial, session) is None
 
 
 async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(stage: Stage) -> None:
@@ -170,18 +135,6 @@ async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial:
     }
     (record,) = await trial.records(session)
     assert record["asked_for"] == {"temperature": 2.0, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
-
-
-async def test_an_agent_sees_the_model_of_its_contract_and_the_engine_its_adapter(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
-        for name in ("mine", "other"):
-            await trial.ask("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": f"/{name}"})
-        session = await trial.create(contract={"model": {"name": "student", "lora": "mine"}})
-        wanted: Any = ({"model": "gpt"}, {"model": "base:other"}, {"model": "gpt", "lora_path": "other"})
-        for asked in wanted:
-            assert (await trial.chat(session, HI, **asked))["model"] == "student"
-            assert (trial.door[-1].json()["model"], trial.door[-1].json()["lora_path"]) == ("student", "mine")
-        assert (await trial.records(session))[1]["asked_for"] == {"model": "base:other"}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -276,12 +229,6 @@ async def test_a_history_of_stale_weights_is_not_continued(trial: SessionTrial) 
     assert (await trial.turn(free, [user("Anew")])).status == 200
     marked = [sample["metadata"]["stale"] for sample in await trial.samples(free)]
     assert marked == [True, False]
-
-
-async def test_a_version_that_is_no_number_is_stale(stage: Stage) -> None:
-    async with simulated_sessions(stage, weight_version="default") as trial:
-        session = await trial.create(contract={"freshness": {"oldest_version": 0}})
-        assert (await trial.turn(session, HI)).error_type == "stale_weights"
 
 
 async def test_what_cannot_be_counted_or_recorded_is_refused_under_a_budget(trial: SessionTrial) -> None:

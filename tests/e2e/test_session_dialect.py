@@ -142,12 +142,6 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
     assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
 
 
-async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:
-    answer = await turn(scripted, {"X-Session-Id": "a/b", "X-Turn-Id": "t1"})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert worker.requests == []
-
-
 async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
     session = await trial.create("s", metadata={"task": 7})
     first = await good(await turn(trial, named("s")))
@@ -300,13 +294,6 @@ async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: Sess
     assert (await stats(scripted))["bytes"] == 0
 
 
-async def test_a_session_that_is_not_finalized_is_not_read(scripted: SessionTrial) -> None:
-    await turn(scripted, named("s"))
-    answer = await post(scripted, "/trajectory/read", {"session_id": "s", "drain": True})
-    assert (answer["success"], answer["data"]) == (False, [])
-    assert len(await scripted.records("s")) == 1, "and not forgotten either"
-
-
 # Rollouts
 
 
@@ -345,14 +332,6 @@ async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, work
     answer = await scripted.ask("POST", "/v1/rollout/pause", {})
     assert answer.status == 502
     assert worker.url in answer.json()["workers"]
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/rollout/pause"), ("POST", "/v1/rollout/other")])
-async def test_what_else_is_under_its_paths_is_forwarded(
-    scripted: SessionTrial, worker: ScriptedWorker, method: str, path: str
-) -> None:
-    await scripted.ask(method, path, {})
-    assert (worker.requests[-1].method, worker.requests[-1].path) == (method, path)
 
 
 async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:

@@ -359,17 +359,6 @@ async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path
                 assert np.array_equal(experts_of(last), truth(last["tokens"])), "what goes on has all of them"
 
 
-async def test_an_untraced_request_is_told_of_after_a_kill(restarts: Restarts) -> None:
-    async with restarts.started() as before:
-        session = await before.create()
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
-        await before.ask("POST", f"/sessions/{session}/generate", body)
-        told = (await before.read(session))["metadata"]["untraced"]
-        async with restarts.started() as after:
-            assert (await after.read(session))["metadata"]["untraced"] == told
-            assert [each["path"] for each in told] == ["/generate"]
-
-
 async def test_the_command_lists_what_is_held_and_writes_a_session(
     restarts: Restarts, capsys: pytest.CaptureFixture[str]
 ) -> None:

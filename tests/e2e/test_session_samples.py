@@ -3,14 +3,11 @@ format, for the branches that were asked for; and never one that breaks an invar
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import load
 
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
@@ -84,12 +81,6 @@ async def branched(trial: SessionTrial) -> str:
     return session
 
 
-def corrupt(trial: SessionTrial, session: str, break_it: Callable[[Turn], None]) -> None:
-    """Break the last turn that is held."""
-    middleware: Any = trial.router.app.layers[0]
-    break_it(middleware.store.get(session).turns[-1])
-
-
 # What a sample is
 
 
@@ -121,28 +112,6 @@ async def test_a_sample_is_what_the_engine_was_given_and_sampled(trial: SessionT
     assert {turn["worker"] for turn in told["turns"]} == {trial.worker.url}
     whole = answer.json()["metadata"]
     assert (whole["turns"], whole["segments"], whole["untraced"], whole["task"]) == (2, 1, [], 7)
-
-
-async def test_the_binary_form_says_the_same(trial: SessionTrial, tmp_path: Any) -> None:
-    session = await branched(trial)
-    want = {"reward": 0.5, "label": ["a", 1], "metadata": {"group": 3}}
-    spelled = (await trial.ask("POST", f"/sessions/{session}/samples", want)).json()
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {**want, "format": "safetensors"})
-    assert answer.value("content-type") == b"application/octet-stream"
-    arrays = load(answer.body)
-    assert len(spelled["samples"]) == 4
-    assert set(arrays) == {f"{i}.{name}" for i in range(4) for name in ("tokens", "loss_mask", "logprobs")}
-    for number, sample in enumerate(spelled["samples"]):
-        for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32)):
-            array = arrays[f"{number}.{name}"]
-            assert array.dtype == dtype
-            assert array.tolist() == np.array(sample.pop(name), dtype=dtype).tolist()
-    file = tmp_path / "samples.safetensors"
-    file.write_bytes(answer.body)
-    with safe_open(file, framework="numpy") as opened:
-        told = opened.metadata()
-    assert json.loads(told["samples"]) == spelled["samples"]
-    assert json.loads(told["metadata"]) == spelled["metadata"]
 
 
 async def test_versions_are_those_that_sampled_each_token(stage: Stage) -> None:
@@ -225,14 +194,6 @@ def versionless(piece: Piece) -> Piece:
 
 def misaligned(piece: Piece) -> Piece:
     return Piece(piece.tokens, piece.logprobs[:-1] if piece.logprobs is not None else None, piece.version)
-
-
-async def test_one_broken_branch_refuses_them_all(trial: SessionTrial) -> None:
-    session = await branched(trial)
-    corrupt(trial, session, lambda turn: spoil(turn, "sampled", tuple(map(negative, turn.sampled))))
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
-    assert answer.status == 422
-    assert [each["metadata"]["leaf"] for each in await trial.samples(session, branches=POLICY)] == [2]
 
 
 async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(trial: SessionTrial) -> None:

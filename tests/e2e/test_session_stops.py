@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,21 +99,6 @@ async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monke
         await gone(trial)
 
 
-async def test_an_engine_that_is_silent_when_it_is_told_is_left(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.ABORT_GRACE", 0.01)
-    by_path = trial.router.app.router.control.by_path
-    monkeypatch.setitem(by_path, "/abort_request", replace(by_path["/abort_request"], timeout=3600.0))
-    session = await trial.create(contract={"group": "g"})
-    trial.worker.faults.hang(path="/abort_request", times=None)
-    async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
-        await it_samples(trial)
-        await trial.ask("POST", "/abort_request", {"group": "g"})
-        await gone(trial)
-        assert (await turn).status == 400
-
-
 async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial) -> None:
     session = await trial.create(contract={"group": "g"})
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})
@@ -177,16 +161,6 @@ async def test_the_client_library_aborts_a_group(trial: SessionTrial) -> None:
             assert (await turn)["choices"][0]["finish_reason"] == "abort"
         (sample,) = await session.collect()
         assert (sample.status, sample.metadata["end_reason"]) == ("aborted", "aborted")
-
-
-async def test_under_resume_what_was_aborted_is_not_carried_on(stage: Stage) -> None:
-    async with simulated_sessions(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.002) as trial:
-        session = await trial.create(contract={"group": "g"})
-        async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
-            await it_samples(trial)
-            await trial.ask("POST", "/abort_request", {"group": "g"})
-            assert finish_of(await turn, stream=False) == "abort"
-        await the_partial_sample_stays(trial, session, "aborted")
 
 
 async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(trial: SessionTrial) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.support.http import Client, request, whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
-    EVENT_STREAM,
     IDS_FIELD,
     able,
     chat_answer,
@@ -22,7 +21,7 @@ from tests.support.scripted_chat import (
     event,
     streamed,
 )
-from tests.support.scripted_worker import ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
 from tests.support.session_apis import case
 from tests.support.session_trial import (
     ADD,
@@ -80,9 +79,8 @@ async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker,
     assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage, incremental: bool) -> None:
-    async with simulated_sessions(stage, incremental_streaming_output=incremental) as trial:
+async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage) -> None:
+    async with simulated_sessions(stage, incremental_streaming_output=True) as trial:
         trial.worker.say(f"I add.\n{ASK_ADD}\n{ASK_ADD}")
         session = await trial.create()
         async with trial.agent(session) as client:
@@ -156,35 +154,6 @@ async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
     assert [(each["completion_tokens"], each["streamed"], each["versions"]) for each in records] == [
         (2, True, "engine")
     ] * 2
-
-
-async def test_a_buffered_stream_is_what_the_official_client_expects(stage: Stage) -> None:
-    async with simulated_sessions(stage, tool_call_parser=None, reasoning_parser=None) as trial:
-        session = await trial.create()
-        async with trial.agent(session) as client:
-            stream = await client.chat.completions.create(
-                model="m",
-                messages=HI,
-                n=2,
-                max_tokens=6,
-                logprobs=True,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-        assert "stream" not in trial.door[-1].json()
-        one, other = trial.door[-1].generations
-        for index, generation in enumerate((one, other)):
-            mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-            assert mine[0].delta.role == "assistant"
-            assert "".join(choice.delta.content or "" for choice in mine) == generation.text
-            tokens = [token for choice in mine if choice.logprobs for token in choice.logprobs.content or ()]
-            assert [token.logprob for token in tokens] == generation.logprobs
-            assert mine[-1].finish_reason == "length"
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 12
-        (sample, _) = await trial.samples(session)
-        exactly(sample, one)
 
 
 @pytest.mark.parametrize(
@@ -287,18 +256,6 @@ async def test_a_fleet_without_workers_is_asked_once_it_has_one(
     await until(lambda: trial.router.pool.routable, "the worker takes traffic")
     assert text_of(await trial.stream(session, HI)) == "Hello"
     assert len(await trial.records(session)) == 1
-
-
-async def test_a_stream_is_understood_however_it_is_cut(worker: ScriptedWorker, trial: SessionTrial) -> None:
-    whole = b"".join(chat_events([7, 8], ["né", "日本"]))
-    for cut in (1, 7, 64, 5000):
-        pieces = [chunk(whole[begin : begin + cut]) for begin in range(0, len(whole), cut)]
-        worker.always(script(chunked_head(EVENT_STREAM), *pieces, b"0\r\n\r\n"))
-        session = await trial.create()
-        assert text_of(await trial.stream(session, HI)) == "né日本"
-        (sample,) = await trial.samples(session)
-        assert sample["tokens"] == [1, 2, 3, 7, 8], cut
-        assert sample["logprobs"] == [0.0, 0.0, 0.0, -0.5, -0.5]
 
 
 async def test_stream_weights_are_those_the_engine_confirms_at_the_end(

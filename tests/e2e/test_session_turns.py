@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
 
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply, ask
@@ -137,17 +136,6 @@ async def test_what_an_agent_asks_for_reaches_the_worker_as_it_is(trial: Session
         sent = trial.door[-1].json()
         assert {name: sent[name] for name in asked} == asked
         assert (sent["messages"], sent["model"], sent.get("stream", False)) == (HI, "m", stream)
-
-
-class Place(BaseModel):
-    city: str
-    n: int
-
-
-async def test_the_official_client_parses_what_it_asked_to_be_formatted(trial: SessionTrial) -> None:
-    async with trial.agent(await trial.create()) as client:
-        answer = await client.chat.completions.parse(model="m", messages=HI, response_format=Place)
-    assert isinstance(answer.choices[0].message.parsed, Place)
 
 
 async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(pair: Pair) -> None:
