@@ -189,6 +189,9 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
                 kind, code = missing.get(api.path, ("session_not_found", ""))
                 assert error["type"] == kind
                 assert not code or error.get("details", error)[code] == "session_not_found"
+        counting = {"model": "m", "messages": [WHEN], "chat_template_kwargs": {"tools": 1}}
+        refused = await trial.ask("POST", f"/sessions/{session}{MESSAGES}/count_tokens", counting)
+        assert (refused.status, b"template" in refused.body) == (400, True)
         assert await trial.records(session) == []
 
 

@@ -277,3 +277,9 @@ async def test_messages_that_are_none_are_the_engine_s_to_refuse(stage: Stage) -
         answer = await trial.turn(session, [*HI, message, each, user("Go on")], stream=stream)
         assert (answer.status, answer.body) == (400, b'{"message": "no"}'), each
     assert len(await trial.records(session)) == 1
+
+
+async def test_an_equality_that_is_none_stops_the_start(stage: Stage) -> None:
+    for equality in ("loose", "no.such.module.function", "json.decoder"):
+        with pytest.raises(ValueError, match="message_equality"):
+            await session_trial(stage, options={"message_equality": equality})

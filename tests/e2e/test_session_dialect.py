@@ -22,18 +22,14 @@ from tests.support.session_apis import case
 from tests.support.session_trial import (
     CHAT,
     SessionTrial,
-    chunks_of,
     exactly,
     message_of,
     said,
     session_trial,
     simulated_sessions,
-    text_of,
     user,
 )
 from tests.support.stage import Stage
-from tests.support.under_way import under_way
-from tests.support.waiting import until
 
 HI: list[Any] = [user("Hi")]
 
@@ -78,18 +74,6 @@ def named(session: str, instance: str | None = None, turn_id: str | None = None)
 
 
 # Turns
-
-
-async def test_a_session_is_made_by_its_first_turn_and_goes_on_by_its_name(trial: SessionTrial) -> None:
-    first = await good(await turn(trial, named("s", "task-7", "t1")))
-    second = await turn(trial, named("s", "task-7", "t2"), [*HI, message_of(first), user("Go on")], stream=True)
-    assert text_of(chunks_of(second.body))
-    assert set(first["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
-    (sample,) = await trial.samples("s")
-    exactly(sample, *(each.generation for each in trial.door))
-    found = await trial.read("s")
-    assert found["metadata"]["instance_id"] == "task-7"
-    assert [each["turn_id"] for each in found["records"]] == ["t1", "t2"]
 
 
 async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage) -> None:
@@ -295,29 +279,6 @@ async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: Sess
 
 
 # Rollouts
-
-
-async def test_a_rollout_is_paused_and_goes_on_under_new_weights_with_nothing_lost(stage: Stage) -> None:
-    async with simulated_sessions(stage, token_latency_s=0.02) as trial:
-        endless = {"max_tokens": 60, "ignore_eos": True}
-        async with under_way(turn(trial, named("s"), **endless)) as asking:
-            await until(lambda: trial.worker.running, "it generates")
-            paused = await post(trial, "/v1/rollout/pause")
-            trial.worker.engine.token_latency_s = 0
-            assert (paused["status"], paused["paused"], paused["mode"]) == ("ok", True, "retract")
-            assert paused["paused_since"] > 0
-            async with under_way(turn(trial, named("t"), **endless)) as waiting:
-                await until(lambda: trial.router.app.router.gate.held, "it waits")
-                state = await good(await trial.ask("GET", "/v1/rollout/pause_state"))
-                assert (state["paused"], state["waiting"], state["version"]) == (True, 1, "1")
-                resumed = await post(trial, "/v1/rollout/resume", {"version": 2})
-                assert (resumed["paused"], resumed["version"]) == (False, "2")
-                assert {(await asking).status, (await waiting).status} == {200}
-        for session in ("s", "t"):
-            (sample,) = await trial.samples(session)
-            assert sum(sample["loss_mask"]) == 60
-            assert sample["weight_versions"][-1]["version"] == "2"
-        assert trial.worker.weight_version == "2"
 
 
 async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> None:

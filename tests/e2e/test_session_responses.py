@@ -152,6 +152,21 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
         }
 
 
+async def test_reasoning_that_is_sealed_or_left_out_is_the_answer_s_own(stage: Stage) -> None:
+    """Without ids, without reasoning, with only what stands for it, with the results between the calls."""
+    async with scripted(stage, script=[*SCRIPT[:1], "So it is."]) as trial:
+        session = await trial.create()
+        async with agent(trial, session) as client:
+            first = await asked(client, "Add.", live=True, include=["reasoning.encrypted_content"], store=False)
+            items, results = plain(sent_back(first)), outputs(first)
+            bare = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in items]
+            sealed = {"type": "reasoning", "summary": [], "encrypted_content": items[0]["encrypted_content"]}
+            between = [one for pair in zip(items[2:], results, strict=True) for one in pair]
+            for spelled in ([*bare[1:], *results], [sealed, *bare[1:], *results], [*items[:2], *between]):
+                await asked(client, [user("Add."), *spelled], live=False)
+        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 0, 0]
+
+
 async def test_a_response_goes_on_from_one_before_without_its_instructions(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
