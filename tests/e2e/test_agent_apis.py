@@ -134,7 +134,8 @@ async def test_why_an_answer_ended_is_told(stage: Stage) -> None:
                 assert (whole.text, whole.end) == ("one # two # three", ENDS[api.path][0])
                 if api.path != RESPONSES:
                     stops = "stop" if api.path == CHAT else "stop_sequences"
-                    stopped = await api.turn(trial, session, [WHEN], stream=stream, **{stops: ["?", "#"]})
+                    asked: Any = {stops: ["?", "#"]}
+                    stopped = await api.turn(trial, session, [WHEN], stream=stream, **asked)
                     end = "stop" if api.path == CHAT else "stop_sequence"
                     assert (stopped.text, stopped.end) == ("one ", end)
 

@@ -34,8 +34,8 @@ from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 
 WHEN = user("When?")
-ZONE = '{"zone": "UTC"}'
-TIME, DATE = ("get_time", {"zone": "UTC"}), ("get_date", {})
+TIME: tuple[str, Any] = ("get_time", {"zone": "UTC"})
+DATE: tuple[str, Any] = ("get_date", {})
 ONE_CALL: Any = {"calls": [{"name": "get_time", "arguments": {"zone": "UTC"}}]}
 
 
@@ -86,6 +86,7 @@ SPELLED = [
     *((sampled, "[]") for sampled in ("", "null", " {} ")),
     ("[]", "{}"),
 ]
+NOTHING: list[Any] = [[], 0, False, "", None]
 #: What comes back of `{"a": 1}`, as it is in place of the arguments, by API. `...`: nothing does.
 PARSED: dict[str, list[Any]] = {
     CHAT: [None, {"a": 1}, ...],
@@ -108,7 +109,7 @@ async def test_arguments_in_another_spelling_are_the_held_call(worker: ScriptedW
 
 async def test_nothing_in_any_form_stands_for_no_arguments_alone(worker: ScriptedWorker, trial: SessionTrial) -> None:
     """What libraries write for no arguments, as JSON of any type."""
-    for api, nothing in itertools.product(TALKS, ([], 0, False, "", None, {}, "[]", "0", "false", "null")):
+    for api, nothing in itertools.product(TALKS, [*NOTHING, {}, "[]", "0", "false", "null"]):
         with case(api, repr(nothing)):
             worker.next(answering([7], calls=[made("{}")]), answering([8], calls=[made("", "c1")]))
             session, items = await trial.create(), [WHEN]
@@ -155,7 +156,7 @@ async def test_a_segment_may_begin_with_malformed_arguments(stage: Stage) -> Non
                 held = records[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
                 asked = trial.door[-2].json()["messages"][1]["tool_calls"][0]["function"]["arguments"]
                 assert (held, json.loads(asked)) == (arguments, {"INVALID_JSON": arguments})
-        for api, nothing in itertools.product(TALKS, ([], 0, False, None, "")):
+        for api, nothing in itertools.product(TALKS, NOTHING):
             with case(api, nothing):
                 await api.turn(trial, await trial.create(), history(api, nothing), 4)
 

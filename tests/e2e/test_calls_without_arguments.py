@@ -104,7 +104,8 @@ async def test_a_call_that_comes_back_without_arguments_is_the_held_one(stage: S
     whole = script(chat_reply([*qwen3().encode(text), IM_END], message=message, finish_reason="tool_calls"))
     worker = able(await stage.worker()).always(answering([9], "Now."))
     trial = await a_trial(stage, worker)
-    for api, arguments, live in itertools.product(TALKS, ("", None, "null", " ", "{ }", {}, ...), BOTH):
+    nothing: list[Any] = ["", None, "null", " ", "{ }", {}, ...]
+    for api, arguments, live in itertools.product(TALKS, nothing, BOTH):
         if api.path == RESPONSES and isinstance(arguments, dict):
             continue  # arguments of this API are a text
         with case(api, repr(arguments), live):

@@ -54,8 +54,8 @@ async def test_a_real_engine_s_open_call_comes_back_repaired(tmp_path: Path) -> 
                 for text in OPEN:
                     write_script(said, text, "Now.")
                     session = await trial.create()
-                    said = await ask(trial, session, api, [user("When?")])
-                    ((call_id, name, arguments),) = said.calls
+                    answer = await ask(trial, session, api, [user("When?")])
+                    ((call_id, name, arguments),) = answer.calls
                     back = api.called((call_id, name, api.arguments('{"zone": "UTC"}')))
                     await ask(trial, session, api, [user("When?"), *back, *api.results((call_id, "now"))])
                     first, second = await trial.records(session)

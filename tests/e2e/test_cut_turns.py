@@ -129,7 +129,7 @@ async def test_a_stream_that_only_one_go_can_give_ends_with_what_there_is(
 
 async def test_a_turn_that_is_aborted_in_the_queue_is_resumed_and_tells_its_prompt(stage: Stage) -> None:
     """SGLang tells of a generation that it aborts in its queue no length of the prompt, which chat shows as 0."""
-    usage = {"stream_options": {"include_usage": True}}
+    usage: Any = {"stream_options": {"include_usage": True}}
     async with cuttable(stage) as (trial, brake):
         for version, (choices, stream) in enumerate(itertools.product((1, 2), BOTH), 2):
             with case(choices, stream):
@@ -154,7 +154,7 @@ async def test_a_turn_that_is_aborted_in_the_queue_is_resumed_and_tells_its_prom
 
 
 async def test_a_choice_that_is_aborted_in_the_queue_is_recorded_beside_one_that_ends(stage: Stage) -> None:
-    usage = {"stream_options": {"include_usage": True}}
+    usage: Any = {"stream_options": {"include_usage": True}}
     async with cuttable(stage, settings={"partial_rollout": "return"}) as (trial, brake):
         for stream in BOTH:
             session, fields = await trial.create(), usage if stream else {}

@@ -128,17 +128,19 @@ async def test_function_call_of_an_answer_reaches_the_prompt(stage: Stage) -> No
                 prompt = await prompt_of(trial, session)
                 assert f"<|im_start|>assistant\n{CALLED}<|im_end|>" in prompt
                 assert "<tool_response>\n42\n</tool_response>" in prompt
-        for arguments in ("", None, ..., "{}"):
-            with case(arguments):
+        nothing: tuple[Any, ...] = ("", None, ..., "{}")
+        for none in nothing:
+            with case(none):
                 session = await trial.create()
-                function = given({"name": "now"}, "arguments", arguments)
-                history = [user("When?"), {"role": "assistant", "function_call": function}]
-                await trial.chat(session, [*history, {"role": "function", "name": "now", "content": "Noon."}])
+                function = given({"name": "now"}, "arguments", none)
+                said: list[Any] = [user("When?"), {"role": "assistant", "function_call": function}]
+                await trial.chat(session, [*said, {"role": "function", "name": "now", "content": "Noon."}])
                 assert '{"name": "now", "arguments": {}}' in await prompt_of(trial, session)
-        session, called = await trial.create(), {"role": "assistant", "content": None, "function_call": ADD_FUNCTION}
-        history = [user("Add."), called, result]
+        session = await trial.create()
+        foreign: Any = {"role": "assistant", "content": None, "function_call": ADD_FUNCTION}
+        history = [user("Add."), foreign, result]
         for _ in range(3):
-            history += [message_of(await trial.chat(session, history)), user("Again."), called, result]
+            history += [message_of(await trial.chat(session, history)), user("Again."), foreign, result]
         assert await trial.reasons(session) == [None, None, None]
 
 
@@ -186,8 +188,8 @@ async def test_functions_that_cannot_be_read_are_refused_in_a_first_turn(stage: 
                 history = [hi, message_of(await trial.chat(session, [hi], **quiet)), go]
                 await trial.chat(session, history, **{name: value})
                 assert [record.get("unread_fields") for record in await trial.records(session)] == [None, [name]]
-        called = {"role": "assistant", "content": "", "function_call": ADD_FUNCTION}
+        of_add: Any = {"role": "assistant", "content": "", "function_call": ADD_FUNCTION}
         result = {"role": "function", "name": "add", "content": "42"}
-        for messages in ([called, {**result, "name": "other"}], [called, result, result]):
+        for messages in ([of_add, {**result, "name": "other"}], [of_add, result, result]):
             reason = await refused(trial, await trial.create(), [user("Add."), *messages])
             assert f"messages[{len(messages)}]" in reason, "it has no call"

@@ -233,7 +233,8 @@ async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage) -
     async with simulated_sessions(stage, script=["Seen."]) as trial:
         for kind in ("web_search_call", "mcp_call", "x_new_item"):
             with case(kind):
-                session, item = await trial.create(), {"type": kind, "id": "ws_1", "status": "completed"}
+                session = await trial.create()
+                item: Any = {"type": kind, "id": "ws_1", "status": "completed"}
                 error = await api.refused(trial, session, [item, user("Hi")])
                 assert "set media to 'replace'" in error["message"]
                 items = [user("Hi")]

@@ -368,17 +368,20 @@ async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial) ->
     await good(await turn(trial, named("s", "task-7")))
     await trial.create("empty")
     before = await stats(trial)
-    odd: list[tuple[str, Any]] = [
-        *(("/session/discard", body) for body in ({}, {"session_id": ["s"]})),
-        *(("/session/finalize", body) for body in ({}, [], b"{", {"session_id": "empty"})),
-        *(("/session/finalize", {"session_id": "s", "instance_id": each}) for each in (["i"], "i" * 257)),
-        ("/session/finalize", {"session_id": "s", "label": "x" * (1 << 20)}),
-        *(("/trajectory/read", body) for body in ({"max_groups": 0}, {"session_id": 7}, [], {"instance_id": {}})),
-        *(("/trajectory/read", body) for body in ({"drain": "false"}, {"segment_view": 1})),
-        *(("/v1/rollout/pause", {"mode": mode}) for mode in ([], "gently")),
-        ("/v1/rollout/resume", {"version": [2]}),
-    ]
-    for path, body in odd:
+    names: list[Any] = [["i"], "i" * 257]
+    odd: dict[str, list[Any]] = {
+        "/session/discard": [{}, {"session_id": ["s"]}],
+        "/session/finalize": [
+            *({}, [], b"{", {"session_id": "empty"}, {"session_id": "s", "label": "x" * (1 << 20)}),
+            *({"session_id": "s", "instance_id": each} for each in names),
+        ],
+        "/trajectory/read": [
+            *({"max_groups": 0}, {"session_id": 7}, [], {"instance_id": {}}, {"drain": "false"}, {"segment_view": 1}),
+        ],
+        "/v1/rollout/pause": [{"mode": []}, {"mode": "gently"}],
+        "/v1/rollout/resume": [{"version": [2]}],
+    }
+    for path, body in ((path, body) for path, bodies in odd.items() for body in bodies):
         answer = await trial.ask("POST", path, body)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), (path, body)
     missing = await trial.ask("POST", "/session/finalize", {"session_id": "nobody"})

@@ -236,24 +236,6 @@ async def test_a_stored_response_is_its_turn_written_again(stage: Stage) -> None
         assert third.id != second.id
 
 
-async def test_stored_responses_take_little_beside_their_turns(stage: Stage) -> None:
-    steps = ["one", "two", "three", "four"]
-    async with scripted(stage, script=steps) as trial:
-        sessions = [await trial.create() for _ in range(2)]
-        tools = [{**ADD, "description": "word " * 5000}]
-        sizes = []
-        for session, stored in zip(sessions, (True, False), strict=True):
-            async with agent(trial, session) as client:
-                given: list[Any] = []
-                for _ in steps:
-                    given.append({"role": "user", "content": "x" * 1000})
-                    answer = await asked(client, given, live=True, tools=tools, store=stored)
-                    given += sent_back(answer)
-            sizes.append((await trial.read(session))["metadata"]["bytes"])
-        assert abs(sizes[0] - sizes[1]) < 5000
-        assert sizes[0] < 3 * 25_000 + 4 * 12_000, "tools are held once"
-
-
 # Errors
 
 #: What is not there, the parameter that a refusal names, and its words.

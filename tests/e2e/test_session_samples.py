@@ -228,7 +228,8 @@ async def test_the_caller_chooses_the_branches(trial: SessionTrial) -> None:
         trained = {turn for leaf in leaves for turn in lines[leaf]}
         loss = sum(sum(each["loss_mask"]) for each in samples)
         assert loss == sum(len(made[turn].output_ids) for turn in trained), policy
-    for want in ({"format": "parquet"}, {"max_seq_len": 0}, {"branches": "some"}, {"rewards": 1.0}, [], b"{"):
+    wrong: list[Any] = [{"format": "parquet"}, {"max_seq_len": 0}, {"branches": "some"}, {"rewards": 1.0}, [], b"{"]
+    for want in wrong:
         answer = await trial.ask("POST", f"/sessions/{session}/samples", want)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), want
     (whole, *_), (cut, *_) = await trial.samples(session), await trial.samples(session, max_seq_len=60, reward=0.5)

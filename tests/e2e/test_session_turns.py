@@ -184,7 +184,8 @@ async def test_errors_of_workers_pass_byte_for_byte(stage: Stage) -> None:
         assert (answer.status, answer.body) == (status, odd)
         assert (answer.values("x-odd"), answer.value("retry-after")) == ([b"a", b"b"], b"3")
     assert await trial.records(session) == []
-    asked, bodies = len(worker.requests), (b"", b"{", b"[]", {}, {"messages": []}, {"messages": [{"role": 7}]})
+    asked = len(worker.requests)
+    bodies: list[Any] = [b"", b"{", b"[]", {}, {"messages": []}, {"messages": [{"role": 7}]}]
     for body in bodies:
         answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", body)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), body

@@ -299,7 +299,8 @@ async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stag
     """And what no engine would take is refused as it is everywhere."""
     strict = {"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]}
     unsupported: dict[str, Any] = {"tool_choice": {"tools": [ADD], "tool_choice": "required"}, "strict": strict}
-    schemas: list[Any] = [{"type": "json_schema", "json_schema": schema} for schema in ("x", {})]
+    none: list[Any] = ["x", {}]
+    schemas = [{"type": "json_schema", "json_schema": schema} for schema in none]
     async with simulated() as worker:
         trial, session = await chat(stage, worker)
         for stream in BOTH:
@@ -344,7 +345,7 @@ def plainly(said: Said) -> Any:
 async def test_a_text_is_read_as_sglang_reads_it(stage: Stage) -> None:
     """Streamed or whole, it is what SGLang makes of the whole text. Of a text without a mark SGLang believes that it is
     all reasoning, unless it is told that the model does not think."""
-    api, parsers = Api(CHAT), {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    api, parsers = Api(CHAT), dict[str, Any](tool_call_parser="qwen25", reasoning_parser="qwen3")
     async with simulated() as one, SimulatedWorker(tokenizer=qwen3(), weight_version="1", **parsers) as other:
         trials = [await session_trial(stage, worker) for worker in (one, other)]
         for text, stream, most in itertools.product(TEXTS, BOTH, (200, 9)):
