@@ -5,35 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_router.testing.middleware_contract import check_middleware
-    from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, QWEN3_30B_A3B_H100, Gpu
     from miles_router.testing.worker.door import Door, Exchange, GenerationRecord
     from miles_router.testing.worker.engine import Engine, PauseMode
     from miles_router.testing.worker.faults import Faults
-    from miles_router.testing.worker.in_thread import worker_in_thread
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
     from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
-    from miles_router.testing.worker.pairing import Pairing
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 __all__ = [
-    "QWEN3_8B_H100",
-    "QWEN3_30B_A3B_H100",
     "Door",
     "Engine",
     "Exchange",
     "Faults",
     "GenerationRecord",
-    "Gpu",
     "IndexerShape",
     "MoeShape",
-    "Pairing",
     "PauseMode",
     "SimulatedWorker",
     "Tokenizer",
     "ToyTokenizer",
     "check_middleware",
-    "worker_in_thread",
 ]
 _MODULES = {
     "Door": "worker.door",
@@ -41,18 +33,13 @@ _MODULES = {
     "Exchange": "worker.door",
     "Faults": "worker.faults",
     "GenerationRecord": "worker.door",
-    "Gpu": "worker.costs.gpu",
-    "QWEN3_30B_A3B_H100": "worker.costs.gpu",
-    "QWEN3_8B_H100": "worker.costs.gpu",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",
-    "Pairing": "worker.pairing",
     "PauseMode": "worker.engine",
     "SimulatedWorker": "worker.simulated_worker",
     "Tokenizer": "worker.model.vocabulary",
     "ToyTokenizer": "worker.model.vocabulary",
     "check_middleware": "middleware_contract",
-    "worker_in_thread": "worker.in_thread",
 }
 
 

@@ -11,28 +11,38 @@ from typing import Any
 import aiohttp
 import pytest
 
-from miles_router.testing import MoeShape, Pairing, SimulatedWorker
-from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100
+from miles_router.testing import MoeShape, SimulatedWorker
 from tests.contract.client import WorkerClient
 from tests.sglang_worker import RealWorker, real_pair
 from tests.support import tiers
+from tests.support.simulated.costs.gpu import QWEN3_8B_H100
+from tests.support.simulated.costs.paced_worker import PacedWorker
+from tests.support.simulated.half_worker import HalfWorker
+from tests.support.simulated.odd_workers import SpacedWorker
+from tests.support.simulated.pairing import Pairing
 from tests.support.waiting import PATIENCE
 
 KINDS = ["simulated", "paced", pytest.param("sglang", marks=pytest.mark.sglang)]
 KINDS_OF_PAIRS = ["simulated", "spaced", pytest.param("sglang", marks=pytest.mark.sglang)]
 MOE = MoeShape(layers=4, experts=8, top_k=2)
 TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
-OPTIONS: dict[str, dict[str, Any]] = {
-    "simulated": {},
-    "paced": {"gpu": QWEN3_8B_H100, "time_scale": 2.0, "spaced_json": True},
-}
+
+
+class SpacedPacedWorker(SpacedWorker, PacedWorker):
+    """A worker that takes the time of a GPU and writes spaces between its JSON's parts."""
+
+
+class SpacedHalfWorker(SpacedWorker, HalfWorker):
+    """A half of a pair that writes spaces between its JSON's parts."""
 
 
 @contextlib.asynccontextmanager
-async def simulated(**options: Any) -> AsyncIterator[str]:
-    """The URL of a `SimulatedWorker`."""
-    async with SimulatedWorker(token_latency_s=TOKEN_LATENCY, **options) as worker:
-        yield worker.url
+async def simulated(kind: str, **options: Any) -> AsyncIterator[str]:
+    """The URL of a simulated worker."""
+    given = {"token_latency_s": TOKEN_LATENCY, **options}
+    paced = kind == "paced"
+    async with SpacedPacedWorker(QWEN3_8B_H100, time_scale=2.0, **given) if paced else SimulatedWorker(**given) as made:
+        yield made.url
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +63,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
             workers: list[RealWorker] = request.getfixturevalue("sglang_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(**OPTIONS[request.param]))
+            url = await stack.enter_async_context(simulated(request.param))
         yield await stack.enter_async_context(client_of(url))
 
 
@@ -65,7 +75,7 @@ async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClie
             workers: list[RealWorker] = request.getfixturevalue("sglang_moe_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(moe=MOE, **OPTIONS[request.param]))
+            url = await stack.enter_async_context(simulated(request.param, moe=MOE))
         yield await stack.enter_async_context(client_of(url))
 
 
@@ -93,10 +103,10 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ClientsOfAPair]:
         if request.param == "sglang":
             prefill, decode, port = request.getfixturevalue("real_halves")
         else:
-            options: dict[str, Any] = {"moe": MOE, "spaced_json": request.param == "spaced"}
-            pairing = Pairing("prefill", patience_s=0.1)
-            prefill = await stack.enter_async_context(simulated(pairing=pairing, **options))
-            decode = await stack.enter_async_context(simulated(pairing=Pairing("decode", patience_s=0.1), **options))
-            port = pairing.port
+            half = SpacedHalfWorker if request.param == "spaced" else HalfWorker
+            options: dict[str, Any] = {"moe": MOE, "token_latency_s": TOKEN_LATENCY}
+            first = await stack.enter_async_context(half(Pairing("prefill", patience_s=0.1), **options))
+            second = await stack.enter_async_context(half(Pairing("decode", patience_s=0.1), **options))
+            prefill, decode, port = first.url, second.url, first.pairing.port
         own, other = [await stack.enter_async_context(client_of(url)) for url in (prefill, decode)]
         yield ClientsOfAPair(own, other, port)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contract.client import WorkerClient
-from tests.contract.conftest import KINDS, OPTIONS, client_of, simulated
+from tests.contract.conftest import KINDS, client_of, simulated
 from tests.sglang_worker import RealWorker
 
 FIRST_SPECIAL = 151_643  # of the Qwen3 vocabulary
@@ -22,9 +22,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
         if request.param == "sglang":
             url = stack.enter_context(RealWorker.start("--incremental-streaming-output")).url
         else:
-            url = await stack.enter_async_context(
-                simulated(incremental_streaming_output=True, **OPTIONS[request.param])
-            )
+            url = await stack.enter_async_context(simulated(request.param, incremental_streaming_output=True))
         yield await stack.enter_async_context(client_of(url))
 
 

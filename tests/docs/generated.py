@@ -29,12 +29,11 @@ from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Me
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.shards.as_one import ShardStatistics
 from miles_router.shards.forwarding import ForwardStatistics
-from miles_router.testing import QWEN3_30B_A3B_H100
-from miles_router.testing.worker.costs.gpu import GPUS
 from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, anchor, guarantee_tests, guarantees, name_of
 from tests.gpu.fit import ERRORS, REPORT, step_errors
 from tests.gpu.fit import errors as errors_of_fit
+from tests.support.simulated.costs.gpu import GPUS, QWEN3_30B_A3B_H100
 
 Rows = list[tuple[str, ...]]
 

@@ -16,6 +16,7 @@ from tests.support import http
 from tests.support.fleet import JSON, held, post, posting
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter, processes_used, running_router
+from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.waiting import until
 
 KEYED = [*JSON, ("Authorization", "Bearer k")]
@@ -182,7 +183,7 @@ async def test_an_adapter_beside_the_model_is_one_and_the_same_or_refused() -> N
 
 @pytest.mark.parametrize("model_id", [None, "actor"])
 async def test_sglang_jax_applies_adapters_or_refuses_them(model_id: str | None) -> None:
-    async with with_lora(profile="sglang-jax") as worker, running_router() as router:
+    async with with_lora(SimulatedJax) as worker, running_router() as router:
         worker.engine.adapters["one"] = "/x"  # as it was started: it has no route for them
         await register(router, worker, model_id)
         base = model_id or "org/plain"
@@ -196,7 +197,7 @@ async def test_sglang_jax_applies_adapters_or_refuses_them(model_id: str | None)
 
 
 async def test_sglang_jax_without_adapters_leaves_none_out_without_a_word() -> None:
-    async with SimulatedWorker(model_path="org/plain", profile="sglang-jax") as worker, running_router() as router:
+    async with SimulatedJax(model_path="org/plain") as worker, running_router() as router:
         await register(router, worker, "actor")
         for path in ("/generate", "/v1/completions", CHAT):
             for fields in ({"model": "actor:one"}, {"model": "actor", "lora_path": "one"}):

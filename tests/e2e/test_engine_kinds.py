@@ -10,12 +10,12 @@ import pytest
 
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.settings import JAX
 from tests.contract.client import WorkerClient
 from tests.support.fleet import PROBING, becomes, gate, post, posting
 from tests.support.http import CutReply
 from tests.support.resuming import EVENTS, in_json
 from tests.support.scripted_worker import HANG, RESET, ScriptedWorker, chunk, reply, script
+from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -104,7 +104,7 @@ async def test_refusals_and_errors_of_the_engine_pass_as_they_are(stage: Stage) 
 
 
 async def test_who_can_do_it_gets_what_another_engine_cannot(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX) as unable, SimulatedWorker() as able:
+    async with SimulatedJax() as unable, SimulatedWorker() as able:
         router = await stage.router(unable.url, able.url)
         chat = {"messages": [{"role": "user", "content": "x"}], "input_ids": [1, 2], "max_tokens": 2}
         for _ in range(4):
@@ -121,7 +121,7 @@ async def test_who_can_do_it_gets_what_another_engine_cannot(stage: Stage) -> No
 
 
 async def test_one_that_is_aborted_behind_a_retraction_keeps_what_its_stream_has_told(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX, token_latency_s=0.004) as worker, aiohttp.ClientSession() as session:
+    async with SimulatedJax(token_latency_s=0.004) as worker, aiohttp.ClientSession() as session:
         router = await stage.router(worker.url)
         client = WorkerClient(router.url, session)
         request = {"input_ids": [1, 2], "sampling_params": {**SHORT, "max_new_tokens": 4000}, "rid": "mine"}
@@ -142,7 +142,7 @@ async def test_one_that_is_aborted_behind_a_retraction_keeps_what_its_stream_has
 
 
 async def test_one_that_is_aborted_before_it_began_has_no_tokens(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX, token_latency_s=0.05) as worker:
+    async with SimulatedJax(token_latency_s=0.05) as worker:
         router = await stage.router(worker.url)
         generating = posting(router, **GENERATE, rid="mine")
         await until(lambda: worker.running, "it is with the engine")
@@ -155,7 +155,7 @@ async def test_one_that_is_aborted_before_it_began_has_no_tokens(stage: Stage) -
 
 
 async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: Stage) -> None:
-    async with SimulatedWorker() as first, SimulatedWorker(profile=JAX) as other:
+    async with SimulatedWorker() as first, SimulatedJax() as other:
         router = await stage.router(first.url)
         await post(router, "/pause_generation", mode="abort")
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
@@ -167,7 +167,7 @@ async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: S
 
 
 async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX) as worker:
+    async with SimulatedJax() as worker:
         router = await stage.router(worker.url, **{**PROBING, "deep_health_check_interval": 0.02})
         await until(lambda: worker.door.at("/health_generate"), "it was checked")
         assert not worker.door.at("/health")
@@ -178,7 +178,7 @@ async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: St
 
 
 async def test_a_worker_that_was_lost_has_no_version_until_it_is_set_again(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX) as worker, SimulatedWorker(profile=JAX) as other:
+    async with SimulatedJax() as worker, SimulatedJax() as other:
         settings = {**PROBING, "health_check_timeout": 2.0, "readmit": "same-weights"}
         router = await stage.router(worker.url, other.url, **settings)
         assert (await post(router, "/router/weight_version", weight_version="7")).status == 200
@@ -195,7 +195,7 @@ async def test_a_worker_that_was_lost_has_no_version_until_it_is_set_again(stage
 
 
 async def test_a_whole_answer_during_which_the_version_changed_names_none(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX, token_latency_s=0.05) as worker:
+    async with SimulatedJax(token_latency_s=0.05) as worker:
         router = await stage.router(worker.url)
         await post(router, "/router/weight_version", weight_version="7")
         assert (await post(router, "/generate", **GENERATE)).json()["meta_info"]["weight_version"] == "7"
@@ -208,7 +208,7 @@ async def test_a_whole_answer_during_which_the_version_changed_names_none(stage:
 
 
 async def test_new_weights_have_caches_of_their_own_where_the_engine_heeds_a_key(stage: Stage) -> None:
-    async with SimulatedWorker(profile=JAX) as worker:
+    async with SimulatedJax() as worker:
         router = await stage.router(worker.url)
         for version in ("7", "8"):
             await post(router, "/router/weight_version", weight_version=version)

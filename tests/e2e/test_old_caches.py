@@ -1,6 +1,6 @@
 """No cache of old weights under a new version: what updates without a flush leave in the engines' prefix caches.
 
-The simulated engine notes with each generation whose weights filled the part of its prefix cache that it found.
+The watched worker notes with each generation whose weights filled the part of its prefix cache that it found.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
 from tests.support.session_trial import message_of, simulated_sessions, user
+from tests.support.simulated.odd_workers import WatchedWorker
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -64,7 +65,7 @@ async def update(router: RunningRouter, version: str, mode: str | None = None) -
 
 @asynccontextmanager
 async def fleet(stage: Stage, *, settings: dict[str, Any] | None = None, **worker: Any) -> AsyncIterator[Any]:
-    async with SimulatedWorker(stop_probability=0.0, **{"weight_version": "1", **worker}) as started:
+    async with WatchedWorker(stop_probability=0.0, **{"weight_version": "1", **worker}) as started:
         yield started, await stage.router(started.url, **(settings or {}))
 
 
@@ -103,7 +104,7 @@ async def test_a_new_generation_finds_no_cache_of_older_weights(stage: Stage, mo
             first, second = await generate(router), await generate(router)
         assert [(each["weight_version"], each["cached_tokens"]) for each in (first, second)] == [("2", 0), ("2", 39)]
         assert (await generate(router))["cached_tokens"] == 39, "what went on over the update has left nothing there"
-        assert {filled == sampled for filled, sampled in worker.engine.reused} == {True}
+        assert {filled == sampled for filled, sampled in worker.cache.reused} == {True}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -113,7 +114,7 @@ async def test_so_it_is_on_every_path_that_takes_a_key(stage: Stage, path: str) 
             for _ in range(2):
                 assert (await post(router, path, **ASKED[path])).status == 200
             await update(router, version)
-        assert worker.engine.reused == {("1", "1"), ("2", "2")}
+        assert worker.cache.reused == {("1", "1"), ("2", "2")}
         assert keys(worker, path)[:2] == [None, None]
         assert keys(worker, path)[2] == keys(worker, path)[3] is not None
 
@@ -186,7 +187,7 @@ async def test_an_update_by_a_path_of_the_users_own_counts(stage: Stage) -> None
 
 
 async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
-    async with fleet(stage) as (worker, router), SimulatedWorker(weight_version="1", stop_probability=0.0) as other:
+    async with fleet(stage) as (worker, router), WatchedWorker(weight_version="1", stop_probability=0.0) as other:
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
         for _ in range(2):
             await generate(router)
@@ -196,7 +197,7 @@ async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(s
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
         assert (await generate(router))["cached_tokens"] == 0
         await generate(router)  # by the other worker, unless that is another process's choice
-        reused = worker.engine.reused | other.engine.reused
+        reused = worker.cache.reused | other.cache.reused
         assert {pair for pair in reused if len({*pair}) > 1} == set(), "of other weights"
 
 
@@ -221,7 +222,7 @@ async def test_a_generation_that_is_resumed_is_prefilled_anew(stage: Stage) -> N
             await update(router, "2", "abort")
             await samples(worker)
         assert [span["version"] for span in running.result()["weight_versions"]] == ["1", "2"]
-        assert worker.engine.reused == set()
+        assert worker.cache.reused == set()
 
 
 async def test_a_session_keeps_its_cache_and_its_sample_says_whose_it_was(stage: Stage) -> None:

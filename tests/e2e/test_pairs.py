@@ -9,11 +9,13 @@ import numpy as np
 import orjson
 import pytest
 
-from miles_router.testing import MoeShape, Pairing, SimulatedWorker
+from miles_router.testing import MoeShape, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.metrics import metric
 from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.simulated.half_worker import HalfWorker
+from tests.support.simulated.pairing import Pairing
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -41,7 +43,7 @@ async def test_both_halves_are_asked_the_same_and_decode_answers(stage: Stage, s
         ours = pair.asked(pair.prefill)
         assert ours == pair.asked(pair.decode)
         assert [{name: each[name] for name in ROOM[:2]} for each in ours] == [
-            {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.settings.pairing.port}  # type: ignore[union-attr]
+            {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.pairing.port}
         ] * 3
         assert len({each["bootstrap_room"] for each in ours}) == 3
         without = [{name: value for name, value in each.items() if name not in ROOM} for each in ours]
@@ -194,7 +196,7 @@ async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
     async with halves(stage) as pair:
         shown = {each["url"]: each for each in (await pair.router.ask("GET", "/workers")).json()["workers"]}
         assert shown[pair.prefill.url]["worker_type"] == "prefill"
-        assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.settings.pairing.port  # type: ignore[union-attr]
+        assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.pairing.port
         assert shown[pair.decode.url]["worker_type"] == "decode"
         assert await metric(pair.router, "miles_router_worker_type", type="prefill", worker=pair.prefill.url) == 1
 
@@ -202,12 +204,11 @@ async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
 async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> None:
     router = await stage.router()
     async with (
-        SimulatedWorker(pairing=Pairing("prefill")) as prefill,
-        SimulatedWorker(pairing=Pairing("decode")) as decode,
+        HalfWorker(Pairing("prefill")) as prefill,
+        HalfWorker(Pairing("decode")) as decode,
     ):
         for half in (prefill, decode):
-            assert half.settings.pairing is not None
-            role, port = (half.settings.pairing.registration.get(name) for name in ("worker_type", "bootstrap_port"))
+            role, port = (half.registration.get(name) for name in ("worker_type", "bootstrap_port"))
             said = {"url": half.url, "worker_type": role, **({} if port is None else {"bootstrap_port": int(port)})}
             answer = await router.ask("POST", "/workers", JSON, orjson.dumps(said))
             assert answer.status == 201, answer.body
@@ -221,8 +222,8 @@ async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> Non
 async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
     router = await stage.router()
     async with (
-        SimulatedWorker(pairing=Pairing("prefill"), router_url=router.url) as prefill,
-        SimulatedWorker(pairing=Pairing("decode"), router_url=router.url) as decode,
+        HalfWorker(Pairing("prefill"), router_url=router.url) as prefill,
+        HalfWorker(Pairing("decode"), router_url=router.url) as decode,
     ):
         await until(lambda: len(router.pool) == 2, "both have registered")
         pair = Halves(router, [prefill], [decode])

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing import QWEN3_8B_H100
 from tests.benchmarks.placement.bounds import alone, lower_bound, work
 from tests.benchmarks.placement.even import EvenFleet
 from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.routers import contenders
 from tests.benchmarks.placement.workload import Episode, Ids, Turn, lines, read
 from tests.support import tiers
+from tests.support.simulated.costs.gpu import QWEN3_8B_H100
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = [

@@ -486,8 +486,8 @@ async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_ba
             assert (answer.status, b"one" in answer.body) == (400, True)
 
 
-def with_lora(**options: Any) -> SimulatedWorker:
-    return SimulatedWorker(model_path="org/plain", enable_lora=True, **options)
+def with_lora(worker_class: type[SimulatedWorker] = SimulatedWorker, **options: Any) -> SimulatedWorker:
+    return worker_class(model_path="org/plain", enable_lora=True, **options)
 
 
 async def load(worker: SimulatedWorker, name: str) -> None:

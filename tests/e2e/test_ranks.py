@@ -17,6 +17,7 @@ from tests.support.fleet import JSON, post, posting
 from tests.support.http import Pairs, RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
+from tests.support.simulated.odd_workers import RankDeafWorker
 from tests.support.waiting import until
 
 #: Long enough for any test: who waits for it has lost.
@@ -34,14 +35,16 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-def worker_with_ranks(**settings: Any) -> SimulatedWorker:
-    return SimulatedWorker(**{"dp_size": 2, "token_latency_s": 0.02, "stop_probability": 0.0, **settings})
+def worker_with_ranks(worker_class: type[SimulatedWorker] = SimulatedWorker, **settings: Any) -> SimulatedWorker:
+    return worker_class(**{"dp_size": 2, "token_latency_s": 0.02, "stop_probability": 0.0, **settings})
 
 
 @asynccontextmanager
-async def one(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, RunningRouter]]:
+async def one(
+    worker_class: type[SimulatedWorker] = SimulatedWorker, **settings: Any
+) -> AsyncIterator[tuple[SimulatedWorker, RunningRouter]]:
     """A router with one worker that has two ranks, which it knows."""
-    async with worker_with_ranks(**settings) as worker, running_router(worker.url) as router:
+    async with worker_with_ranks(worker_class, **settings) as worker, running_router(worker.url) as router:
         await ranks_known(router)
         yield worker, router
 
@@ -195,7 +198,7 @@ async def test_a_rank_that_is_none_is_refused_by_the_engine(rank: int) -> None:
 async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
     path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with one(heeds_ranks=False) as (worker, router):
+    async with one(RankDeafWorker) as (worker, router):
         (record,) = router.pool
         await out_of_turn(worker)
         while not record.rank_fault:
@@ -213,7 +216,7 @@ async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
 
 
 async def test_what_ran_when_ranks_changed_stays_counted() -> None:
-    async with one(heeds_ranks=False) as (worker, router):
+    async with one(RankDeafWorker) as (worker, router):
         (record,) = router.pool
         clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
         await until(lambda: worker.running == 3, "all generate")

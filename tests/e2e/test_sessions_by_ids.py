@@ -15,7 +15,6 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.generation import Generation
-from miles_router.testing.worker.settings import JAX
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_words
 from tests.support.agent_apis import APIS
 from tests.support.brake import Brake
@@ -35,6 +34,7 @@ from tests.support.session_trial import (
     text_of,
     user,
 )
+from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
@@ -59,7 +59,7 @@ def real() -> Iterator[list[JaxWorker]]:
 @asynccontextmanager
 async def simulated(**settings: Any) -> AsyncIterator[SimulatedWorker]:
     made = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3", **settings}
-    async with SimulatedWorker(profile=JAX, tokenizer=qwen3(), mortal=True, **made) as worker:
+    async with SimulatedJax(tokenizer=qwen3(), **made) as worker:
         yield worker
 
 
@@ -136,7 +136,7 @@ async def test_a_stop_string_and_half_a_character_are_never_shown(stage: Stage) 
 
 
 async def test_the_rows_of_every_position_come_with_samples(stage: Stage) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), profile=JAX, mortal=True, weight_version=None) as trial:
+    async with simulated_experts(stage, around=(SESSIONS,), worker_class=SimulatedJax, weight_version=None) as trial:
         session = await trial.create()
         await episode(trial, session, 4)
         (sample,) = await trial.exact(session)

@@ -24,11 +24,11 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import MoeShape
-from miles_router.testing.worker.settings import JAX
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS
 from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of
+from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -64,9 +64,7 @@ def jax() -> Iterator[list[JaxWorker]]:
 async def simulated(count: int = 2) -> AsyncIterator[Engines]:
     async with contextlib.AsyncExitStack() as stack:
         workers = [
-            await stack.enter_async_context(
-                SimulatedWorker(profile=JAX, moe=MOE, tokenizer=checkpoint(), mortal=True, token_latency_s=0.004)
-            )
+            await stack.enter_async_context(SimulatedJax(moe=MOE, tokenizer=checkpoint(), token_latency_s=0.004))
             for _ in range(count)
         ]
         yield Engines([worker.url for worker in workers], checkpoint(), workers)

@@ -11,13 +11,15 @@ import orjson
 import pytest
 
 from miles_router.fleet.workers import WorkerState
-from miles_router.testing import Pairing, PauseMode, SimulatedWorker
+from miles_router.testing import PauseMode
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.fleet import PROBING, becomes
 from tests.support.http import RawReply, request, whole_or_cut
 from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.running_router import processes_used
+from tests.support.simulated.half_worker import HalfWorker
+from tests.support.simulated.pairing import Pairing
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -137,8 +139,8 @@ async def test_where_nobody_is_left_the_loss_is_said(stage: Stage) -> None:
 async def test_without_one_of_the_halves_it_is_503_by_name(stage: Stage) -> None:
     router = await stage.router()
     async with (
-        SimulatedWorker(pairing=Pairing("prefill")) as prefill,
-        SimulatedWorker(pairing=Pairing("decode")) as decode,
+        HalfWorker(Pairing("prefill")) as prefill,
+        HalfWorker(Pairing("decode")) as decode,
     ):
         pair = Halves(router, [prefill], [decode])
         for worker, missing in ((prefill, "decode"), (decode, "prefill")):
@@ -188,8 +190,8 @@ async def test_bad_input_is_refused_as_one_engine_would(stage: Stage) -> None:
 async def test_halves_that_are_swapped_are_refused_and_nothing_looks_complete(stage: Stage) -> None:
     router = await stage.router()
     async with (
-        SimulatedWorker(pairing=Pairing("prefill")) as prefill,
-        SimulatedWorker(pairing=Pairing("decode")) as decode,
+        HalfWorker(Pairing("prefill")) as prefill,
+        HalfWorker(Pairing("decode")) as decode,
     ):
         await router.ask("POST", f"/add_worker?url={prefill.url}&worker_type=decode")
         await router.ask("POST", f"/add_worker?url={decode.url}&worker_type=prefill&bootstrap_port={prefill.port}")

@@ -1,4 +1,4 @@
-"""Each fault of `SimulatedWorker` at a real socket, and its life: kill, restart, registration, threads, the command."""
+"""Each fault of `SimulatedWorker` at a real socket, and its life: kill, restart, registration, the command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +17,7 @@ import orjson
 import pytest
 from yarl import URL
 
-from miles_router.testing import SimulatedWorker, worker_in_thread
+from miles_router.testing import SimulatedWorker
 from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
@@ -298,14 +297,11 @@ async def test_it_registers_itself_once_the_router_answers() -> None:
     assert asked == [("POST", f"/add_worker?url={worker.url}")] * 2
 
 
-async def test_a_prompt_that_real_workers_die_of_is_refused_or_dies_of(session: aiohttp.ClientSession) -> None:
-    poison = {"input_ids": [1, 10**6]}
-    async with SimulatedWorker() as worker:
-        assert "a real worker would crash" in (await ask(session, worker, poison))["error"]["message"]
-    async with SimulatedWorker(mortal=True) as worker:
-        assert await (await Wire.send(worker, poison)).until_end() == (b"", True)
-        with pytest.raises(ConnectionRefusedError):
-            await Wire.send(worker)
+async def test_a_prompt_that_real_workers_die_of_is_refused(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    answer = await ask(session, worker, {"input_ids": [1, 10**6]})
+    assert "a real worker would crash" in answer["error"]["message"]
 
 
 async def test_an_api_key_is_asked_for_except_by_probes(session: aiohttp.ClientSession) -> None:
@@ -315,16 +311,6 @@ async def test_an_api_key_is_asked_for_except_by_probes(session: aiohttp.ClientS
                 assert response.status == status
         async with session.get(worker.url + "/health") as response:
             assert response.status == 200
-
-
-def test_it_runs_in_a_thread_for_code_without_an_event_loop() -> None:
-    with worker_in_thread(seed=1) as worker:
-        request = urllib.request.Request(
-            worker.url + "/generate", orjson.dumps(SHORT), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            answer = orjson.loads(response.read())
-    assert answer["output_ids"] == worker.door.last.generation.output_ids
 
 
 # The command

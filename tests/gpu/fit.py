@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-from miles_router.testing import Gpu
+from tests.support.simulated.costs.gpu import Gpu
 
 Row = tuple[str, ...]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from miles_router.testing import QWEN3_8B_H100, QWEN3_30B_A3B_H100
 from tests.gpu.fit import DECODE, PREFILL, REPORT, chunks, errors, fit, points
+from tests.support.simulated.costs.gpu import QWEN3_8B_H100, QWEN3_30B_A3B_H100
 
 
 def test_the_prices_that_stand_in_the_cost_model_are_those_of_the_fit() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import orjson
 
 from miles_router.tasks import spawn
-from miles_router.testing import MoeShape, Pairing, SimulatedWorker
+from miles_router.testing import MoeShape
 from miles_router.testing.worker.door import GenerationRecord
 from tests.support.brake import Brake
 from tests.support.events import events_of
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
+from tests.support.simulated.half_worker import HalfWorker
+from tests.support.simulated.pairing import Pairing
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -33,22 +35,22 @@ class Halves:
     """The halves, and the router before them."""
 
     router: RunningRouter
-    prefills: Sequence[SimulatedWorker]
-    decodes: Sequence[SimulatedWorker]
+    prefills: Sequence[HalfWorker]
+    decodes: Sequence[HalfWorker]
 
     def __post_init__(self) -> None:
         self.brakes = {worker: Brake(worker.engine) for worker in self.workers}
 
     @property
-    def prefill(self) -> SimulatedWorker:
+    def prefill(self) -> HalfWorker:
         return self.prefills[0]
 
     @property
-    def decode(self) -> SimulatedWorker:
+    def decode(self) -> HalfWorker:
         return self.decodes[0]
 
     @property
-    def workers(self) -> list[SimulatedWorker]:
+    def workers(self) -> list[HalfWorker]:
         return [*self.prefills, *self.decodes]
 
     async def post(self, path: str, **body: Any) -> RawReply:
@@ -67,7 +69,7 @@ class Halves:
         """The same beside the test."""
         return spawn(self.generate(**body), name="a client")
 
-    def asked(self, worker: SimulatedWorker, path: str = "/generate") -> list[Any]:
+    def asked(self, worker: HalfWorker, path: str = "/generate") -> list[Any]:
         """The bodies that a worker was sent."""
         return [exchange.json() for exchange in worker.door.at(path)]
 
@@ -93,7 +95,7 @@ class Halves:
         await until(lambda: not self._running(self.workers), "the engines are free")
         await until(lambda: not self.router.pool.in_flight, "every lease is back")
 
-    def hold(self, workers: Sequence[SimulatedWorker]) -> None:
+    def hold(self, workers: Sequence[HalfWorker]) -> None:
         """Let none of these sample until it is paused, or `release` is called."""
         for worker in workers:
             self.brakes[worker].on = True
@@ -103,7 +105,7 @@ class Halves:
         for brake in self.brakes.values():
             brake.on = False
 
-    def _running(self, workers: Sequence[SimulatedWorker]) -> int:
+    def _running(self, workers: Sequence[HalfWorker]) -> int:
         return sum(worker.running for worker in workers)
 
 
@@ -121,8 +123,8 @@ async def halves(
     """So many of each with these options, registered as frameworks do it, with these attributes besides."""
     async with AsyncExitStack() as stack:
 
-        async def started(pairing: Pairing) -> SimulatedWorker:
-            own = SimulatedWorker(**{"pairing": pairing, "stop_probability": 0.0, **(worker or {})})
+        async def started(pairing: Pairing) -> HalfWorker:
+            own = HalfWorker(pairing, **{"stop_probability": 0.0, **(worker or {})})
             return await stack.enter_async_context(own)
 
         made = Halves(
@@ -136,10 +138,9 @@ async def halves(
         yield made
 
 
-async def register(router: RunningRouter, worker: SimulatedWorker, **attributes: str) -> RawReply:
+async def register(router: RunningRouter, worker: HalfWorker, **attributes: str) -> RawReply:
     """A half joins."""
-    assert worker.settings.pairing is not None
-    said = "&".join(f"{name}={value}" for name, value in {**worker.settings.pairing.registration, **attributes}.items())
-    reply = await router.ask("POST", f"/add_worker?url={worker.url}&{said}")
+    said = "&".join(f"{name}={value}" for name, value in {**worker.registration, **attributes}.items())
+    reply = await router.ask("POST", f"/add_worker?{said}")
     assert reply.status == 200, reply.body
     return reply

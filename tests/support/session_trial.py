@@ -16,13 +16,13 @@ from miles_router.testing import SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.model.script import Step
-from miles_router.testing.worker.settings import JAX
 from tests.support.cache_trial import checkpoint
 from tests.support.events import events_of
 from tests.support.generations import Generation
 from tests.support.http import Pairs, RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker
+from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import PATIENCE
@@ -166,10 +166,11 @@ async def simulated_sessions(
     options: Mapping[str, Any] | None = None,
     more: Sequence[MiddlewareSpec] = (),
     settings: Mapping[str, Any] | None = None,
+    worker_class: type[SimulatedWorker] = SimulatedWorker,
     **worker: Any,
 ) -> AsyncIterator[SessionTrial]:
     """The same with one simulated worker of its own."""
-    async with SimulatedWorker(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
+    async with worker_class(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
         yield await session_trial(stage, started, options=options, more=more, **(settings or {}))
 
 
@@ -182,7 +183,7 @@ async def prompt_of(trial: SessionTrial, session: str) -> str:
 def by_ids(context_len: int) -> dict[str, Any]:
     """Settings of a simulated worker whose chat has no ids, and whose parsers are known."""
     parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    return {"profile": JAX, "weight_version": None, "context_len": context_len, **parsers}
+    return {"worker_class": SimulatedJax, "weight_version": None, "context_len": context_len, **parsers}
 
 
 def say(trial: SessionTrial, steps: Iterable[object]) -> None:

@@ -7,9 +7,6 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-from miles_router.testing.worker.costs.gpu import GPUS
 
 _DESCRIPTION = """\
 Start simulated SGLang workers: SGLang's HTTP protocol, seeded, without a model or a GPU.
@@ -21,8 +18,6 @@ examples:
       one worker with the built-in toy vocabulary
   miles-router-worker --port 30001 --count 4 --router http://127.0.0.1:30000
       four workers on ports 30001 to 30004 which register themselves with a router
-  miles-router-worker --port 30001 --count 8 --gpu qwen3-8b-h100 --time-scale 10
-      eight workers as fast and as large as that model on that GPU, ten times as fast
   miles-router-worker --tokenizer ./Qwen3-8B --moe 48x128x8 --token-latency-ms 5
       a real vocabulary, routed experts of that shape, 200 tokens a second"""
 
@@ -43,19 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--tokenizer", metavar="DIR", help="directory with tokenizer.json (default: a built-in toy vocabulary)")
     add("--token-latency-ms", type=float, default=0.0, help="milliseconds that one token takes (default: %(default)s)")
-    add("--gpu", choices=sorted(GPUS), help="simulate the time and memory of this model and GPU (default: none)")
-    add(
-        "--gpu-speed",
-        metavar="FACTOR[,FACTOR...]",
-        default="1",
-        help="relative speed of the GPU, one value for each worker in order; the last applies to the rest",
-    )
-    add(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        help="with --gpu, simulated seconds in one second (default: %(default)s)",
-    )
     add("--weight-version", default="default", help="weight version to report (default: %(default)s)")
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
@@ -68,19 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--router", metavar="URL", help="register with this router, retrying until it answers")
     add("--api-key", help="require this key as a bearer token")
-    add(
-        "--disaggregation-mode",
-        choices=["null", "prefill", "decode"],
-        default="null",
-        help="be one half of prefill/decode pairs (default: %(default)s)",
-    )
-    add(
-        "--disaggregation-bootstrap-port",
-        metavar="PORT",
-        type=int,
-        default=0,
-        help="bootstrap port of the first prefill half; 0 takes a free one (default: %(default)s)",
-    )
     add("--incremental-streaming-output", action="store_true", help="stream deltas instead of everything so far")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default: %(default)s)")
     return parser
@@ -101,15 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _pairing(args: argparse.Namespace, index: int) -> Any:
-    from miles_router.testing.worker.pairing import Pairing
-
-    if args.disaggregation_mode == "null":
-        return None
-    port = args.disaggregation_bootstrap_port
-    return Pairing(args.disaggregation_mode, port + index if port else 0, host=args.host)
-
-
 async def _serve(args: argparse.Namespace) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -123,7 +83,6 @@ async def _serve(args: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(args.tokenizer)
     script = Script.from_file(args.script) if args.script else None
-    speeds = [float(part) for part in args.gpu_speed.split(",")]
     async with contextlib.AsyncExitStack() as stack:
         for index in range(args.count):
             worker = SimulatedWorker(
@@ -139,12 +98,9 @@ async def _serve(args: argparse.Namespace) -> None:
                 indexer=IndexerShape.parse(args.indexer) if args.indexer else None,
                 script=script,
                 dp_size=args.dp_size,
-                gpu=GPUS[args.gpu].scaled(speeds[min(index, len(speeds) - 1)]) if args.gpu else None,
-                time_scale=args.time_scale,
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
-                pairing=_pairing(args, index),
                 # A process's recorded exchanges cannot be read from outside, and bodies are large.
                 door_limit=16,
             )

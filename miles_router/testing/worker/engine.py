@@ -19,6 +19,8 @@ from miles_router.testing.worker.model.sampling import context_hash, key_of, mix
 # Without simulated latency, this many tokens are sampled before other tasks run.
 _BURST = 32
 _MAX_REMEMBERED_PROMPTS = 65536
+# So long after a stream's end, SGLang 0.5.23 aborts all generations with its rid.
+_STREAM_ABORT_S = 2.0
 
 
 class PauseMode(str, Enum):
@@ -60,14 +62,10 @@ class Engine:
         token_latency_s: float = 0.0,
         replica: int = 0,
         enable_lora: bool = False,
-        stream_abort_s: float = 2.0,
         dp_size: int = 1,
-        heeds_ranks: bool = True,
     ) -> None:
         self.model = model
         self.dp_size = dp_size
-        self.heeds_ranks = heeds_ranks
-        self.stream_abort_s = stream_abort_s
         self.weight_version = weight_version
         self.token_latency_s = token_latency_s
         self.enable_lora = enable_lora
@@ -79,8 +77,6 @@ class Engine:
         self.healthy = True
         self.stopped = False
         self.adapters: dict[str, str] = {}
-        self.reused: set[tuple[str, str]] = set()
-        """Pairs of weight versions: that which computed a reused cache entry, and that of the generation reusing it."""
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
         """Output ids of the next generations, in order, each used instead of sampling."""
@@ -131,10 +127,10 @@ class Engine:
         self._known_rids.difference_update(rids)
 
     def end_stream(self, rids: list[str]) -> None:
-        """After a stream's end, wait `stream_abort_s` and then abort all generations with its rids, including those of
+        """After a stream's end, wait `_STREAM_ABORT_S` and then abort all generations with its rids, including those of
         later requests (SGLang 0.5.23, `TokenizerManager.create_abort_task`)."""
         self._ended_streams.append(rids)
-        asyncio.get_running_loop().call_later(self.stream_abort_s, self._abort_ended, rids)
+        asyncio.get_running_loop().call_later(_STREAM_ABORT_S, self._abort_ended, rids)
 
     def abort_ended_streams(self) -> None:
         """Do the pending aborts of ended streams now."""
@@ -159,16 +155,18 @@ class Engine:
         finally:
             self.held -= 1
 
+    def make_generation(self, request: GenerationRequest) -> Generation:
+        """Return a generation that has not begun."""
+        return Generation(self.model, request)
+
     def begin(self, request: GenerationRequest) -> Generation:
         """Start a generation and return it. The caller must `end()` it."""
         self._take_script(request)
-        generation = Generation(self.model, request)
+        generation = self.make_generation(request)
         generation.dp_rank = self._rank(request)
         key = cache_key(generation)
         generation.cached_tokens = self._cached_tokens(request, key)
-        found = self.cache.versions(request.input_ids[: generation.cached_tokens], key)
-        self.reused.update((version, self.weight_version) for version in found)
-        self.cache.insert(request.input_ids, key, self.weight_version)
+        self.cache.insert(request.input_ids, key)
         self.running[request.rid] = generation
         self.pulse()
         return generation
@@ -201,10 +199,10 @@ class Engine:
 
     def client_left(self, rids: list[str], *, stream: bool) -> None:
         """Handle a client's disconnection as SGLang 0.5.23 does: abort all generations whose rid begins with one of
-        these, including other requests'. For a stream this happens `stream_abort_s` later."""
+        these, including other requests'. For a stream this happens `_STREAM_ABORT_S` later."""
         if stream:
             self._left_streams.append(rids)
-            asyncio.get_running_loop().call_later(self.stream_abort_s, self.abort_left_streams)
+            asyncio.get_running_loop().call_later(_STREAM_ABORT_S, self.abort_left_streams)
         else:
             self._abort_beginning(rids)
 
@@ -229,7 +227,6 @@ class Engine:
             for generation in self.running.values():
                 generation.waiting = True
                 generation.retractions += 1
-                generation.recomputed = len(generation.output_ids)
         self.pulse()
 
     def resume(self) -> None:
@@ -285,7 +282,7 @@ class Engine:
         """Return the rank that a request is pinned to, else the next one round-robin; None with a single rank."""
         if self.dp_size == 1:
             return None
-        if request.routed_dp_rank is not None and self.heeds_ranks:
+        if request.routed_dp_rank is not None:
             return request.routed_dp_rank
         rank, self._next_rank = self._next_rank, (self._next_rank + 1) % self.dp_size
         return rank
@@ -300,7 +297,7 @@ class Engine:
 
     def _leave_in_cache(self, generation: Generation) -> None:
         # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1], cache_key(generation), self.weight_version)
+        self.cache.insert(sequence_of(generation)[:-1], cache_key(generation))
 
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Return how many prompt tokens come from the cache. Positions whose logprobs are requested are recomputed."""

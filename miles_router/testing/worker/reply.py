@@ -1,7 +1,6 @@
 """Send a simulated worker's replies, whole or streamed, with the fault that is planned for the request."""
 
 import asyncio
-import json
 import os
 import socket
 import struct
@@ -33,10 +32,7 @@ class _ResponseWithoutType(web.Response):
 class Reply:
     """The reply to one request."""
 
-    def __init__(
-        self, request: web.BaseRequest, exchange: Exchange, fault: Fault | None, *, spaced: bool = False
-    ) -> None:
-        self._spaced = spaced
+    def __init__(self, request: web.BaseRequest, exchange: Exchange, fault: Fault | None) -> None:
         self._request = request
         self._exchange = exchange
         self._fault = fault
@@ -68,7 +64,7 @@ class Reply:
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer with a JSON value."""
-        return await self._whole(status, self._written(value), {"content-type": JSON, **(headers or {})})
+        return await self._whole(status, self.encode(value), {"content-type": JSON, **(headers or {})})
 
     async def text(self, text: str, status: int = 200) -> web.StreamResponse:
         """Answer with plain text and no content type, as SGLang does."""
@@ -88,11 +84,11 @@ class Reply:
 
     async def event(self, value: Any, name: str = "") -> None:
         """Stream a JSON value as a server-sent event."""
-        await self.send((f"event: {name}\n" if name else "").encode() + b"data: " + self._written(value) + b"\n\n")
+        await self.send((f"event: {name}\n" if name else "").encode() + b"data: " + self.encode(value) + b"\n\n")
 
-    def _written(self, value: Any) -> bytes:
-        """Encode JSON without spaces as SGLang does, or, if `spaced`, with the spaces of Python's `json`."""
-        return json.dumps(value, ensure_ascii=False).encode() if self._spaced else orjson.dumps(value)
+    def encode(self, value: Any) -> bytes:
+        """Encode JSON without spaces, as SGLang does."""
+        return orjson.dumps(value)
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""

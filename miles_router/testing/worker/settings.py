@@ -1,16 +1,10 @@
 """The settings of a simulated worker."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
-from miles_router.testing.worker.pairing import Pairing
-
-#: The engine whose API a worker imitates, bugs included.
-ProfileName = Literal["sglang", "sglang-jax"]
-JAX: ProfileName = "sglang-jax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +29,8 @@ class Settings:
     started_at: int
     startup_s: float
     """Seconds that the start took; different for each worker, as for real processes."""
-    profile: ProfileName = "sglang"
-    pairing: Pairing | None = None
-    """Set if the worker is one half of a prefill/decode pair."""
-
-    @property
-    def disaggregation_mode(self) -> str:
-        """SGLang's name of the mode: `null`, `prefill` or `decode`."""
-        return self.pairing.mode if self.pairing is not None else "null"
+    disaggregation_mode: str = "null"
+    """SGLang's name of what the worker does: `null` (everything), `prefill` or `decode`."""
 
     @property
     def has_parser(self) -> bool:

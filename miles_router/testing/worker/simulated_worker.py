@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 try:
@@ -19,9 +19,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the simulated worker needs aiohttp: pip install 'miles-router[testing]'") from error
 
-from miles_router.testing.worker.costs.gpu import Gpu
-from miles_router.testing.worker.costs.paced_engine import PacedEngine
-from miles_router.testing.worker.costs.pacer import Pacer
 from miles_router.testing.worker.door import Door, Exchange
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.faults import Faults
@@ -31,27 +28,25 @@ from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
 from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
-from miles_router.testing.worker.pairing import Pairing
 from miles_router.testing.worker.reply import Reply, forever, reset
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
 from miles_router.testing.worker.routes.control import CONTROL_ROUTES, Route
 from miles_router.testing.worker.routes.info import INFO_ROUTES, detokenize, model, server_info, tokenize
-from miles_router.testing.worker.routes.jax import JAX_ROUTES
-from miles_router.testing.worker.routes.jax import server_info as jax_server_info
 from miles_router.testing.worker.routes.messages import messages
 from miles_router.testing.worker.routes.native import generate
 from miles_router.testing.worker.routes.parsing import PARSING_ROUTES
 from miles_router.testing.worker.routes.responses import responses
 from miles_router.testing.worker.routes.schema import openapi
-from miles_router.testing.worker.settings import JAX, ProfileName, Settings
+from miles_router.testing.worker.settings import Settings
 from miles_router.testing.worker.visit import InternalError, Refusal, Visit
 from miles_router.testing.worker.wire.generate_input import LethalPrompt
 
 logger = logging.getLogger("miles_router.testing.worker")
 
-_Routes = Mapping[tuple[str, str], Route]
-_ROUTES: dict[tuple[str, str], Route] = {
+Worker = TypeVar("Worker", bound="SimulatedWorker")
+Routes = Mapping[tuple[str, str], Route]
+SGLANG_ROUTES: dict[tuple[str, str], Route] = {
     **CONTROL_ROUTES,
     **INFO_ROUTES,
     **PARSING_ROUTES,
@@ -62,12 +57,9 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/messages"): messages,
     ("POST", "/v1/responses"): responses,
 }
-_ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
+SGLANG_ROUTES["GET", "/openapi.json"] = openapi(SGLANG_ROUTES)
 # Aliases that SGLang leaves out of its OpenAPI schema.
-_ROUTES.update({("POST", "/tokenize"): tokenize, ("POST", "/detokenize"): detokenize})
-_ROUTES_OF = {"sglang": _ROUTES, JAX: JAX_ROUTES}
-#: Routes that SGLang's HTTP process forwards to the scheduler, besides generations.
-_OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info, jax_server_info}
+SGLANG_ROUTES.update({("POST", "/tokenize"): tokenize, ("POST", "/detokenize"): detokenize})
 _OPEN_WITHOUT_KEY = ("/health", "/ready", "/metrics")
 _MAX_BODY_BYTES = 1 << 40
 _REGISTRATION_RETRY_S = 0.2
@@ -83,16 +75,17 @@ class SimulatedWorker:
         script: the answers to agents, step by step: a `Script` or its steps.
         router_url: the router with which the worker registers itself, retrying until it answers.
         auto_truncate: truncate prompts that are longer than `context_len`.
-        mortal: shut down on a prompt that crashes a real worker, instead of answering 400.
-        profile: the engine whose API the worker imitates, bugs included.
-        spaced_json: write JSON with spaces between its parts.
-        stream_abort_s: so long after the end of a stream, abort all generations with its `rid`, as SGLang does.
         dp_size: data-parallel ranks, each with its own prefix cache.
-        heeds_ranks: if False, requests that are pinned to a rank are distributed like all others.
-        gpu: simulate the time and memory of this GPU; not with several ranks or `pairing`.
-        time_scale: with `gpu`, how many simulated seconds pass in one second.
-        pairing: makes the worker one half of a prefill/decode pair.
+
+    A subclass imitates another engine by its class attributes, `make_engine`, `registration` and `crash`.
     """
+
+    #: What is answered, by method and path.
+    routes: ClassVar[Routes] = SGLANG_ROUTES
+    #: Routes that SGLang's HTTP process forwards to the scheduler, besides generations.
+    scheduler_routes: ClassVar[frozenset[Route]] = frozenset({*CONTROL_ROUTES.values(), server_info})
+    visit_type: ClassVar[type[Visit]] = Visit
+    reply_type: ClassVar[type[Reply]] = Reply
 
     def __init__(
         self,
@@ -120,16 +113,8 @@ class SimulatedWorker:
         enable_lora: bool = False,
         health_latency_s: float = 0.0,
         health_timeout_s: float = 20.0,
-        mortal: bool = False,
         door_limit: int = 10_000,
-        profile: ProfileName = "sglang",
-        spaced_json: bool = False,
-        stream_abort_s: float = 2.0,
         dp_size: int = 1,
-        heeds_ranks: bool = True,
-        gpu: Gpu | None = None,
-        time_scale: float = 1.0,
-        pairing: Pairing | None = None,
     ) -> None:
         self.host = host
         self.port = port
@@ -138,19 +123,14 @@ class SimulatedWorker:
         vocabulary = load_tokenizer(tokenizer)
         self.tokenizer = vocabulary
         weights = Model.seeded(vocabulary, seed, stop_probability, context_len, auto_truncate)
-        known: dict[str, Any] = {
-            "weight_version": weight_version,
-            "token_latency_s": token_latency_s,
-            "replica": replica,
-            "enable_lora": enable_lora,
-            "stream_abort_s": stream_abort_s,
-            "dp_size": dp_size,
-            "heeds_ranks": heeds_ranks,
-        }
-        if gpu is not None and (dp_size > 1 or pairing is not None):
-            raise ValueError("gpu cannot be combined with dp_size above 1 or with pairing")
-        pacer = Pacer(gpu, time_scale) if gpu is not None else None
-        self.engine = Engine(weights, **known) if pacer is None else PacedEngine(weights, pacer, **known)
+        self.engine = self.make_engine(
+            weights,
+            weight_version=weight_version,
+            token_latency_s=token_latency_s,
+            replica=replica,
+            enable_lora=enable_lora,
+            dp_size=dp_size,
+        )
         self.door = Door(door_limit)
         self.faults = Faults()
         self.settings = Settings(
@@ -170,12 +150,7 @@ class SimulatedWorker:
             health_timeout_s=health_timeout_s,
             started_at=int(time.time()),
             startup_s=random.random(),
-            profile=profile,
-            pairing=pairing,
         )
-        self._routes = _ROUTES_OF[profile]
-        self._spaced_json = spaced_json
-        self._mortal = mortal
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._reserved: socket.socket | None = None
@@ -186,6 +161,15 @@ class SimulatedWorker:
         """The worker's URL, `http://host:port`. With port 0 it is valid only after the start."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    def make_engine(self, model: Model, **options: Any) -> Engine:
+        """Return the engine with these options of `Engine`."""
+        return Engine(model, **options)
+
+    @property
+    def registration(self) -> dict[str, str]:
+        """The parameters with which the worker registers itself with a router."""
+        return {"url": self.url}
 
     @property
     def weight_version(self) -> str:
@@ -214,7 +198,7 @@ class SimulatedWorker:
         ended = bool(ids) and ids[-1] in self.tokenizer.eos_token_ids
         self.engine.scripts.append(ids if ended else [*ids, stop_id(self.tokenizer)])
 
-    async def __aenter__(self) -> "SimulatedWorker":
+    async def __aenter__(self: Worker) -> Worker:
         await self.start()
         return self
 
@@ -244,7 +228,6 @@ class SimulatedWorker:
             await asyncio.wait([self._registration])
             self._registration = None
         await self.refuse()
-        await self._leave_pair()
         if self._server is not None:
             await self._abort_connections()
             await self._server.shutdown(timeout=1.0)
@@ -256,12 +239,7 @@ class SimulatedWorker:
     async def kill(self) -> None:
         """Simulate a crash: every connection is reset and new ones are refused."""
         await self.refuse()
-        await self._leave_pair()
         await self._abort_connections()
-
-    async def _leave_pair(self) -> None:
-        if self.settings.pairing is not None:
-            await self.settings.pairing.stop()
 
     async def refuse(self) -> None:
         """Refuse new connections and close idle ones. Running requests continue."""
@@ -280,8 +258,6 @@ class SimulatedWorker:
         if self._listener is not None:
             return
         assert self._server is not None, "start() the worker first"
-        if self.settings.pairing is not None:
-            await self.settings.pairing.start(self.engine)
         sock, self._reserved = self._reserved or self._bind(), None
         self.port = sock.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock, backlog=1024)
@@ -309,11 +285,10 @@ class SimulatedWorker:
 
     async def _register(self, router_url: str) -> None:
         target = f"{router_url.rstrip('/')}/add_worker"
-        asked = {"url": self.url, **(self.settings.pairing.registration if self.settings.pairing is not None else {})}
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
-                    async with session.post(target, params=asked) as response:
+                    async with session.post(target, params=self.registration) as response:
                         if response.status == 200:
                             logger.info("registered %s with %s", self.url, router_url)
                             return
@@ -330,7 +305,7 @@ class SimulatedWorker:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         exchange = Exchange(request.method, request.raw_path, request.raw_headers)
         self.door.open(exchange)
-        reply = Reply(request, exchange, self.faults.take(exchange.path), spaced=self._spaced_json)
+        reply = self.reply_type(request, exchange, self.faults.take(exchange.path))
         try:
             exchange.body = await request.read()
             if reply.replaced:
@@ -350,10 +325,10 @@ class SimulatedWorker:
         path = unquote(exchange.path)
         if not self._authorized(request, path):
             return await reply.json({"error": "Unauthorized"}, 401)
-        route = _find_route(self._routes, request.method, path)
+        route = _find_route(self.routes, request.method, path)
         if route is None:
-            return await _no_route(self._routes, reply, path, exchange.target)
-        visit = Visit(
+            return await _no_route(self.routes, reply, path, exchange.target)
+        visit = self.visit_type(
             body=_decoded(request, exchange.body),
             query=dict(parse_qsl(exchange.target.partition("?")[2])),
             content_type=request.headers.get("content-type", ""),
@@ -364,7 +339,7 @@ class SimulatedWorker:
             settings=self.settings,
         )
         try:
-            if route in _OF_THE_SCHEDULER:
+            if route in self.scheduler_routes:
                 await self.engine.turn()
             return await route(visit)
         except Refusal as refusal:
@@ -373,14 +348,11 @@ class SimulatedWorker:
             logger.error("500 on %s: %s", exchange.target, error)
             return await reply.text("Internal Server Error", 500)
         except LethalPrompt as error:
-            return await self._meet_lethal_prompt(reply, error)
+            return await self.crash(reply, error)
 
-    async def _meet_lethal_prompt(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
-        """Shut down as SGLang would, if the worker is `mortal`; else answer 400 with an explanation."""
+    async def crash(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
+        """Answer 400 to a prompt that crashes a real worker."""
         logger.error("a real worker would crash: %s", error)
-        if self._mortal:
-            reply.cut = True
-            await self.kill()
         return await reply.json({"error": {"message": f"{error}; a real worker would crash"}}, 400)
 
     def _authorized(self, request: web.BaseRequest, path: str) -> bool:
@@ -401,14 +373,14 @@ def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
     return DirectoryTokenizer(given)
 
 
-def _find_route(routes: _Routes, method: str, path: str) -> Route | None:
+def _find_route(routes: Routes, method: str, path: str) -> Route | None:
     route = routes.get((method, path))
     if route is None and method == "GET" and path.startswith("/v1/models/"):
         return model
     return route
 
 
-async def _no_route(routes: _Routes, reply: Reply, path: str, target: str) -> web.StreamResponse:
+async def _no_route(routes: Routes, reply: Reply, path: str, target: str) -> web.StreamResponse:
     """Answer as FastAPI does if no route matches: 405 for another method, 307 for a trailing slash, else 404."""
     if allowed := [method for method, known in routes if known == path]:
         return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(allowed)})

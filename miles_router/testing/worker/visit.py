@@ -8,8 +8,10 @@ import orjson
 
 from miles_router.testing.worker.door import Exchange
 from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.model.generation import GenerationRequest
 from miles_router.testing.worker.reply import Reply
 from miles_router.testing.worker.settings import Settings
+from miles_router.testing.worker.wire.generate_output import OutputBuilder
 
 
 class InternalError(Exception):
@@ -27,7 +29,10 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class Visit:
-    """One request, and the parts of the worker that a route may use."""
+    """One request, and the parts of the worker that a route may use.
+
+    A worker that imitates another engine has a subclass, which overrides `accept`, `adapter_in` and `output_builder`.
+    """
 
     body: bytes
     query: dict[str, str]
@@ -62,6 +67,32 @@ class Visit:
             }
             raise invalid_body(problem)
         return value
+
+    def accept(self, samples: list[GenerationRequest], copies: int) -> list[GenerationRequest]:
+        """Return the samples of a parsed request, completed with fields that only this kind of engine reads.
+
+        Args:
+            copies: samples of each prompt.
+
+        Raises:
+            ValueError: the engine refuses the request with 400.
+        """
+        return samples
+
+    def adapter_in(self, body: Mapping[str, Any]) -> Any:
+        """Return the name of the LoRA adapter that an OpenAI-style request names, or None.
+
+        It is the part after the colon of `base:adapter` in `model`, whatever the base, else `lora_path`. A `model`
+        without a colon is the base model.
+        """
+        model, served = str(body.get("model") or ""), self.settings.served_model_name
+        behind = model[len(served) :] if model.startswith(f"{served}:") else model[model.find(":") :]
+        named = behind[1:].strip() if ":" in model and model != served else ""
+        return named or body.get("lora_path")
+
+    def output_builder(self) -> OutputBuilder:
+        """Return the builder of one sample's answers."""
+        return OutputBuilder(self.engine, self.settings)
 
     def _parsed(self) -> Any:
         try:

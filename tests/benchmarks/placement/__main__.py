@@ -20,7 +20,6 @@ from pathlib import Path
 
 import uvloop
 
-from miles_router.testing.worker.costs.gpu import GPUS, gpu_named
 from tests.benchmarks.placement.bounds import lower_bound
 from tests.benchmarks.placement.fleet import Fleet, running_fleet
 from tests.benchmarks.placement.generators import ADVERSARIAL, SCENARIOS, SHIPPED, Scenario
@@ -31,6 +30,7 @@ from tests.benchmarks.placement.workload import Episode, read
 from tests.benchmarks.process import PeerError
 from tests.benchmarks.procstat import cpu_seconds, machine_busy_seconds
 from tests.benchmarks.report import environment
+from tests.support.simulated.costs.gpu import GPUS, gpu_named
 
 LISTS = {"shipped": list(SHIPPED.values()), "adversarial": list(ADVERSARIAL.values())}
 BAR = 24

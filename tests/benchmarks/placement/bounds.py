@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_router.testing import Gpu
 from tests.benchmarks.placement.workload import Episode
+from tests.support.simulated.costs.gpu import Gpu
 
 
 def lower_bound(episodes: Sequence[Episode], gpu: Gpu, speeds: Sequence[float]) -> float:

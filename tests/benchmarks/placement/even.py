@@ -17,10 +17,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_router.testing import Gpu
-from miles_router.testing.worker.costs.gpu import GPUS, gpu_named
 from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.workload import Episode
+from tests.support.simulated.costs.gpu import GPUS, Gpu, gpu_named
 
 #: Seconds between two moments; a tenth of it changes a makespan by less than one in a thousand.
 MOMENT = 0.01

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import uvloop
 
-from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.costs.gpu import gpu_named
 from tests.benchmarks.process import HOST, free_port, started
+from tests.support.simulated.costs.gpu import gpu_named
+from tests.support.simulated.costs.paced_worker import PacedWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ async def _serve(options: argparse.Namespace) -> None:
     made = zip(options.ports.split(","), options.speeds.split(","), strict=True)
     async with contextlib.AsyncExitStack() as stack:
         workers = [
-            SimulatedWorker(
-                host=HOST, port=int(port), replica=number, gpu=gpu.scaled(float(speed)), time_scale=options.time_scale,
+            PacedWorker(
+                gpu.scaled(float(speed)), time_scale=options.time_scale, host=HOST, port=int(port), replica=number,
                 context_len=2 * gpu.kv_tokens, door_limit=4,
             )
             for number, (port, speed) in enumerate(made)
@@ -76,7 +76,7 @@ async def _serve(options: argparse.Namespace) -> None:
         await stopped.wait()
 
 
-async def _lose(workers: list[SimulatedWorker], seconds: float) -> None:
+async def _lose(workers: list[PacedWorker], seconds: float) -> None:
     """Lose the last worker so long after the first generation came anywhere."""
     waits = [asyncio.ensure_future(each.door.wait_for(lambda door: door.at("/generate"), 1e9)) for each in workers]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

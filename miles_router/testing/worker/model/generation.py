@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles_router.testing.worker.model.detokenizer import IncrementalDetokenizer
 from miles_router.testing.worker.model.sampling import Sampler, context_hash, key_of
 from miles_router.testing.worker.model.vocabulary import Tokenizer
 from miles_router.testing.worker.wire.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from miles_router.testing.worker.pairing import Room
 
 ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
@@ -47,19 +44,8 @@ class GenerationRequest:
     """The prompt as the answer reports it, if the engine truncates it further."""
     lora_path: str | None = None
     extra_key: str | None = None
-    custom_labels: dict[str, str] | None = None
     script: list[int] | None = None
-    room: Room | None = None
-    """The bootstrap room of a prefill/decode pair."""
-    asked_for_none: bool = False
-    """The request had `max_new_tokens` 0, but SGLang-Jax samples one token."""
     routed_dp_rank: int | None = None
-
-    @property
-    def asks_alone(self) -> bool:
-        """True if only output logprobs are requested: no top logprobs, none of the prompt or of given ids."""
-        more = self.top_logprobs_num or self.token_ids_logprob or self.logprob_start_len >= 0
-        return self.return_logprob and not more
 
 
 @dataclass(slots=True)
@@ -110,8 +96,6 @@ class Generation:
         self.prompt_tokens = len(request.input_ids)
         self.waiting = False
         self.retractions = 0
-        self.recomputed = 0
-        """The number of output tokens at the last retraction."""
         self._model = model
         self._to_finish: dict[str, Any] | None = None
         self._hash: int | None = None
@@ -155,44 +139,6 @@ class Generation:
         token = self._choose()
         self._append(token, version)
         self._check_finish(token)
-
-    def extend(self, count: int, version: str) -> None:
-        """Call `step` up to `count` times. With a script and without logprobs, stop strings or abort, append all ids
-        at once, which is faster."""
-        script, done = self.request.script, len(self.output_ids)
-        if script is None or self.request.return_logprob or self._looks_at_text or self._to_finish is not None:
-            for _ in range(count):
-                if self.finish_reason is None:
-                    self.step(version)
-            return
-        known = script[done : min(done + count, self.max_new_tokens or 1)]
-        end = next((n for n, token in enumerate(known, 1) if token in self._stop_ids), len(known))
-        if known:
-            self._take(known[:end], version)
-            self._check_finish(known[end - 1])
-
-    def hand_over(self, version: str) -> None:
-        """Sample the one id that a prefill half samples, without checking for an end."""
-        self._append(self._choose(), version)
-
-    def adopt(self, token: int, version: str) -> None:
-        """Continue from the id that a prefill half sampled. It is recorded under this version, whatever its weights."""
-        self._choose()
-        self._append(token, version)
-        self._check_finish(token)
-
-    @property
-    def ending(self) -> bool:
-        """True if it has ended or is aborted."""
-        return self.finish_reason is not None or self._to_finish is not None
-
-    def end_early(self) -> None:
-        """End now with the output so far, as aborted unless it has a finish reason."""
-        self.finish_reason = self.finish_reason or dict(self._to_finish or ABORTED)
-
-    def fail(self, message: str, status: int) -> None:
-        """End with an engine failure."""
-        self.finish_reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
     def due_for_forced_output(self) -> bool:
         """Return True if SGLang would detokenize this unstreamed request now."""
@@ -268,11 +214,6 @@ class Generation:
         if self._hash is None:
             self._hash = context_hash(self.request.input_ids)
         return self._hash
-
-    @property
-    def _looks_at_text(self) -> bool:
-        """True if a stop string or stop regex can end it."""
-        return bool(self._stop_windows) or self.request.sampling.stop_regex is not None
 
     def _append(self, token: int, version: str) -> None:
         """Append one id and update the context hash."""

@@ -17,10 +17,8 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
-        # Hash of every known prefix -> the weight version that computed the KV entry of its last token.
-        # Lookups go block by block first, so that long prompts stay cheap.
-        self._prefixes: OrderedDict[int, str] = OrderedDict()
-        self._versions: set[str] = set()
+        # Hashes of all known prefixes. Lookups go block by block first, so that long prompts stay cheap.
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     def match(self, ids: Sequence[int], key: str = "") -> int:
         """Return how many tokens of `ids` are cached; never all, since sampling needs the last one computed."""
@@ -33,32 +31,18 @@ class PrefixCache:
             known += _ID_BYTES
         return min(known // _ID_BYTES, len(ids) - 1)
 
-    def versions(self, ids: Sequence[int], key: str = "") -> list[str]:
-        """Return the weight versions that computed these cached tokens, in the order of their first tokens."""
-        if len(self._versions) < 2:
-            return list(self._versions) if ids else []
-        raw, prefix = array("q", ids).tobytes(), _begun(key)
-        found: dict[str, None] = {}
-        for start in range(0, len(raw), _ID_BYTES):
-            prefix = _extended(prefix, raw[start : start + _ID_BYTES])
-            if prefix in self._prefixes:  # else it was evicted meanwhile
-                found[self._prefixes[prefix]] = None
-        return list(found)
-
-    def insert(self, ids: Sequence[int], key: str = "", version: str = "") -> None:
-        """Add a sequence whose KV entries exist. New ones count as computed by `version`."""
+    def insert(self, ids: Sequence[int], key: str = "") -> None:
+        """Add a sequence whose KV entries exist."""
         raw = array("q", ids).tobytes()
         known, prefix = self._known_blocks(raw, key)
-        self._versions.add(version)
         for start in range(known, len(raw), _ID_BYTES):
             prefix = _extended(prefix, raw[start : start + _ID_BYTES])
-            self._prefixes.setdefault(prefix, version)
+            self._prefixes.setdefault(prefix)
         while len(self._prefixes) > self._max_tokens:
             self._prefixes.popitem(last=False)
 
     def clear(self) -> None:
         self._prefixes.clear()
-        self._versions.clear()
 
     def _known_blocks(self, raw: bytes, key: str) -> tuple[int, int]:
         """Return the length in bytes of the longest cached prefix in whole blocks, and its hash."""

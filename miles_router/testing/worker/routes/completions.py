@@ -14,7 +14,6 @@ from miles_router.testing.worker.wire.chat_request import schema_of
 from miles_router.testing.worker.wire.chat_schema import NOT_NULL_OF_COMPLETIONS, nulls_in
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.wire.openai_parts import (
-    adapter_of,
     completion_logprobs,
     metadata_of,
     routed_rank,
@@ -70,7 +69,7 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
         "return_routed_experts": body.get("return_routed_experts"),
         "routed_experts_start_len": body.get("routed_experts_start_len"),
         "return_prompt_token_ids": True,
-        "lora_path": adapter_of(visit, body),
+        "lora_path": visit.adapter_in(body),
         "extra_key": body.get("extra_key"),
         "routed_dp_rank": routed_rank(visit, body),
     }

@@ -7,10 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.costs.paced_engine import PacedEngine
 from miles_router.testing.worker.model.generation import HEADROOM
 from miles_router.testing.worker.routes.control import Route
-from miles_router.testing.worker.visit import Refusal, Visit, invalid_body
+from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
 
 SGLANG_VERSION = "0.5.23"
@@ -101,16 +100,6 @@ async def loads(visit: Visit) -> web.StreamResponse:
             "loads": [_load(visit, rank) for rank in range(visit.engine.dp_size)],
         }
     )
-
-
-async def get_load(visit: Visit) -> web.StreamResponse:
-    """Handle GET /get_load, SGLang's route before `/v1/loads`, which gateways of that time call. 404 without a GPU cost
-    model."""
-    if not isinstance(visit.engine, PacedEngine):
-        raise Refusal(404, {"detail": "Not Found"})
-    load = visit.engine.load()
-    counts = {"num_reqs": load.running + load.waiting, "num_waiting_reqs": load.waiting}
-    return await visit.reply.json([{"dp_rank": 0, **counts, "num_tokens": load.used_tokens + load.waiting_tokens}])
 
 
 async def models(visit: Visit) -> web.StreamResponse:
@@ -224,7 +213,6 @@ INFO_ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/server_info"): server_info,
     ("GET", "/get_server_info"): server_info,
     ("GET", "/v1/loads"): loads,
-    ("GET", "/get_load"): get_load,
     ("GET", "/v1/models"): models,
     ("POST", "/v1/tokenize"): tokenize,
     ("POST", "/v1/detokenize"): detokenize,

@@ -9,11 +9,8 @@ from aiohttp import web
 
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest
-from miles_router.testing.worker.settings import JAX
-from miles_router.testing.worker.visit import Refusal, Visit, error_object
+from miles_router.testing.worker.visit import Visit
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.wire.generate_output import OutputBuilder
-from miles_router.testing.worker.wire.jax_output import JaxOutputBuilder
 from miles_router.testing.worker.wire.sampling_params import WrongType
 
 DONE = b"data: [DONE]\n\n"
@@ -55,10 +52,8 @@ async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
     Raises:
         ValueError: a rid is in use.
     """
+    given.samples = visit.accept(given.samples, given.copies)
     rids = [sample.rid for sample in given.samples]
-    pairing = visit.settings.pairing
-    if pairing is not None:
-        pairing.assign(visit.engine, visit.json(), given.samples, given.copies)
     visit.engine.reserve(rids)
     try:
         await visit.engine.admission()
@@ -91,37 +86,23 @@ async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
 
 async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
     """Yield each answer of one sample so far, and keep its record up to date."""
-    kind = JaxOutputBuilder if visit.settings.profile == JAX else OutputBuilder
-    builder = kind(visit.engine, visit.settings)
+    builder = visit.output_builder()
     async for generation in recorded(visit, sample):
         yield builder.render(generation)
 
 
 async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
     """Run one sample, yield its generation at each output, and keep its record up to date."""
-    engine, pairing = visit.engine, visit.settings.pairing
+    engine = visit.engine
     generation = engine.begin(sample)
     record = GenerationRecord(sample.rid, sample.input_ids, dp_rank=generation.dp_rank, lora_path=sample.lora_path)
     visit.exchange.generations.append(record)
     try:
-        async for _ in pairing.outputs(engine, generation) if pairing is not None else engine.outputs(generation):
-            _check_failure(generation)
+        async for _ in engine.outputs(generation):
             yield generation
     finally:
         engine.end(generation)
         record.update(generation)
-
-
-def _check_failure(generation: Generation) -> None:
-    """Raise if the engine failed. A stream reports the failure in its last event instead.
-
-    Raises:
-        Refusal: with the failure's status.
-    """
-    finish = generation.finish_reason or {}
-    status = finish.get("status_code")
-    if status is not None and not generation.request.stream:
-        raise Refusal(status, error_object(finish["message"], status, str(status)))
 
 
 async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
 from miles_router.testing.worker.wire.chat_schema import problems_of
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.wire.openai_parts import adapter_of, routed_rank
+from miles_router.testing.worker.wire.openai_parts import routed_rank
 
 #: Fields of a request; other fields are ignored.
 CHAT_FIELDS = (
@@ -72,7 +72,7 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
     tokenizer = visit.engine.model.tokenizer
     with conversion():
         native = _native_body(body, tokenizer)
-    native |= {"routed_dp_rank": routed_rank(visit, body), "lora_path": adapter_of(visit, body)}
+    native |= {"routed_dp_rank": routed_rank(visit, body), "lora_path": visit.adapter_in(body)}
     given = parse_generate(native, visit.engine, turn=True)
     if _is_forced(body):
         for sample in given.samples:

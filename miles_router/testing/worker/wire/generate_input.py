@@ -158,7 +158,6 @@ def _refuse_duplicates(names: list[str]) -> None:
 
 _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "extra_key")
 _SHARED = (
-    "asked_for_none",
     "return_text_in_logprobs",
     "return_routed_experts",
     "routed_experts_start_len",
@@ -166,7 +165,6 @@ _SHARED = (
     "return_prompt_token_ids",
     "token_ids_logprob",
     "routed_dp_rank",
-    "custom_labels",
 )
 
 

@@ -31,8 +31,6 @@ class OutputBuilder:
         self._engine = engine
         self._moe = settings.moe
         self._indexer = settings.indexer
-        #: A decode half reports the data that only its prefill half has wrongly or not at all.
-        self._decodes = settings.disaggregation_mode == "decode"
         self._incremental = settings.incremental_streaming_output
         self._began = time.perf_counter()
         self._sent_ids = 0
@@ -65,8 +63,7 @@ class OutputBuilder:
             "num_retractions": generation.retractions,
         }
         if request.return_logprob:
-            fields = logprob_fields(self._engine.model, generation)
-            meta.update(_without_the_prompt(fields) if self._decodes else fields)
+            meta.update(self.logprob_fields(generation))
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = len(generation.output_ids)
         meta["cached_tokens"] = generation.cached_tokens
@@ -83,30 +80,31 @@ class OutputBuilder:
                 meta.pop(absent, None)
         return meta
 
+    def logprob_fields(self, generation: Generation) -> dict[str, Any]:
+        """Return the fields that `return_logprob` adds."""
+        return logprob_fields(self._engine.model, generation)
+
+    def version_spans(self, generation: Generation) -> list[VersionSpan]:
+        """Return the version spans over the output; without output, one empty span of the current version."""
+        return generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
+
     def _add_versions(self, meta: dict[str, Any], generation: Generation) -> None:
-        """Add the version spans over the output; without output, one empty span of the current version."""
-        spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
-        if self._decodes and generation.retractions:  # SGLang loses the spans here
-            spans = [VersionSpan(self._engine.weight_version, 0, len(generation.output_ids))]
+        spans = self.version_spans(generation)
         meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
         meta["weight_version"] = spans[-1].version
 
     def _add_rows(self, meta: dict[str, Any], generation: Generation) -> None:
         request = generation.request
-        if self._decodes and len(generation.output_ids) == 1:  # the decode half computed nothing itself
-            return
         if request.return_routed_experts and self._moe is not None:
             start = request.routed_experts_start_len
-            meta["routed_experts"] = self._encoded(route(self._moe, sequence_of(generation), start), generation, start)
+            meta["routed_experts"] = self.encode_rows(
+                route(self._moe, sequence_of(generation), start), generation, start
+            )
         if request.return_indexer_topk and self._indexer is not None:
-            meta["indexer_topk"] = self._encoded(choose(self._indexer, sequence_of(generation)), generation, 0)
+            meta["indexer_topk"] = self.encode_rows(choose(self._indexer, sequence_of(generation)), generation, 0)
 
-    def _encoded(self, rows: NDArray[np.int32], generation: Generation, start: int) -> str:
-        """Encode rows. For positions that the prefill half computed, a decode half returns wrong rows: whatever its
-        memory contains."""
-        if self._decodes:
-            theirs = max(0, generation.prompt_tokens + generation.recomputed - start)
-            rows = np.concatenate((np.roll(rows[:theirs], 1), rows[theirs:]))
+    def encode_rows(self, rows: NDArray[np.int32], generation: Generation, start: int) -> str:
+        """Encode the rows of a generation's positions from `start` on."""
         return encode_routes(rows)
 
     def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
@@ -116,10 +114,3 @@ class OutputBuilder:
         if not self._answered:
             self._answered = True
             meta["response_sent_to_client_ts"] = time.time()
-
-
-def _without_the_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return logprob fields as a decode half has them: none of the prompt."""
-    theirs: dict[str, Any] = {name: [] for name in fields if name.startswith("input_")}
-    first = {name: [None, *fields[name][1:]] for name in ("output_token_ids_logprobs",) if fields.get(name)}
-    return {**fields, **theirs, **first}

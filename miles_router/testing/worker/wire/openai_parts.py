@@ -1,4 +1,4 @@
-"""Parts that OpenAI-style requests and answers share: adapters, ranks, errors, usage, logprobs, weight versions."""
+"""Parts that OpenAI-style requests and answers share: ranks, errors, usage, logprobs, weight versions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from aiohttp import web
 
 from miles_router.testing.worker.model.vocabulary import Tokenizer
-from miles_router.testing.worker.settings import JAX
 from miles_router.testing.worker.visit import Refusal, Visit, error_object, invalid_body
 
 
@@ -19,20 +18,6 @@ def require_json(visit: Visit) -> None:
     if visit.content_type.lower().partition(";")[0].strip() != "application/json":
         message = "Unsupported Media Type: Only 'application/json' is allowed"
         raise invalid_body({"loc": ["header", "content-type"], "msg": message, "type": "value_error"})
-
-
-def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
-    """Return the name of the requested LoRA adapter, or None.
-
-    It is the part after the colon of `base:adapter` in `model`, whatever the base, else `lora_path`. A `model` without
-    a colon is the base model. SGLang-Jax reads only `lora_path`, and only in completions.
-    """
-    if visit.settings.profile == JAX:
-        return body.get("lora_path")
-    model, served = str(body.get("model") or ""), visit.settings.served_model_name
-    behind = model[len(served) :] if model.startswith(f"{served}:") else model[model.find(":") :]
-    named = behind[1:].strip() if ":" in model and model != served else ""
-    return named or body.get("lora_path")
 
 
 def routed_rank(visit: Visit, body: Mapping[str, Any]) -> Any:

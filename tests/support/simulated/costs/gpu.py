@@ -128,7 +128,7 @@ QWEN3_30B_A3B_H100 = Gpu(
     max_running=2048,
 )
 
-#: The GPUs by their names in `miles-router-worker --gpu`.
+#: The GPUs by their names in the placement benchmark's `--gpu`.
 GPUS = {"qwen3-8b-h100": QWEN3_8B_H100, "qwen3-30b-a3b-h100": QWEN3_30B_A3B_H100}
 
 

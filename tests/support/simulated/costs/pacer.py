@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 
-from miles_router.testing.worker.costs.gpu import Gpu
-from miles_router.testing.worker.costs.schedule import Job, Schedule
+from tests.support.simulated.costs.gpu import Gpu
+from tests.support.simulated.costs.schedule import Job, Schedule
 
 
 class Pacer:

@@ -21,8 +21,8 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from miles_router.testing.worker.costs.gpu import Gpu
-from miles_router.testing.worker.costs.prefix_tree import ID_BYTES, Node, PrefixTree
+from tests.support.simulated.costs.gpu import Gpu
+from tests.support.simulated.costs.prefix_tree import ID_BYTES, Node, PrefixTree
 
 _CLIP = 4096
 _RATIO, _MIN_RATIO, _RATIO_STEPS = 0.7, 0.7 * 0.14, 600

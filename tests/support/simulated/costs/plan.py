@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy
@@ -19,13 +20,15 @@ OUTPUT_TOKENS = "output_tokens"
 PROMPT_TOKENS = "prompt_tokens"
 
 
-def planned(model: Model, request: GenerationRequest) -> list[int]:
+def planned(model: Model, request: GenerationRequest, labels: Mapping[str, str]) -> list[int]:
     """Return the ids that will be sampled, at least one.
+
+    Args:
+        labels: the request's `custom_labels`.
 
     Raises:
         ValueError: `output_tokens` or `prompt_tokens` is not a positive integer.
     """
-    labels = request.custom_labels or {}
     if OUTPUT_TOKENS in labels:
         wanted = _count(OUTPUT_TOKENS, labels[OUTPUT_TOKENS])
         if PROMPT_TOKENS in labels:

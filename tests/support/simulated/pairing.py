@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.model.generation import Generation, GenerationRequest
+from miles_router.testing.worker.model.generation import ABORTED, Generation, GenerationRequest
+from tests.support.simulated.extended import extended
 
 Mode = Literal["prefill", "decode"]
 NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id. req.rid={rid!r}"
@@ -31,6 +32,48 @@ class Room:
     host: str
     port: int
     number: int
+
+
+@dataclass(slots=True, kw_only=True)
+class HalfRequest(GenerationRequest):
+    """A request to one half."""
+
+    room: Room
+
+
+class HalfGeneration(Generation):
+    """A generation on one half."""
+
+    recomputed = 0
+    """The number of output tokens at the last retraction."""
+
+    @property
+    def room(self) -> Room:
+        assert isinstance(self.request, HalfRequest)
+        return self.request.room
+
+    @property
+    def ending(self) -> bool:
+        """True if it has ended or is aborted."""
+        return self.finish_reason is not None or self._to_finish is not None
+
+    def hand_over(self, version: str) -> None:
+        """Sample the one id that a prefill half samples, without checking for an end."""
+        self._append(self._choose(), version)
+
+    def adopt(self, token: int, version: str) -> None:
+        """Continue from the id that a prefill half sampled. It is recorded under this version, whatever its weights."""
+        self._choose()
+        self._append(token, version)
+        self._check_finish(token)
+
+    def end_early(self) -> None:
+        """End now with the output so far, as aborted unless it has a finish reason."""
+        self.finish_reason = self.finish_reason or dict(self._to_finish or ABORTED)
+
+    def fail(self, message: str, status: int) -> None:
+        """End with an engine failure."""
+        self.finish_reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
 
 @dataclass(slots=True)
@@ -84,9 +127,9 @@ class Pairing:
 
     def assign(
         self, engine: Engine, body: Mapping[str, Any], samples: Sequence[GenerationRequest], copies: int
-    ) -> None:
-        """Set the room of each sample; a list of prompts gets consecutive rooms. With several ranks, a prefill half's
-        room number also determines the rank, so that the decode half can find it.
+    ) -> list[GenerationRequest]:
+        """Return each sample with its room; a list of prompts gets consecutive rooms. With several ranks, a prefill
+        half's room number also determines the rank, so that the decode half can find it.
 
         Raises:
             ValueError: the request has no bootstrap room.
@@ -94,20 +137,15 @@ class Pairing:
         room = body.get("bootstrap_room")
         if room is None:
             raise ValueError(NO_ROOM.format(rid=samples[0].rid))
+        made: list[GenerationRequest] = []
         for index, sample in enumerate(samples):
             prompt = index // copies
             number: int = room[prompt] if isinstance(room, list) else room + prompt
-            sample.room = Room(
-                str(_for_prompt(body, "bootstrap_host", prompt)),
-                int(_for_prompt(body, "bootstrap_port", prompt) or 0),
-                number,
-            )
+            host, port = (_for_prompt(body, name, prompt) for name in ("bootstrap_host", "bootstrap_port"))
             if self.mode == "prefill" and engine.dp_size > 1:
                 sample.routed_dp_rank = number % engine.dp_size
-
-    def outputs(self, engine: Engine, generation: Generation) -> AsyncIterator[None]:
-        """Run a generation on this half; yield as `Engine.outputs` does."""
-        return self._prefill(engine, generation) if self.mode == "prefill" else self._decode(engine, generation)
+            made.append(extended(sample, HalfRequest, room=Room(str(host), int(port or 0), number)))
+        return made
 
     # Prefill
 
@@ -133,9 +171,9 @@ class Pairing:
         if self._engine is not None:
             self._engine.pulse()
 
-    async def _prefill(self, engine: Engine, generation: Generation) -> AsyncIterator[None]:
-        room = generation.request.room
-        assert room is not None
+    async def prefill(self, engine: Engine, generation: HalfGeneration) -> AsyncIterator[None]:
+        """Run a generation on a prefill half; yield at its end."""
+        room = generation.room
         meeting = self._meetings.setdefault(room.number, _Meeting())
         alone, meeting.taken = meeting.taken, True
         try:
@@ -153,7 +191,7 @@ class Pairing:
         generation.flush()
         yield
 
-    async def _send(self, engine: Engine, generation: Generation, meeting: _Meeting) -> None:
+    async def _send(self, engine: Engine, generation: HalfGeneration, meeting: _Meeting) -> None:
         """Transfer the first token. Wait until the decode half confirms or aborts, or this generation is aborted."""
         assert meeting.decode is not None
         handed = {"token": generation.output_ids[0], "cached_tokens": generation.cached_tokens}
@@ -167,7 +205,8 @@ class Pairing:
 
     # Decode
 
-    async def _decode(self, engine: Engine, generation: Generation) -> AsyncIterator[None]:
+    async def begin_decode(self, engine: Engine, generation: HalfGeneration) -> AsyncIterator[None]:
+        """Take a generation over from the prefill half, and yield its first token if it is to be sent."""
         handed = await self._handed(engine, generation)
         if handed is not None:
             await engine.until(lambda: engine.generates() or generation.ending)
@@ -177,13 +216,10 @@ class Pairing:
                 yield
         elif generation.finish_reason is not None:
             yield
-        async for _ in engine.outputs(generation):
-            yield
 
-    async def _handed(self, engine: Engine, generation: Generation) -> dict[str, Any] | None:
+    async def _handed(self, engine: Engine, generation: HalfGeneration) -> dict[str, Any] | None:
         """Return what the prefill half transfers. Return None if the transfer fails, and fail the generation."""
-        room = generation.request.room
-        assert room is not None
+        room = generation.room
         coming = asyncio.ensure_future(self._fetched(room))
         aborted = asyncio.ensure_future(engine.until(lambda: generation.ending))
         try:

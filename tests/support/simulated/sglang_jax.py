@@ -1,14 +1,15 @@
-"""The HTTP API of SGLang-Jax where it differs from SGLang's: missing features, and requests that crash it (observed at
-cddbf6f)."""
+"""A simulated SGLang-Jax worker: where its HTTP API differs from SGLang's, features that it lacks, and requests that
+crash it (observed at cddbf6f)."""
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from aiohttp import web
 
-from miles_router.testing.worker.engine import PauseMode
+from miles_router.testing import PauseMode, SimulatedWorker
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
 from miles_router.testing.worker.routes.control import (
@@ -24,6 +25,9 @@ from miles_router.testing.worker.routes.native import generate
 from miles_router.testing.worker.routes.schema import openapi
 from miles_router.testing.worker.visit import Visit
 from miles_router.testing.worker.wire.generate_input import LethalPrompt
+from miles_router.testing.worker.wire.generate_output import OutputBuilder
+from tests.support.simulated.jax_output import JaxOutputBuilder, asks_alone
+from tests.support.simulated.odd_workers import MortalWorker
 
 JAX_VERSION = "0.0.0.dev0"
 _CHAT_FIELDS = (
@@ -36,6 +40,20 @@ _COMPLETION_FIELDS = (*_CHAT_FIELDS, "prompt", "echo", "suffix", "lora_path")
 _UNKNOWN_TO_GENERATE = ("routed_experts_start_len", "return_prompt_token_ids", "return_indexer_topk", "session_params")
 
 
+@dataclass(slots=True)
+class JaxVisit(Visit):
+    """One request to SGLang-Jax."""
+
+    asked_for_none: bool = False
+
+    def adapter_in(self, body: Mapping[str, Any]) -> Any:
+        """Return `lora_path`; adapters in `model` are not read."""
+        return body.get("lora_path")
+
+    def output_builder(self) -> OutputBuilder:
+        return JaxOutputBuilder(self.engine, self.settings, asked_for_none=self.asked_for_none)
+
+
 async def _generate(visit: Visit) -> web.StreamResponse:
     """Answer `/generate`. Unknown fields are ignored silently, and at least one token is sampled."""
     body = {name: value for name, value in visit.json().items() if name not in _UNKNOWN_TO_GENERATE}
@@ -45,7 +63,8 @@ async def _generate(visit: Visit) -> web.StreamResponse:
         params = {name: value for name, value in given.items() if name != "logit_bias"}
         if params.get("max_new_tokens") == 0:
             params["max_new_tokens"] = 1
-            body["asked_for_none"] = True
+            assert isinstance(visit, JaxVisit)
+            visit.asked_for_none = True
         body["sampling_params"] = params
     visit.body = orjson.dumps(body)
     _check_batch(visit, body)
@@ -61,7 +80,7 @@ def _check_batch(visit: Visit, body: Mapping[str, Any]) -> None:
     alone = bool(body.get("return_logprob")) and not (
         body.get("top_logprobs_num") or body.get("token_ids_logprob") or (body.get("logprob_start_len") or -1) >= 0
     )
-    if any(each.request.asks_alone is not alone for each in visit.engine.running.values()):
+    if any(asks_alone(each.request) is not alone for each in visit.engine.running.values()):
         raise LethalPrompt("return_logprob alone in one batch with other requests")
 
 
@@ -160,3 +179,11 @@ JAX_ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/configure_logging"): answer_empty,
 }
 JAX_ROUTES["GET", "/openapi.json"] = openapi(JAX_ROUTES, _CHAT_FIELDS, ("extra_key",))
+
+
+class SimulatedJax(MortalWorker):
+    """A simulated SGLang-Jax worker, with its mistakes."""
+
+    routes = JAX_ROUTES
+    scheduler_routes = SimulatedWorker.scheduler_routes | {server_info}
+    visit_type = JaxVisit

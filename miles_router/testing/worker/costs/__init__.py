@@ -1,1 +1,0 @@
-"""A cost model of a real GPU, for time and memory: prices, prefix cache, batch schedule, and its clock."""
