@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -14,7 +16,17 @@ from miles_router.engines.answers import GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError
-from miles_router.generation.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.generation.generation import (
+    CUT,
+    ENDED,
+    GIVEN_UP,
+    OPAQUE,
+    RUNNING,
+    CannotResume,
+    GenerationState,
+    ResumableGeneration,
+    generations_of,
+)
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
@@ -247,3 +259,45 @@ def test_what_cannot_be_resumed_is_no_answer_to_a_client() -> None:
     """It is caught where generations are carried on; were it to escape, it would be a defect and not a typed error."""
     assert not issubclass(CannotResume, RouterError)
     assert not issubclass(UnreadableAnswer, RouterError)
+
+
+HAPPENS: dict[str, Callable[[ResumableGeneration], None]] = {
+    "next attempt": ResumableGeneration.next_attempt,
+    "cut": lambda made: made.cut(Facts(), ABORT),
+    "unreadable event": ResumableGeneration.mark_unreadable,
+    "end": ResumableGeneration.end,
+    "giving up": ResumableGeneration.give_up,
+}
+STATES = {RUNNING: [], CUT: ["cut"], OPAQUE: ["unreadable event"], ENDED: ["end"], GIVEN_UP: ["cut", "giving up"]}
+REFUSED = {
+    *((OPAQUE, each) for each in ("next attempt", "cut", "giving up")),
+    *((ENDED, each) for each in ("next attempt", "end")),
+    *((GIVEN_UP, each) for each in HAPPENS),
+}
+
+
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("state", GenerationState)
+def test_what_cannot_follow_a_state_is_refused_by_name(state: GenerationState, event: str) -> None:
+    made = generation()
+    for each in STATES[state]:
+        HAPPENS[each](made)
+    assert made.state is state
+    if (state, event) not in REFUSED:
+        HAPPENS[event](made)
+        assert made.state is state or state in (RUNNING, CUT) or (state, event) == (OPAQUE, "end")
+        return
+    with pytest.raises(RuntimeError, match=f"{state.value}: {event}"):
+        HAPPENS[event](made)
+    assert made.state is state
+
+
+@given(st.lists(st.sampled_from([*HAPPENS])))
+def test_a_generation_that_was_unreadable_ended_or_given_up_is_never_continued(events: list[str]) -> None:
+    made, over = generation(), False
+    for each in events:
+        over = over or made.state not in (RUNNING, CUT)
+        with suppress(RuntimeError):
+            HAPPENS[each](made)
+        assert not over or made.state not in (RUNNING, CUT)
+        assert not made.is_cut or made.abort == ABORT
