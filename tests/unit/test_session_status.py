@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from middleware_hub.openai_session.episodes.contract import FORGOTTEN, NEXT, SessionEnd, SessionStatus, restored_end
+from middleware_hub.openai_session.episodes.contract import (
+    FORGOTTEN,
+    NEXT,
+    SPENT,
+    STOPPED,
+    SessionEnd,
+    SessionStatus,
+    restored_end,
+)
 
 ENDS = [status for status in SessionStatus if status is not SessionStatus.OPEN]
 
@@ -61,3 +69,31 @@ def test_what_a_row_says_restores_the_end(first: SessionStatus, second: SessionS
 def test_a_row_that_names_no_status_is_refused() -> None:
     with pytest.raises(ValueError, match="nonsense"):
         restored_end("nonsense", None, finalized=False)
+
+
+#: The later a status stands here, the less may follow it.
+RANKS = [(SessionStatus.OPEN, SessionStatus.CONTEXT), SPENT, STOPPED, (SessionStatus.FINALIZED,), FORGOTTEN]
+TURN_RECORDED: None = None
+
+
+def rank(status: SessionStatus) -> int:
+    return next(number for number, statuses in enumerate(RANKS) if status in statuses)
+
+
+def after(state: SessionEnd, event: SessionStatus | None) -> SessionEnd:
+    return state.reopened() if event is TURN_RECORDED else state.after(event)
+
+
+def test_no_order_of_ends_and_turns_takes_back_an_end_or_its_cause() -> None:
+    known, walk = {SessionEnd()}, [SessionEnd()]
+    for before in walk:  # each state that any events lead to, and each event
+        for event in (*ENDS, TURN_RECORDED):
+            state = after(before, event)
+            assert rank(state.status) >= rank(before.status), (before, event)
+            assert event is TURN_RECORDED or rank(event) <= rank(state.status), (before, event)
+            assert state.cause is before.cause or before.cause in (None, SessionStatus.CONTEXT), (before, event)
+            assert state.status in (before.status, event, SessionStatus.OPEN), (before, event)
+            if state not in known:
+                known.add(state)
+                walk.append(state)
+    assert {state.status for state in known} == set(SessionStatus)
