@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import orjson
@@ -17,7 +18,17 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.sglang.questions import STATEFUL
 from miles_router.generation.continuation import PENALTIES, continuation
-from miles_router.generation.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.generation.generation import (
+    CUT,
+    ENDED,
+    GIVEN_UP,
+    OPAQUE,
+    RUNNING,
+    CannotResume,
+    GenerationState,
+    ResumableGeneration,
+    generations_of,
+)
 from miles_router.generation.joining import find_stop_across, join, stop_may_form
 from miles_router.generation.questions import EngineQuestions
 from miles_router.middlewares.router import Router
@@ -249,3 +260,45 @@ def test_a_body_that_cannot_fit_is_not_read() -> None:
     for engine in (SAYS, Facts()):
         with pytest.raises(Immovable, match="too_long"):
             check_size(b" " * (16 * 4096 + 1), [SAYS, engine])
+
+
+HAPPENS: dict[str, Callable[[ResumableGeneration], None]] = {
+    "next attempt": ResumableGeneration.next_attempt,
+    "cut": lambda made: made.cut(Facts(), ABORT),
+    "unreadable event": ResumableGeneration.mark_unreadable,
+    "end": ResumableGeneration.end,
+    "giving up": ResumableGeneration.give_up,
+}
+STATES = {RUNNING: [], CUT: ["cut"], OPAQUE: ["unreadable event"], ENDED: ["end"], GIVEN_UP: ["cut", "giving up"]}
+REFUSED = {
+    *((OPAQUE, each) for each in ("next attempt", "cut", "giving up")),
+    *((ENDED, each) for each in ("next attempt", "end")),
+    *((GIVEN_UP, each) for each in HAPPENS),
+}
+
+
+@pytest.mark.parametrize("event", HAPPENS)
+@pytest.mark.parametrize("state", GenerationState)
+def test_what_cannot_follow_a_state_is_refused_by_name(state: GenerationState, event: str) -> None:
+    made = generation()
+    for each in STATES[state]:
+        HAPPENS[each](made)
+    assert made.state is state
+    if (state, event) not in REFUSED:
+        HAPPENS[event](made)
+        assert made.state is state or state in (RUNNING, CUT) or (state, event) == (OPAQUE, "end")
+        return
+    with pytest.raises(RuntimeError, match=f"{state.value}: {event}"):
+        HAPPENS[event](made)
+    assert made.state is state
+
+
+@given(st.lists(st.sampled_from([*HAPPENS])))
+def test_a_generation_that_was_unreadable_ended_or_given_up_is_never_continued(events: list[str]) -> None:
+    made, over = generation(), False
+    for each in events:
+        over = over or made.state not in (RUNNING, CUT)
+        with suppress(RuntimeError):
+            HAPPENS[each](made)
+        assert not over or made.state not in (RUNNING, CUT)
+        assert not made.is_cut or made.abort == ABORT

@@ -17,7 +17,16 @@ import pytest
 from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.steps import Saved, Unsaved, read_session
-from middleware_hub.openai_session.episodes.contract import Budget, Freshness, SessionEnd, SessionStatus, restored_end
+from middleware_hub.openai_session.episodes.contract import (
+    FORGOTTEN,
+    SPENT,
+    STOPPED,
+    Budget,
+    Freshness,
+    SessionEnd,
+    SessionStatus,
+    restored_end,
+)
 from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import SessionFull, TooManySessions
@@ -398,3 +407,31 @@ def test_it_gives_what_a_sorted_list_would() -> None:
         shelf.remove(place)
     shelf.remove((0.0, "never there"))
     assert (len(shelf), shelf.newest(None, 10)) == (0, [])
+
+
+#: The later a status stands here, the less may follow it.
+RANKS = [(SessionStatus.OPEN, SessionStatus.CONTEXT), SPENT, STOPPED, (SessionStatus.FINALIZED,), FORGOTTEN]
+TURN_RECORDED: None = None
+
+
+def rank(status: SessionStatus) -> int:
+    return next(number for number, statuses in enumerate(RANKS) if status in statuses)
+
+
+def after(state: SessionEnd, event: SessionStatus | None) -> SessionEnd:
+    return state.reopened() if event is TURN_RECORDED else state.after(event)
+
+
+def test_no_order_of_ends_and_turns_takes_back_an_end_or_its_cause() -> None:
+    known, walk = {SessionEnd()}, [SessionEnd()]
+    for before in walk:  # each state that any events lead to, and each event
+        for event in (*ENDS, TURN_RECORDED):
+            state = after(before, event)
+            assert rank(state.status) >= rank(before.status), (before, event)
+            assert event is TURN_RECORDED or rank(event) <= rank(state.status), (before, event)
+            assert state.cause is before.cause or before.cause in (None, SessionStatus.CONTEXT), (before, event)
+            assert state.status in (before.status, event, SessionStatus.OPEN), (before, event)
+            if state not in known:
+                known.add(state)
+                walk.append(state)
+    assert {state.status for state in known} == set(SessionStatus)

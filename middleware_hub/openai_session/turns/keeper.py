@@ -17,6 +17,7 @@ from middleware_hub.openai_session.errors import (
     AnswerCut,
     ContextOverflow,
     OutsideContract,
+    SessionFinalized,
     SessionNotFound,
     StaleWeights,
 )
@@ -167,13 +168,14 @@ class EpisodeKeeper:
         """Check that a turn may begin.
 
         Raises:
+            SessionFinalized: the session is finalized.
             ContextOverflow: the episode is over.
             SessionNotFound: the session was deleted.
         """
         until = session.episode.deadline()
-        if not session.ending.status.stops_turns and until is not None and until <= self._clock():
+        if session.ending.status.allows_turns and until is not None and until <= self._clock():
             self.stop(session, SessionStatus.DEADLINE)
-        if session.ending.status.stops_turns:
+        if not session.ending.status.allows_turns:
             raise stop_error(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
@@ -317,7 +319,7 @@ class EpisodeKeeper:
 
 
 def stop_error(session: Session, status: SessionStatus) -> RouterError:
-    """Return the error for an agent whose episode is over."""
+    """Return the error for an agent whose session allows no turns any more."""
     budget = session.episode.contract.budget
     words = {
         SessionStatus.TURNS: f"its contract allows {budget.max_turns} turns",
@@ -326,6 +328,8 @@ def stop_error(session: Session, status: SessionStatus) -> RouterError:
     }
     if status is SessionStatus.DISCARDED:
         return SessionNotFound(f"session {session.id!r} was deleted")
+    if status is SessionStatus.FINALIZED:
+        return SessionFinalized(f"session {session.id!r} is finalized")
     return ContextOverflow(status.reason, f"the session is over: {words[status]}")
 
 

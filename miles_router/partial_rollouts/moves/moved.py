@@ -132,10 +132,10 @@ class MovedAnswer(ResumableAnswer):
     async def _carry_on_from(self, answer: Any) -> None:
         (generation,) = self.generations
         generation.add(answer)
-        generation.abort = answer["meta_info"]["finish_reason"]
         generation.defaults = self._opening.facts.preferred_sampling_params
         with super().in_flight(self.exchange, self._body):
-            generation.facts = await self.services.router.fleet.facts(self._relocation.target)
+            facts = await self.services.router.fleet.facts(self._relocation.target)
+        generation.cut(facts, answer["meta_info"]["finish_reason"])
         self.answers = [answer]
         await self.carry_on([generation])
 
@@ -184,7 +184,7 @@ class MovedAnswer(ResumableAnswer):
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
         relocation = attempt.exchange.flight.move
         await super().note_end(attempt, generation, finish)
-        if not generation.done and isinstance(relocation, Relocation):
+        if generation.is_cut and isinstance(relocation, Relocation):
             self._relocation = relocation
             self._send_to_target(attempt.exchange)
             generation.facts = await self.services.router.fleet.facts(relocation.target)
