@@ -92,13 +92,13 @@ class RouterApp:
                 await self._restore(scope)
                 await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # a defect is logged with its traceback and answered
-            if isinstance(error, RouterError) and error.type != RouterError.type:
+            if isinstance(error, RouterError):
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
                     await _answer(error, exchange, outlet)
                 refused = error.status
-            else:  # a RouterError without its own type is for control flow; a layer should have caught it
+            else:
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)

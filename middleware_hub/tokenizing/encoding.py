@@ -34,8 +34,6 @@ class Encoding(NamedTuple):
 class InexactTokenizer(RouterError):
     """This tokenizer cannot encode the continuation without changing the text in front of it."""
 
-    type = "inexact_tokenizer"
-
 
 class TextEncoder:
     """An encoder for one model's tokenizer. Its methods may be called from threads.

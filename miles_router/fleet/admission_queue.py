@@ -14,7 +14,7 @@ from math import inf
 from operator import attrgetter
 from typing import Protocol
 
-from miles_router.errors import FleetFull
+from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.placement.admission import Admission
 
 #: Seconds between two checks by the first session in the queue.
@@ -94,11 +94,11 @@ class AdmissionQueue:
             came_at: when its wait began, in the event loop's time.
 
         Raises:
-            FleetFull: too many requests wait already, or this one has waited for too long.
+            NoWorkerAvailable: too many requests wait already, or this one has waited for too long.
         """
         if len(self._order) >= self._max_waiting:
             waiting = f"{len(self._order)} requests wait already (--gate-max-held)"
-            raise FleetFull(f"no worker has room for this session; {waiting}")
+            raise NoWorkerAvailable(f"no worker has room for this session; {waiting}")
         place = _Newcomer(who, key, tokens, next(self._count))
         self._enter(place)
         try:
@@ -168,7 +168,7 @@ class AdmissionQueue:
         if self._timeout:
             bounds.append(came_at + self._timeout - loop.time())
             if bounds[-1] <= 0:
-                raise FleetFull(
+                raise NoWorkerAvailable(
                     f"no worker has room for this session; the request has waited {self._timeout:g} s (--gate-timeout)"
                 )
         place.woken = loop.create_future()

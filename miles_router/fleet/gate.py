@@ -59,7 +59,7 @@ class ActsUnderLease(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise NodeUnleased if this shard may not send generations now."""
+        """Raise Unavailable if this shard may not send generations now."""
         ...
 
 
@@ -176,7 +176,7 @@ class Gate:
 
         Raises:
             FleetPaused: too many requests wait already, or this one has waited for too long.
-            NodeUnleased: this shard's right to send has expired.
+            Unavailable: this shard's right to send has expired.
         """
         if not self.closed or who.aborted:
             return

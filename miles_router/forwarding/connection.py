@@ -13,7 +13,7 @@ import httptools
 
 from miles_router.asgi.backlog import MAX_BACKLOG, Backlog
 from miles_router.asgi.headers import RawHeaders
-from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
+from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.framing import (
@@ -246,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
             self._past_parser, self._parser = True, None
 
     def _invalid(self, reply: Reply, message: str) -> None:
-        reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamInvalidResponse(message))
+        reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamError(message))
         self.abort()
 
     def _receive_raw(self, reply: Reply, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.outlet import Sink, Source
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 
 #: Waiting chunks are joined if together they have at most this many bytes: fewer writes, but no copy of a big body.
 JOIN_LIMIT = 64 * 1024
@@ -98,7 +98,7 @@ class Reply:
 
         Raises:
             UpstreamUnreachable: the connection was lost before the head was complete.
-            UpstreamInvalidResponse: the worker did not send valid HTTP.
+            UpstreamError: the worker did not send valid HTTP.
         """
         while not self.head_seen:
             await self._wait_for_more()
@@ -172,7 +172,7 @@ class Reply:
         """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
+            UpstreamError: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
@@ -228,12 +228,12 @@ async def read_whole(read: Callable[[], Awaitable[bytes]], limit: int) -> bytes:
     """Call `read` until it returns b"", and return the joined chunks.
 
     Raises:
-        UpstreamInvalidResponse: the chunks are longer than `limit` bytes.
+        UpstreamError: the chunks are longer than `limit` bytes.
     """
     parts, size = [], 0
     while chunk := await read():
         parts.append(chunk)
         size += len(chunk)
         if size > limit:
-            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+            raise UpstreamError(f"the reply is longer than {limit} bytes")
     return b"".join(parts)

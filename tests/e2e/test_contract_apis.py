@@ -109,7 +109,7 @@ async def test_stale_weights_answer_in_no_api(trial: SessionTrial, api: Api) -> 
     session = await trial.create(contract={"freshness": {"oldest_version": 2}})
     refused = await api.ask(trial, session, 4)
     code, message = api.refusal(refused)
-    assert (refused.status, code) == (400, "stale_weights")
+    assert (refused.status, code) == (400, "invalid_request")
     assert "weights of version 1 would take part" in message
     assert (await about(trial, session))["end_reason"] == "stale"
 

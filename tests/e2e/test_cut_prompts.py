@@ -42,7 +42,7 @@ async def _not_retrieved(texts: Trial, text: str) -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 async def test_a_text_whose_prompt_was_cut_is_an_error_and_not_recorded(texts: Trial, text: Any, samples: int) -> None:
     reply = await texts.post("/generate", {"text": text, "sampling_params": {**SAMPLING, "n": samples}})
-    assert (reply.status, reply.error_type) == (502, "prompt_not_read")
+    assert (reply.status, reply.error_type) == (502, "upstream_error")
     assert "--allow-auto-truncate" in reply.json()["error"]["message"]
     assert texts.statistics()["entries"] == 0
     assert texts.statistics()["passed_through"]["prompt_not_read"] == 1
@@ -50,7 +50,7 @@ async def test_a_text_whose_prompt_was_cut_is_an_error_and_not_recorded(texts: T
 
 async def test_ids_that_were_cut_are_an_error_too(texts: Trial) -> None:
     reply = await texts.post("/generate", {"input_ids": [5] * (WINDOW + 1), "sampling_params": SAMPLING})
-    assert (reply.status, reply.error_type) == (502, "prompt_not_read")
+    assert (reply.status, reply.error_type) == (502, "upstream_error")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -70,7 +70,7 @@ async def test_a_streamed_text_whose_prompt_was_cut_ends_with_an_error(texts: Tr
     body = {"text": text, "sampling_params": SAMPLING, "stream": True}
     reply = await whole_or_cut(texts.post("/generate", body))
     came = [json.loads(data) for data in data_of(reply.body)]
-    assert came[-1]["error"]["type"] == "prompt_not_read"
+    assert came[-1]["error"]["type"] == "upstream_error"
     finished = [event for event in came if (event.get("meta_info") or {}).get("finish_reason")]
     assert len(finished) <= isinstance(text, list), "the one that was cut does not look complete"
 

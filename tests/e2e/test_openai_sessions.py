@@ -87,7 +87,7 @@ async def test_a_session_that_cannot_be_made_is_refused(trial: SessionTrial, fie
 async def test_two_episodes_cannot_have_the_same_name(trial: SessionTrial) -> None:
     await trial.create("taken")
     status, kind, message = refused(await trial.ask("POST", "/sessions", {"session_id": "taken"}))
-    assert (status, kind) == (409, "session_exists")
+    assert (status, kind) == (409, "conflict")
     assert "taken" in message
     await trial.ask("DELETE", "/sessions/taken")
     await trial.create("taken")
@@ -108,7 +108,7 @@ async def test_an_unknown_session_is_not_found_by_its_name(
     trial: SessionTrial, worker: ScriptedWorker, method: str, path: str
 ) -> None:
     status, kind, message = refused(await trial.ask(method, f"/sessions/nobody{path}", {"messages": HI}))
-    assert (status, kind) == (404, "session_not_found")
+    assert (status, kind) == (404, "not_found")
     assert "nobody" in message
     assert worker.requests == []
 
@@ -118,7 +118,7 @@ async def test_an_agent_s_client_raises_what_the_router_says(trial: SessionTrial
         with pytest.raises(openai.NotFoundError) as caught:
             await client.chat.completions.create(model="m", messages=HI)
     error: Any = caught.value.body
-    assert error["type"] == "session_not_found"
+    assert error["type"] == "not_found"
 
 
 async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial) -> None:
@@ -162,7 +162,7 @@ async def test_a_deleted_session_is_gone_and_its_memory_with_it(simulated: Sessi
     answer = await simulated.ask("DELETE", f"/sessions/{session}")
     assert (answer.status, answer.body) == (204, b"")
     assert (simulated.statistics()["sessions"], simulated.statistics()["bytes"]) == (0, 0)
-    assert refused(await simulated.ask("GET", f"/sessions/{session}"))[:2] == (404, "session_not_found")
+    assert refused(await simulated.ask("GET", f"/sessions/{session}"))[:2] == (404, "not_found")
 
 
 async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
@@ -190,7 +190,7 @@ async def test_no_more_sessions_are_made_than_may_be_held(stage: Stage, worker: 
     await trial.create("b")
     answer = await trial.ask("POST", "/sessions")
     status, kind, message = refused(answer)
-    assert (status, kind, answer.value("retry-after")) == (503, "too_many_sessions", b"5")
+    assert (status, kind, answer.value("retry-after")) == (503, "unavailable", b"5")
     assert "max_sessions" in message
     await trial.ask("DELETE", "/sessions/a")
     await trial.create()
@@ -203,7 +203,7 @@ async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, work
     for _ in range(2):
         await trial.chat(session, HI)
     status, kind, message = refused(await trial.turn(session, HI))
-    assert (status, kind) == (400, "session_full")
+    assert (status, kind) == (400, "invalid_request")
     assert "max_turns" in message
     assert len(worker.requests) == 2, "refused before anything is generated"
     assert len(await trial.records(session)) == 2
@@ -211,7 +211,7 @@ async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, work
 
 @pytest.mark.alone("what is in memory is bounded in each process")
 @pytest.mark.parametrize(
-    ("option", "error"), [("max_session_bytes", (400, "session_full")), ("max_bytes", (503, "too_many_sessions"))]
+    ("option", "error"), [("max_session_bytes", (400, "invalid_request")), ("max_bytes", (503, "unavailable"))]
 )
 async def test_no_more_bytes_are_held_than_may_be(
     stage: Stage, worker: ScriptedWorker, option: str, error: tuple[int, str]
@@ -249,7 +249,7 @@ async def test_a_session_that_nobody_uses_is_forgotten_and_one_at_work_is_not(
         while (await trial.ask("GET", "/sessions")).body.count(b"session_id") > 1:
             assert time.monotonic() - made_at < PATIENCE
         assert time.monotonic() - made_at >= 1.0
-        assert refused(await trial.ask("GET", "/sessions/idle"))[:2] == (404, "session_not_found")
+        assert refused(await trial.ask("GET", "/sessions/idle"))[:2] == (404, "not_found")
         assert (await trial.read("busy"))["metadata"]["in_flight"] == 1
         release.set()
         await turn
@@ -308,7 +308,7 @@ async def test_nothing_else_passes_through_a_session(
 ) -> None:
     await trial.create("s")
     status, kind, _ = refused(await trial.ask(method, f"/sessions/s{path}", {"abort_all": True, "messages": HI}))
-    assert (status, kind) in ((404, "not_found"), (404, "session_not_found"))
+    assert (status, kind) == (404, "not_found")
     assert worker.requests == []
 
 
@@ -371,7 +371,7 @@ async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
     for _ in range(2):
         await trial.ask("POST", f"/sessions/{session}/generate", {})
     answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
-    assert (answer.status, answer.error_type) == (422, "untraced_episode")
+    assert (answer.status, answer.error_type) == (422, "invalid_sample")
     assert "untraced: 2, the last to /generate: this endpoint is not traced" in answer.json()["error"]["message"]
     refused = await trial.ask("POST", "/session/finalize", {"session_id": session})
     assert (refused.status, "untraced: 2" in refused.json()["error"]["message"]) == (400, True)

@@ -212,14 +212,14 @@ async def test_what_an_engine_might_read_otherwise_is_refused_under_a_budget(tri
 async def test_nothing_untraced_gets_around_a_contract(trial: SessionTrial, path: str, fields: Any) -> None:
     session = await trial.create(contract={"budget": {"max_tokens": 20}})
     answer = await trial.ask("POST", f"/sessions/{session}{path}", fields)
-    assert (answer.status, answer.error_type) == (400, "outside_contract")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
     assert trial.worker.door.at(path) == []
 
 
 async def test_a_prompt_that_cannot_be_counted_is_refused_under_a_bound_on_the_context(trial: SessionTrial) -> None:
     session = await trial.create(contract={"budget": {"max_context": 60}})
     answer = await trial.turn(session, HI, chat_template_kwargs=7)  # no template is rendered with that
-    assert (answer.status, answer.error_type) == (400, "outside_contract")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
     assert trial.door == []
 
 
@@ -328,7 +328,7 @@ async def new_weights(trial: SessionTrial, version: str) -> None:
 async def test_a_turn_in_which_stale_weights_would_take_part_is_refused_by_name(trial: SessionTrial) -> None:
     old = await trial.create(contract={"freshness": {"oldest_version": 2}})
     early = await trial.turn(old, HI)
-    assert (early.status, early.error_type) == (400, "stale_weights")
+    assert (early.status, early.error_type) == (400, "invalid_request")
     assert (trial.door, await end_reason(trial, old)) == ([], "stale")
     session = await trial.create(contract={"freshness": {"oldest_version": 1}})
     answer = await trial.chat(session, HI)
@@ -351,4 +351,4 @@ async def test_a_history_of_stale_weights_is_not_continued(trial: SessionTrial) 
 async def test_a_version_that_is_no_number_is_stale(stage: Stage) -> None:
     async with simulated_sessions(stage, weight_version="default") as trial:
         session = await trial.create(contract={"freshness": {"oldest_version": 0}})
-        assert (await trial.turn(session, HI)).error_type == "stale_weights"
+        assert (await trial.turn(session, HI)).error_type == "invalid_request"

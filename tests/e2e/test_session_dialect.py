@@ -234,7 +234,7 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     }
     for path in (CHAT, f"/sessions/s{CHAT}"):
         refused = await trial.ask("POST", path, {"model": "m", "messages": HI}, list(named("s").items()))
-        assert (refused.status, refused.error_type) == (409, "session_finalized")
+        assert (refused.status, refused.error_type) == (409, "conflict")
     read = await post(trial, "/trajectory/read", {"session_id": "s"})
     assert (read["success"], read["mode"], read["drained"]) == (True, "trajectory", False)
     segments = read["data"]
@@ -249,7 +249,7 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ({"session_id": "nobody"}, (404, "session_not_found")),
+        ({"session_id": "nobody"}, (404, "not_found")),
         ({"session_id": "empty"}, (400, "invalid_request")),
         ({}, (400, "invalid_request")),
         ({"session_id": 7}, (400, "invalid_request")),
@@ -306,7 +306,7 @@ async def test_a_session_of_one_weight_version_is_not_gone_on_with_by_another(st
         await post(trial, "/v1/rollout/pause")
         await post(trial, "/v1/rollout/resume", {"version": 2})
         refused = await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
-        assert (refused.status, refused.error_type) == (502, "trajectory_version_changed")
+        assert (refused.status, refused.error_type) == (502, "upstream_error")
         detail = refused.json()["detail"]
         assert (detail["error"], detail["previous_versions"], detail["new_versions"]) == (
             "trajectory_version_changed",

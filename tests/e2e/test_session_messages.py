@@ -238,7 +238,7 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
             for live in (False, True):
                 with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0: .*'image'") as refused:
                     await asked(client, image, live=live)
-                assert (refused.value.type, refused.value.error_code) == ("invalid_request_error", "media_not_traced")
+                assert (refused.value.type, refused.value.error_code) == ("invalid_request_error", "invalid_request")
                 with pytest.raises(anthropic.BadRequestError, match=r"exceed context limit: \d+ \+ 9000 > 600,"):
                     await asked(client, question, live=live, max_tokens=9000)
                 long: Any = [{"role": "user", "content": "word " * 900}]
@@ -251,7 +251,7 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
         async with agent(trial, "nobody") as client:
             with pytest.raises(anthropic.NotFoundError) as missing:
                 await asked(client, question, live=False)
-        assert (missing.value.type, missing.value.error_code) == ("not_found_error", "session_not_found")
+        assert (missing.value.type, missing.value.error_code) == ("not_found_error", "not_found")
 
 
 async def test_a_key_may_come_as_this_api_s_clients_send_it(stage: Stage) -> None:

@@ -420,7 +420,7 @@ async def test_a_stream_whose_ids_are_none_is_an_error_as_a_whole_answer_is(
     worker.next(streamed(*HELLO[:-2], event([], sglext=sglext), DONE)).always(streamed(*HELLO))
     session = await trial.create()
     got = await whole_or_cut(trial.turn(session, HI, stream=True))
-    assert b'"type":"unusable_answer"' in got.body.replace(b" ", b"")
+    assert b'"type":"upstream_error"' in got.body.replace(b" ", b"")
     assert DONE not in got.body
     assert (await trial.read(session))["records"] == []
     assert await trial.stream(session, HI)

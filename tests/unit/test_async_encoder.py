@@ -17,8 +17,9 @@ import pytest
 
 from middleware_hub.tokenizing import async_encoder
 from middleware_hub.tokenizing.async_encoder import AT_ONCE, PROCESSES, AsyncEncoder, TextTooLong
-from middleware_hub.tokenizing.encoder_process import EncoderLost, PackedTokenizer
+from middleware_hub.tokenizing.encoder_process import PackedTokenizer
 from middleware_hub.tokenizing.encoding import TextEncoder
+from miles_router.errors import Unavailable
 from tests.support.descriptors import no_descriptors
 from tests.support.tokenizers import PACKAGES, tokenizer
 from tests.support.waiting import until
@@ -153,7 +154,7 @@ async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: A
     task = asyncio.ensure_future(encoder.encode_whole(ENDLESS))
     await until(processes, "it runs")
     processes()[0].send_signal(signal.SIGKILL)
-    with pytest.raises(EncoderLost):
+    with pytest.raises(Unavailable):
         await task
     assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)
 
@@ -166,6 +167,6 @@ async def test_a_process_that_ends_while_it_waits_fails_no_text(encoder: AsyncEn
 
 
 async def test_where_no_process_can_be_started_the_text_may_be_repeated(encoder: AsyncEncoder) -> None:
-    with no_descriptors(), pytest.raises(EncoderLost):
+    with no_descriptors(), pytest.raises(Unavailable):
         await encoder.encode_whole(text_of(SMALL + 1))
     assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from miles_router.errors import NodeUnleased
+from miles_router.errors import Unavailable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import until
@@ -22,7 +22,7 @@ class Lease:
 
     def check(self) -> None:
         if not self.is_fresh:
-            raise NodeUnleased("not fresh")
+            raise Unavailable("not fresh")
 
 
 def made(lease: Lease) -> Gate:
@@ -38,7 +38,7 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
     lease.is_fresh = False
     assert gate.closed
     assert not gate.is_open()
-    with pytest.raises(NodeUnleased):
+    with pytest.raises(Unavailable):
         await gate.wait(Who())
     lease.is_fresh = True
     assert not gate.closed

@@ -10,14 +10,14 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from middleware_hub.openai_session.errors import AnswerCut, SessionFull
+from middleware_hub.openai_session.errors import AnswerCut
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import input_of, signature
 from middleware_hub.openai_session.faces.messages.models import in_anthropic_format
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from miles_router.engines.events import LAST_EVENT, Event, write_event
-from miles_router.errors import NotFound, RouterError, Unauthorized, UpstreamTimeout
+from miles_router.errors import BadRequest, NotFound, RouterError, Unauthorized, UpstreamTimeout
 from tests.support.sessions import call
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -293,7 +293,7 @@ def test_cached_tokens_are_told_as_the_engine_tells_them() -> None:
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
-        (SessionFull("full"), "invalid_request_error"),
+        (BadRequest("full"), "invalid_request_error"),
         (Unauthorized("no"), "authentication_error"),
         (NotFound("no"), "not_found_error"),
         (AnswerCut("cut"), "overloaded_error"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.replies import Collected, Kind, Tap, readable
 from miles_router.engines.events import LAST_EVENT, Event, write_event
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 
 JSON, EVENTS, TEXT = b"application/json", b"text/event-stream", b"text/plain"
 
@@ -151,10 +151,10 @@ async def test_identity_is_no_encoding_in_any_case_of_letters() -> None:
 async def test_a_layer_may_refuse_what_it_cannot_read() -> None:
     class Strict(Shouting):
         def unread(self, reason: str) -> None:
-            raise UpstreamInvalidResponse(reason)
+            raise UpstreamError(reason)
 
     client = Client()
-    with pytest.raises(UpstreamInvalidResponse, match="content_encoding"):
+    with pytest.raises(UpstreamError, match="content_encoding"):
         await Strict(client).send(head(content_encoding="gzip"))
     assert client.messages == []
 

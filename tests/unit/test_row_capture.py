@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from middleware_hub.routed_experts.capture import Capture, CaptureContext
-from middleware_hub.routed_experts.errors import ExpertsMissing
+from middleware_hub.routed_experts.errors import RowsMissing
 from middleware_hub.routed_experts.shapes import (
     RowWidth,
     RowWidths,
@@ -411,7 +411,7 @@ def test_missing_rows_are_tolerated_where_they_may_be(aborted: bool, required: b
 def test_missing_rows_that_are_required_are_an_error_that_names_the_worker() -> None:
     made = Scene()
     made.exchange.flight.worker_url = A
-    with pytest.raises(ExpertsMissing, match=r"http://10\.0\.0\.7:30000 .* --enable-return-routed-experts"):
+    with pytest.raises(RowsMissing, match=r"http://10\.0\.0\.7:30000 .* --enable-return-routed-experts"):
         made.capture.missing({}, aborted=False)
     assert made.store.statistics.missing == {"worker": 1}
 

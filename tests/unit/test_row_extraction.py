@@ -18,7 +18,7 @@ from middleware_hub.routed_experts.decoding import Decoder
 from miles_router.engines.events import EventReader
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import EXPERT_FIELDS
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.tiers import examples
 
@@ -350,5 +350,5 @@ def test_bytes_that_nothing_was_taken_out_of_have_no_marks() -> None:
 def test_space_without_end_is_refused_before_it_costs_anything() -> None:
     extractor = extractor_of_experts()
     extractor.feed(b'{"routed_experts"' + b" " * 4000)
-    with pytest.raises(UpstreamInvalidResponse, match="space"):
+    with pytest.raises(UpstreamError, match="space"):
         extractor.feed(b" " * 1000)

@@ -11,7 +11,7 @@ import pybase64
 import pytest
 
 from middleware_hub.routed_experts.capture import Capture, CaptureContext
-from middleware_hub.routed_experts.errors import ExpertsMissing, PositionsMissing
+from middleware_hub.routed_experts.errors import RowsMissing
 from middleware_hub.routed_experts.replies import RowReply, StrippedReply, VerbatimReply
 from middleware_hub.routed_experts.shapes import ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
@@ -20,7 +20,7 @@ from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
 from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS, GenerateRows, RowFields, RowRequest
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 
 JSON, EVENTS = b"application/json", b"text/event-stream"
 
@@ -106,7 +106,7 @@ async def test_a_second_kind_is_asked_for_and_refused_by_its_own_names() -> None
     keeper, client = Keeper(INDEXER_FIELDS), Client()
     await through(keeper.reply(client.send, client), JSON, compact(answer(4, indexer_topk=told([[0], [1]]))))
     assert keeper.store.statistics.missing == {"positions_are_rows": 1}
-    with pytest.raises(PositionsMissing, match="start it with --enable-return-indexer-topk"):
+    with pytest.raises(RowsMissing, match="start it with --enable-return-indexer-topk"):
         await through(keeper.reply(client.send, client), JSON, compact(answer(4, routed_experts=told([[5]]))))
 
 
@@ -152,7 +152,7 @@ async def test_an_error_never_stands_within_an_event_that_the_client_has_some_of
     odd = {"index": 0, "odd": {"routed_experts": told([[1]])}, **answer(2)}
     raw = write_event(odd)
     client, keeper = Client(), Keeper()
-    with pytest.raises(ExpertsMissing):
+    with pytest.raises(RowsMissing):
         await through(keeper.reply(client.send, client, VerbatimReply), EVENTS, raw[:60], raw[60:], LAST_EVENT)
     assert client.body == raw[:60]
     assert not client.complete
@@ -177,6 +177,6 @@ async def test_an_answer_that_is_too_long_beside_its_rows_is_refused(
     whole = compact(answer(3, routed_experts=told([[1, 2], [3, 4]]), long="x" * 200))
     pieces = (b"data: " * stream + whole, b"\n\n")
     client, keeper = Client(), Keeper()
-    with pytest.raises(UpstreamInvalidResponse, match="over 200 bytes"):
+    with pytest.raises(UpstreamError, match="over 200 bytes"):
         await through(keeper.reply(client.send, client, kind), EVENTS if stream else JSON, *pieces)
     assert client.body == b""

@@ -20,7 +20,7 @@ from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.session import Session, Tally
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.errors import StateDamaged
+from miles_router.errors import StateError
 from miles_router.slots import slot_of
 from miles_router.state.blobs import Blobs
 from miles_router.state.store import StateStore
@@ -95,7 +95,7 @@ async def test_a_session_that_cannot_be_read_is_refused_by_name(
     await first.archive.save(first.sessions.create(NAME))
     written = await store.load(NAME)
     await store.append(NAME, {0: orjson.dumps({**orjson.loads(written[0]), **head}), 1: step})
-    with pytest.raises(StateDamaged, match=f"session {NAME!r} cannot be read"):
+    with pytest.raises(StateError, match=f"session {NAME!r} cannot be read"):
         await then.archive.load(NAME)
     await store.close()
 

@@ -11,7 +11,7 @@ import pytest
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.roles import Roles
 from middleware_hub.openai_session.continuing.templates import Renderer
-from middleware_hub.openai_session.errors import MediaNotTraced, UnusableAnswer
+from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
@@ -136,7 +136,7 @@ def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_to
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
     message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
-    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is not text, and a session records text only"):
+    with pytest.raises(BadRequest, match=rf"messages\[2\]: '{kind}' is not text, and a session records text only"):
         chat_turn(Scene(), [*START, message])
 
 

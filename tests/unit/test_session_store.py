@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
+from middleware_hub.openai_session.errors import TooManySessions
 from middleware_hub.openai_session.sessions.store import MAX_CARRIED_BYTES, SessionStore
-from miles_router.errors import BadRequest, ConfigError
+from miles_router.errors import BadRequest, ConfigError, Conflict, NotFound
 from tests.support.sessions import PLENTY, SYSTEM, Scene, user
 
 START = [SYSTEM, user("Add.")]
@@ -73,14 +73,14 @@ def test_an_id_that_does_not_fit_into_a_path_is_refused(name: str) -> None:
 def test_an_id_that_is_taken_is_refused() -> None:
     store = store_of()
     store.create("a")
-    with pytest.raises(SessionExists, match="'a' exists already"):
+    with pytest.raises(Conflict, match="'a' exists already"):
         store.create("a")
     store.delete(store.get("a"))
     assert store.create("a").turns == []
 
 
 def test_an_unknown_session_is_not_found() -> None:
-    with pytest.raises(SessionNotFound, match="no session 'a'"):
+    with pytest.raises(NotFound, match="no session 'a'"):
         store_of().get("a")
 
 
@@ -170,7 +170,7 @@ def test_a_request_under_way_keeps_its_session_and_its_end_counts_as_use() -> No
     clock.now += 9.0
     assert store.get("a") is session
     clock.now += 10.0
-    with pytest.raises(SessionNotFound):
+    with pytest.raises(NotFound):
         store.get("a")
 
 
@@ -229,10 +229,10 @@ def test_turns_of_a_session_are_bounded_with_those_under_way() -> None:
         scene.store.check_room(scene.session)
         scene.turn(START)
         scene.store.check_room(scene.session)
-        with scene.store.in_use(scene.session), pytest.raises(SessionFull, match=r"1 turns already and 1 running"):
+        with scene.store.in_use(scene.session), pytest.raises(BadRequest, match=r"1 turns already and 1 running"):
             scene.store.check_room(scene.session)
         scene.turn(START)
-        with pytest.raises(SessionFull, match=r"has 2 turns already \(max_turns\)"):
+        with pytest.raises(BadRequest, match=r"has 2 turns already \(max_turns\)"):
             scene.store.check_room(scene.session)
 
 
@@ -241,7 +241,7 @@ def test_bytes_of_a_session_are_bounded() -> None:
     scene.turn(START)
     scene.store.check_room(scene.session)
     scene.turn([SYSTEM, user("x" * 20_000)])
-    with pytest.raises(SessionFull, match="max_session_bytes"):
+    with pytest.raises(BadRequest, match="max_session_bytes"):
         scene.store.check_room(scene.session)
 
 
@@ -293,10 +293,10 @@ def test_what_finds_no_room_is_counted_by_the_bound_that_it_met() -> None:
     session, other = store.create("a"), store.create("b")
     with pytest.raises(TooManySessions, match="max_sessions"):
         store.create("c")
-    with store.in_use(session), store.in_use(session), pytest.raises(SessionFull, match="max_turns"):
+    with store.in_use(session), store.in_use(session), pytest.raises(BadRequest, match="max_turns"):
         store.check_room(session)
     store.account(session, 200)
-    with pytest.raises(SessionFull, match="max_session_bytes"):
+    with pytest.raises(BadRequest, match="max_session_bytes"):
         store.check_room(session)
     store.account(session, 1000)
     with pytest.raises(TooManySessions, match="max_bytes"):

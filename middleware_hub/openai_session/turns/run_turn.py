@@ -12,7 +12,7 @@ from typing import Any
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized, UnusableAnswer
+from middleware_hub.openai_session.errors import ContextOverflow, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
@@ -36,7 +36,7 @@ from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
+from miles_router.errors import Conflict, PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat, flag_worker
 from miles_router.middlewares.rows import RowDeliveries
@@ -87,7 +87,7 @@ class TurnRunner:
         Raises:
             BadRequest: the request is invalid, the session is full or finalized, or its contract forbids the turn.
             UnusableAnswer: the worker's answer cannot be read or recorded.
-            TokenizerDiffers: a worker has another tokenizer than the router.
+            UpstreamError: a worker has another tokenizer than the router.
             StateError: the session cannot be saved.
         """
         exchange = Exchange.of(scope)
@@ -134,7 +134,7 @@ class TurnRunner:
     async def _run(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
         # Checked only here: a recorded answer is repeated even if there is no room for another turn.
         if session.ending.status is SessionStatus.FINALIZED:
-            raise SessionFinalized(f"session {session.id!r} is finalized")
+            raise Conflict(f"session {session.id!r} is finalized")
         self._store.check_room(session)
         if not self._archive.is_saved(session):  # earlier turns must be durable before the session grows
             await self._archive.save(session)
@@ -267,7 +267,7 @@ class TurnRunner:
         exchange: Exchange,
         reply: ReplySender,
     ) -> None:
-        """Record the turn. Raises PromptNotRead, UnusableAnswer, SessionNotFound."""
+        """Record the turn. Raises PromptNotRead, UnusableAnswer, NotFound."""
         flight, request = exchange.flight, plan.request
         facts: Mapping[str, Any] = {
             "worker": flight.worker_url,
@@ -332,7 +332,7 @@ class TurnRunner:
         """Forward a generating request like `pass_on`, and list it in the session as not recorded.
 
         Raises:
-            OutsideContract: the session has a contract.
+            BadRequest: the session has a contract.
         """
         self._keeper.refuse_untraced(session, why)
         self._recorder.note_untraced(scope["path"], session, why, Exchange.of(scope).request_id)
