@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.routed_experts.decoding import encoded
-from middleware_hub.routed_experts.errors import ROWS_NOT_HELD, RowsNotHeld
+from middleware_hub.routed_experts.errors import KNOWN, RowsNotHeld
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, Scope
@@ -98,7 +98,7 @@ class Delivery:
         """Return the answer of the first other process that knows the trajectory, or None."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
-            if status != NotFound.status or orjson.loads(found)["error"].get("reason") == ROWS_NOT_HELD:
+            if status != NotFound.status or KNOWN in headers:
                 shown = {name: value for name, value in headers.items() if name in SHOWN}
                 return Response(found, status, headers=shown)
         return None

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from miles_router.errors import NotFound, UpstreamError
 from miles_router.trajectory.rows import RowKind
 
-#: In the error's body: this process knows the trajectory, so no other process need be asked for its rows.
-ROWS_NOT_HELD = "rows_not_held"
+#: The header that tells another process of the router not to look further: this one knows the trajectory.
+KNOWN = "x-trajectory"
 
 
 class RowsNotHeld(NotFound):
     """The trajectory is known, but its rows never came, did not fit, or have been evicted."""
 
-    def body(self, request_id: str) -> dict[str, Any]:
-        """Return the JSON body of the error reply, with `reason`."""
-        return {"error": {**super().body(request_id)["error"], "reason": ROWS_NOT_HELD}}
+    headers: ClassVar[Mapping[str, str]] = {KNOWN: "known"}
 
 
 class RowsMissing(UpstreamError):
