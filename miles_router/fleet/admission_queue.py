@@ -12,8 +12,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 from math import inf
 from operator import attrgetter
-from typing import Protocol
 
+from miles_router.asgi.flight import Flight
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.placement.admission import Admission
 
@@ -21,29 +21,12 @@ from miles_router.fleet.placement.admission import Admission
 GLANCE = 0.1
 
 
-class Waiting(Protocol):
-    """A request that waits, and may be aborted meanwhile. `waits`: its waits under way; `waited`: seconds so far."""
-
-    aborted: bool
-    waits: int
-    waited: float
-
-    @property
-    def number(self) -> int:
-        """A number that is lower for requests that arrived earlier."""
-        ...
-
-    def mark(self, name: str, *, seconds: float) -> None:
-        """Keep the moment at which a wait of this name and length is over."""
-        ...
-
-
 class _Newcomer:
     """The place of one request in the queue."""
 
     __slots__ = ("called", "key", "number", "tokens", "who", "woken")
 
-    def __init__(self, who: Waiting, key: str, tokens: int, count: int) -> None:
+    def __init__(self, who: Flight, key: str, tokens: int, count: int) -> None:
         self.who = who
         self.key = key
         self.tokens = tokens
@@ -83,7 +66,7 @@ class AdmissionQueue:
             return False
         return not rules.fits_nowhere(tokens)
 
-    async def wait(self, who: Waiting, key: str, tokens: int, came_at: float) -> None:
+    async def wait(self, who: Flight, key: str, tokens: int, came_at: float) -> None:
         """Wait until the session `key` may begin or has begun, or until the request is aborted and released.
 
         The caller must take its lease before it next awaits, because the next request checks for room after that.
@@ -107,7 +90,7 @@ class AdmissionQueue:
         finally:
             self._leave(place)
 
-    def release(self, those: Collection[Waiting]) -> None:
+    def release(self, those: Collection[Flight]) -> None:
         """Wake aborted requests."""
         for place in self._order:
             if place.who in those:

@@ -10,7 +10,7 @@ import pytest
 
 from miles_router.engines.actions import Order, Pause
 from miles_router.fleet.caches import APART, set_apart
-from miles_router.fleet.fleet import Fleet, Orders, Questions
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
@@ -30,9 +30,7 @@ NOBODY = cast(Any, None)
 
 def fleet_of(pool: WorkerPool) -> Fleet:
     gate = Gate(pool.admission, max_held=10, timeout=0)
-    return Fleet(
-        pool=pool, gate=gate, policy=LeastInFlight(), questions=cast(Questions, NOBODY), orders=cast(Orders, NOBODY)
-    )
+    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), questions=NOBODY, orders=NOBODY)
 
 
 class Pair:

@@ -4,12 +4,14 @@ for something else goes on when that is over."""
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from miles_router.errors import Unavailable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
+from miles_router.shards.membership import Membership
 from tests.support.waiting import until
 from tests.unit.test_gate import Who
 
@@ -27,7 +29,7 @@ class Lease:
 
 def made(lease: Lease) -> Gate:
     gate = Gate(WorkerPool().admission, max_held=10, timeout=0.0)
-    gate.lease = lease
+    gate.lease = cast(Membership, lease)
     return gate
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
-from miles_router.asgi.outlet import Source
 from miles_router.errors import UpstreamBroken
-from miles_router.forwarding.connection import HIGH_WATER
+from miles_router.forwarding.connection import HIGH_WATER, Connection
 from miles_router.forwarding.reply import Reply
 from miles_router.metrics import Metrics
+from miles_router.serving.client_request import ClientRequest
 from tests.support.quiet_fleet import quiet_fleet
 from tests.support.wire import WorkerEnd
 
@@ -19,17 +20,17 @@ BLOCK = b"x" * 2**19
 
 
 class Client:
-    """A `Sink` that keeps what it is given, and is slow if it is told to be."""
+    """What a client's request does with a body: it keeps it, and is slow if it is told to be."""
 
     def __init__(self, *, slow: bool = False) -> None:
         self.got: list[bytes] = []
-        self.source: Source | None = None
+        self.source: Connection | None = None
         self._slow = slow
 
     def write(self, data: bytes) -> None:
         self.got.append(data)
 
-    def set_source(self, source: Source | None) -> None:
+    def set_source(self, source: Connection | None) -> None:
         self.source = source
         if source is not None and self._slow:
             source.pause()
@@ -39,7 +40,7 @@ async def pouring(worker: WorkerEnd, client: Client, length: int = 2**30) -> tup
     """A reply whose head has come, and the task that pours it."""
     reply = worker.connection.send(b"", b"", head_request=False)
     worker.says(HEAD % length)
-    task = asyncio.ensure_future(reply.pipe_to(client, Metrics(quiet_fleet())))
+    task = asyncio.ensure_future(reply.pipe_to(cast(ClientRequest, client), Metrics(quiet_fleet())))
     await asyncio.sleep(0)
     return reply, task
 
@@ -74,7 +75,7 @@ async def test_what_came_before_goes_first_and_frees_a_worker_that_was_held_back
     for _ in range(blocks):
         worker.says(BLOCK)
     assert not worker.wire.reading
-    task = asyncio.ensure_future(reply.pipe_to(client, Metrics(quiet_fleet())))
+    task = asyncio.ensure_future(reply.pipe_to(cast(ClientRequest, client), Metrics(quiet_fleet())))
     await asyncio.sleep(0)
     assert (b"".join(client.got), worker.wire.reading) == (BLOCK * blocks, True)
     task.cancel()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from miles_router.engines.engine import NO_WISH, RankWish
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import read_facts
-from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, pinned, rank_reader, ranks, wish
+from miles_router.engines.sglang.ranks import MAX_RANKS, RankScanner, pinned, rank_scanner, ranks, wish
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
@@ -88,7 +88,7 @@ def test_a_rank_stands_where_each_route_reads_it(path: str, body: bytes, encoded
     [("/generate", True, True), (CHAT, False, True), (CHAT, True, False), ("/v1/completions", False, False)],
 )
 def test_some_answers_tell_their_rank(path: str, streamed: bool, tells: bool) -> None:
-    assert (rank_reader(path, streamed=streamed) is not None) is tells
+    assert (rank_scanner(path, streamed=streamed) is not None) is tells
 
 
 @given(st.integers(0, MAX_RANKS), st.text(), st.lists(st.integers(0, 400), max_size=9), st.integers(0, 9000))
