@@ -266,7 +266,7 @@ class Membership:
         try:
             await tasks.within(PATIENCE, self._connected.wait(), name="wait for the leader")
         except TimeoutError:
-            raise Unavailable("the leader cannot be reached; ask again") from None
+            raise Unavailable("the router's leader cannot be reached; ask again") from None
         channel = self._channel
         assert channel is not None
         try:
@@ -274,7 +274,7 @@ class Membership:
         except ChannelLost:
             if self._channel is channel:
                 self._connected.clear()
-            raise Unavailable("the leader was lost during the request, and may have carried it out") from None
+            raise Unavailable("the router's leader was lost during the request, and may have carried it out") from None
 
     def tell(self, what: str, **fields: Any) -> None:
         """Send a message without a reply. It is dropped while the leader is away."""

@@ -134,7 +134,7 @@ class TurnRunner:
     async def _run(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
         # Checked only here: a recorded answer is repeated even if there is no room for another turn.
         if session.ending.status is SessionStatus.FINALIZED:
-            raise Conflict(f"session {session.id!r} is finalized")
+            raise Conflict(f"session {session.id!r} is finalized and takes no further turns")
         self._store.check_room(session)
         if not self._archive.is_saved(session):  # earlier turns must be durable before the session grows
             await self._archive.save(session)
