@@ -1,7 +1,9 @@
 """All error types of the router. `edge.py` renders them as HTTP replies.
 
-    RouterError                     500 internal_error
-    ├── ConfigError                 start-up stops with one line naming the setting, the dotted path or the option
+    RouterError
+    ├── InternalError               500 internal_error: a defect
+    │   ├── ConfigError             start-up stops with one line naming the setting, the dotted path or the option
+    │   └── PolicyFault             a custom policy failed, or made an invalid choice
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
     │   ├── ForeignOrigin           403 unauthorized
@@ -11,7 +13,6 @@
     │   ├── RequestTimeout          408 invalid_request
     │   ├── Conflict                409 conflict: the request does not fit the state of what it names
     │   └── BodyTooLarge            413 request_too_large
-    ├── PolicyFault                 500 internal_error: a custom policy failed, or made an invalid choice
     ├── ClientDisconnected          no reply: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: waited too long, or too many requests wait
@@ -42,10 +43,11 @@ REPEAT: Mapping[str, str] = {"Retry-After": "1"}
 
 
 class RouterError(Exception):
-    """An error that is sent to the client with its `status`, `type`, `headers` and message."""
+    """An error that is sent to the client with its `status`, `type`, `headers` and message. One without a `type` is for
+    control flow; if no layer catches it, it is answered as a defect, and its message goes only to the log."""
 
     status: int = 500
-    type: str = "internal_error"
+    type: str = ""
     headers: ClassVar[Mapping[str, str]] = {}
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
@@ -53,7 +55,13 @@ class RouterError(Exception):
         return {"error": {"type": self.type, "message": str(self), "request_id": request_id}}
 
 
-class ConfigError(RouterError, ValueError):
+class InternalError(RouterError):
+    """The router, a middleware or a custom policy failed; the log has the details."""
+
+    type = "internal_error"
+
+
+class ConfigError(InternalError, ValueError):
     """A setting is invalid, or a class that it names cannot be loaded; the message names it in one line."""
 
 
@@ -128,7 +136,7 @@ class Conflict(BadRequest):
     type = "conflict"
 
 
-class PolicyFault(RouterError):
+class PolicyFault(InternalError):
     """A custom policy (`--policy`) failed, or made an invalid choice."""
 
 

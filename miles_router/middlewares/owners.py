@@ -12,7 +12,7 @@ import orjson
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.errors import Unavailable
+from miles_router.errors import RouterError, Unavailable
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import ASGIApp, HasOwners
 
@@ -20,7 +20,7 @@ from miles_router.middlewares.contract import ASGIApp, HasOwners
 PATIENCE = 30.0
 
 
-class Elsewhere(Exception):
+class Elsewhere(RouterError):
     """The error that hands a request, not answered yet, to another process.
 
     Attributes:

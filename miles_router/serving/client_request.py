@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange, Message, Scope
-from miles_router.errors import RouterError
+from miles_router.errors import InternalError
 from miles_router.forwarding.framing import (
     CHUNKED,
     CRLF,
@@ -94,12 +94,12 @@ class ClientRequest:
             if not self._begun and not self._gone:
                 name = Exchange.of(scope).request_id
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
-                self._connection.refuse(RouterError("the router gave no answer"), name)
+                self._connection.refuse(InternalError("the router gave no answer"), name)
         except Exception as error:  # `RouterApp` answers all errors itself, so this is a bug in it
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
                 self._connection.refuse(
-                    RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
+                    InternalError("the router failed; its log has the details"), Exchange.of(scope).request_id
                 )
         finally:
             if not self.ended and not self._gone:

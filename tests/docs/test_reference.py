@@ -82,7 +82,7 @@ def test_every_flag_of_the_simulated_worker_is_documented(flag: str) -> None:
 def errors(base: type[RouterError] = RouterError) -> set[tuple[str, str]]:
     """Type and status of every error of ours that is sent."""
     ours = base.__module__.startswith(("miles_router.", "middleware_hub.")) and base is not ClientDisconnected
-    own = {(base.type, str(base.status))} if ours else set()
+    own = {(base.type, str(base.status))} if ours and base.type else set()
     return own.union(*map(errors, base.__subclasses__()))
 
 

@@ -17,7 +17,7 @@ from middleware_hub.openai_session.faces.messages.echo import input_of, signatur
 from middleware_hub.openai_session.faces.messages.models import in_anthropic_format
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from miles_router.engines.events import LAST_EVENT, Event, write_event
-from miles_router.errors import BadRequest, NotFound, RouterError, Unauthorized, UpstreamTimeout
+from miles_router.errors import BadRequest, InternalError, NotFound, RouterError, Unauthorized, UpstreamTimeout
 from tests.support.sessions import call
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -298,7 +298,7 @@ def test_cached_tokens_are_told_as_the_engine_tells_them() -> None:
         (NotFound("no"), "not_found_error"),
         (AnswerCut("cut"), "overloaded_error"),
         (UpstreamTimeout("late"), "timeout_error"),
-        (RouterError("bug"), "api_error"),
+        (InternalError("bug"), "api_error"),
     ],
 )
 def test_an_error_of_the_router_s_has_the_api_s_words(failure: RouterError, kind: str) -> None:
