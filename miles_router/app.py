@@ -353,9 +353,7 @@ def _check_routes(
     for routes in (added, extra):
         segments = [_fixed_segment(route) for route in routes]
         if twice := taken & {*segments}:
-            raise ConfigError(
-                f"a middleware has a route under {min(twice)!r}, which is a path of the router's own"
-            )
+            raise ConfigError(f"a middleware has a route under {min(twice)!r}, which is a path of the router's own")
         taken |= {*segments}
 
 

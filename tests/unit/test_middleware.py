@@ -93,7 +93,7 @@ def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
     ],
 )
 def test_an_open_or_admin_route_has_a_path_of_its_own(options: dict[str, str], message: str) -> None:
-    with pytest.raises(MiddlewareLoadError) as caught:
+    with pytest.raises(ConfigError) as caught:
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Observing", options),)))
     assert message in str(caught.value)
 
