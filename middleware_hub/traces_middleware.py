@@ -61,7 +61,7 @@ class TracesMiddleware:
             await self.app(scope, receive, send)
             problem = None
         except RouterError as error:
-            status, problem = error.status, error.type
+            status, problem = error.status, error.type or problem
             raise
         finally:
             status = getattr(send, "status", 0) or status

@@ -30,7 +30,6 @@ from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
     MethodNotAllowed,
-    MiddlewareLoadError,
 )
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.fleet import Fleet
@@ -286,7 +285,7 @@ def _own_routes(
 
     Raises:
         ConfigError: `fan_out` or `data_paths` contains a path of the router.
-        MiddlewareLoadError: a middleware's route or data path is invalid, or collides with a path of the router.
+        ConfigError: a middleware's route or data path is invalid, or collides with a path of the router.
     """
     own = (*admin.open_routes(), *admin.guarded_routes())
     added = [route for layer in layers if isinstance(layer, HasOpenRoutes) for route in layer.open_routes()]
@@ -308,7 +307,7 @@ def _own_routes(
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):
-        raise MiddlewareLoadError(f"a middleware's data_paths: {problem}")
+        raise ConfigError(f"a middleware's data_paths: {problem}")
     doors = Doors(
         Keys(data_keys(config), admin_keys(config)),
         opened=opened,
@@ -339,14 +338,14 @@ def _check_routes(
         extra: the routes that need the clients' key.
 
     Raises:
-        MiddlewareLoadError: a route is invalid, or collides with another path.
+        ConfigError: a route is invalid, or collides with another path.
     """
     for route in added:
         if "{" in _path(route):
-            raise MiddlewareLoadError(f"a middleware's open route {_path(route)!r} must have no parameters")
+            raise ConfigError(f"a middleware's open route {_path(route)!r} must have no parameters")
     for route in guarded:
         if not _path(route).startswith(ADMIN_PREFIX) or _path(route) in own:
-            raise MiddlewareLoadError(
+            raise ConfigError(
                 f"a middleware's admin route {_path(route)!r} must begin with {ADMIN_PREFIX} "
                 "and differ from the router's own paths"
             )
@@ -354,9 +353,7 @@ def _check_routes(
     for routes in (added, extra):
         segments = [_fixed_segment(route) for route in routes]
         if twice := taken & {*segments}:
-            raise MiddlewareLoadError(
-                f"a middleware has a route under {min(twice)!r}, which is a path of the router's own"
-            )
+            raise ConfigError(f"a middleware has a route under {min(twice)!r}, which is a path of the router's own")
         taken |= {*segments}
 
 
@@ -367,14 +364,14 @@ def _fences(paths: Iterable[str]) -> list[Route]:
 def _path(route: BaseRoute) -> str:
     path = getattr(route, "path", None)
     if not isinstance(path, str):
-        raise MiddlewareLoadError(f"a middleware's route {route!r} has no path")
+        raise ConfigError(f"a middleware's route {route!r} has no path")
     return path
 
 
 def _fixed_segment(route: BaseRoute) -> str:
     segment = first_segment(_path(route))
     if segment == "/" or "{" in segment:
-        raise MiddlewareLoadError(f"a middleware's route {_path(route)!r} must begin with a fixed path segment")
+        raise ConfigError(f"a middleware's route {_path(route)!r} must begin with a fixed path segment")
     return segment
 
 

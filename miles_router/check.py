@@ -30,7 +30,7 @@ def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | Non
     The middleware gets the options that `config` has for `path`. Other middlewares and the workers are left out.
 
     Raises:
-        MiddlewareLoadError: the class cannot be loaded, or an option is invalid.
+        ConfigError: the class cannot be loaded, or an option is invalid.
     """
     find_class(path)
     spec = next((spec for spec in config.middlewares if spec.path == path), MiddlewareSpec(path))
@@ -56,7 +56,7 @@ async def stage(
         options: the options of the middleware.
 
     Raises:
-        MiddlewareLoadError: the class cannot be loaded, or an option is invalid.
+        ConfigError: the class cannot be loaded, or an option is invalid.
     """
     from miles_router.testing.worker.simulated_worker import SimulatedWorker  # needs the extra `testing`
 

@@ -17,7 +17,7 @@ from miles_router.asgi.headers import GROUP, first_header
 from miles_router.asgi.origin import check_origin
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decode_path
-from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
+from miles_router.errors import ClientDisconnected, InternalError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
@@ -92,16 +92,16 @@ class RouterApp:
                 await self._restore(scope)
                 await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # a defect is logged with its traceback and answered
-            if isinstance(error, RouterError) and error.type != RouterError.type:
+            if isinstance(error, RouterError) and error.type:
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
                     await _answer(error, exchange, outlet)
                 refused = error.status
-            else:  # a RouterError without its own type is for control flow; a layer should have caught it
+            else:  # a RouterError without a type is for control flow; a layer should have caught it
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
-                    await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
+                    await _answer(InternalError("the router failed; its log has the details"), exchange, outlet)
         finally:
             if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
                 self._finished(scope, exchange, outlet.status or refused)

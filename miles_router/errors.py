@@ -1,43 +1,36 @@
 """All error types of the router. `edge.py` renders them as HTTP replies.
 
-    RouterError                     500 internal_error
-    ├── ConfigError                 start-up stops with one line naming the setting
-    │   └── MiddlewareLoadError     a dotted path or an option that cannot be used
+    RouterError
+    ├── InternalError               500 internal_error: a defect
+    │   ├── ConfigError             start-up stops with one line naming the setting, the dotted path or the option
+    │   └── PolicyFault             a custom policy failed, or made an invalid choice
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
-    │   ├── ForeignOrigin           403 foreign_origin
+    │   ├── ForeignOrigin           403 unauthorized
     │   ├── NotFound                404 not_found
     │   │   └── UnknownModel        404 model_not_found
-    │   ├── MethodNotAllowed        405 method_not_allowed
-    │   ├── BodyTooLarge            413 request_too_large
-    │   ├── RequestTimeout          408 request_timeout
-    │   └── GroupAborted            409 group_aborted
-    ├── PolicyFault                 500 policy_failed: a custom policy failed, or made an invalid choice
+    │   ├── MethodNotAllowed        405 invalid_request
+    │   ├── RequestTimeout          408 invalid_request
+    │   ├── Conflict                409 conflict: the request does not fit the state of what it names
+    │   └── BodyTooLarge            413 request_too_large
     ├── ClientDisconnected          no reply: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
-    ├── TooManyConnections          503 too_many_connections, with Retry-After
-    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: the owning process is down or overloaded
-    ├── OwnerLost                   502 owner_lost: the owning process was lost; it may have executed the request
-    ├── NodeUnleased                503 node_unleased, with Retry-After: the lease of this shard has expired
     ├── FleetPaused                 503 fleet_paused, with Retry-After: waited too long, or too many requests wait
-    │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
-    ├── ControlUnavailable          503 control_unavailable, with Retry-After: the router's leader cannot be reached
+    ├── Unavailable                 503 unavailable, with Retry-After: a process or a bound of the router refuses
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: `--state-dir` cannot be read or written
-    │   ├── StateForeign            500 state_foreign: a file of another program, or in another format
-    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks acknowledged commits
-    │   ├── StateFull               507 state_full: no room on the disk
-    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it open
-    │   └── StateOutdated           503 state_outdated: another router has taken the slot over
+    │   ├── StateFull               507 state_failed: no room on the disk
+    │   ├── StateHeld               503 state_failed, with Retry-After: another running router has it open
+    │   └── StateOutdated           503 state_failed: another router has taken the slot over
     ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine supports the request
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
-        ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
         ├── UpstreamTimeout         504 upstream_timeout
-        ├── PromptNotRead           502 prompt_not_read: the engine read another prompt than the router sent
+        ├── PromptNotRead           502 upstream_error: the engine read another prompt than the router sent
         └── UpstreamBroken          the worker was lost inside the body: the router breaks off the client's connection
 
-Replies of workers, including 4xx and 5xx, never become exceptions.
+A client distinguishes errors by `type`, so two errors have one type unless a client acts differently on them; the
+message has the particular reason. Replies of workers, including 4xx and 5xx, never become exceptions.
 """
 
 from __future__ import annotations
@@ -45,14 +38,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+#: Sent with errors that are safe to repeat.
+REPEAT: Mapping[str, str] = {"Retry-After": "1"}
+
 
 class RouterError(Exception):
-    """An error that is sent to the client with its `status` and `type`; `retryable` is True if a retry is safe. An
-    error without its own `type` is answered as a defect, and its message goes only to the log."""
+    """An error that is sent to the client with its `status`, `type`, `headers` and message. One without a `type` is for
+    control flow; if no layer catches it, it is answered as a defect, and its message goes only to the log."""
 
     status: int = 500
-    type: str = "internal_error"
-    retryable: bool = False
+    type: str = ""
     headers: ClassVar[Mapping[str, str]] = {}
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
@@ -60,14 +55,14 @@ class RouterError(Exception):
         return {"error": {"type": self.type, "message": str(self), "request_id": request_id}}
 
 
-class ConfigError(RouterError, ValueError):
-    """A setting is invalid; the message names it in one line."""
+class InternalError(RouterError):
+    """The router, a middleware or a custom policy failed; the log has the details."""
 
-    type = "configuration_error"
+    type = "internal_error"
 
 
-class MiddlewareLoadError(ConfigError):
-    """A middleware cannot be loaded, or one of its options is invalid."""
+class ConfigError(InternalError, ValueError):
+    """A setting is invalid, or a class that it names cannot be loaded; the message names it in one line."""
 
 
 class BadRequest(RouterError):
@@ -89,7 +84,7 @@ class ForeignOrigin(BadRequest):
     """A web page of another origin tries to change something, and no key is set."""
 
     status = 403
-    type = "foreign_origin"
+    type = "unauthorized"
 
 
 class NotFound(BadRequest):
@@ -118,7 +113,6 @@ class MethodNotAllowed(BadRequest):
     """The path belongs to the router or a middleware, and does not support this method."""
 
     status = 405
-    type = "method_not_allowed"
 
 
 class BodyTooLarge(BadRequest):
@@ -132,20 +126,18 @@ class RequestTimeout(BadRequest):
     """The request did not arrive in time (`--head-timeout`)."""
 
     status = 408
-    type = "request_timeout"
 
 
-class GroupAborted(BadRequest):
-    """The group of the request was aborted, and no tokens sampled for the request can be returned."""
+class Conflict(BadRequest):
+    """The request does not fit the state of what it names: the session id is taken, the session is finalized, or the
+    group was aborted."""
 
     status = 409
-    type = "group_aborted"
+    type = "conflict"
 
 
-class PolicyFault(RouterError):
+class PolicyFault(InternalError):
     """A custom policy (`--policy`) failed, or made an invalid choice."""
-
-    type = "policy_failed"
 
 
 class ClientDisconnected(RouterError):
@@ -156,46 +148,20 @@ class ClientDisconnected(RouterError):
 
 
 class NoWorkerAvailable(RouterError):
-    """No worker is registered, or none is routable."""
+    """No worker is registered, none is routable, or none has room for another session."""
 
     status = 503
     type = "no_worker_available"
-    retryable = True
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: ClassVar[Mapping[str, str]] = REPEAT
 
 
-class TooManyConnections(RouterError):
-    """The router has reached its maximum of client connections, and no connection is idle."""
-
-    status = 503
-    type = "too_many_connections"
-    retryable = True
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class OwnerUnavailable(RouterError):
-    """The process that owns the session or text accepts no requests: it restarts, or too many requests wait for it."""
+class Unavailable(RouterError):
+    """The router cannot serve the request now: the process that it needs is down, overloaded or may not act, or a limit
+    of connections or sessions is reached."""
 
     status = 503
-    type = "owner_unavailable"
-    retryable = True
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class OwnerLost(RouterError):
-    """The process that owns the session or text was lost during the request; it may have executed the request."""
-
-    status = 502
-    type = "owner_lost"
-
-
-class NodeUnleased(RouterError):
-    """The lease of this shard has expired, because the leader was silent too long: the shard may not answer."""
-
-    status = 503
-    type = "node_unleased"
-    retryable = True
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    type = "unavailable"
+    headers: ClassVar[Mapping[str, str]] = REPEAT
 
 
 class FleetPaused(RouterError):
@@ -203,22 +169,7 @@ class FleetPaused(RouterError):
 
     status = 503
     type = "fleet_paused"
-    retryable = True
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class FleetFull(FleetPaused):
-    """No worker has room for another session, and this one cannot wait (any longer)."""
-
-    type = "fleet_full"
-
-
-class ControlUnavailable(RouterError):
-    """The router's leader cannot be reached, or was lost during the request; it may have executed the request."""
-
-    status = 503
-    type = "control_unavailable"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    headers: ClassVar[Mapping[str, str]] = REPEAT
 
 
 class PartlyFailed(RouterError):
@@ -229,54 +180,43 @@ class PartlyFailed(RouterError):
 
 
 class StateError(RouterError):
-    """The state directory cannot be read or written; nothing recorded is lost."""
+    """The state directory cannot be read or written; nothing recorded is lost. `label` tells the cause in metrics."""
 
     type = "state_failed"
+    label: ClassVar[str] = "state_failed"
 
     def written(self) -> list[str]:
-        """Return type and message, for `read` in another process."""
-        return [self.type, str(self)]
+        """Return label and message, for `read` in another process."""
+        return [self.label, str(self)]
 
     @staticmethod
     def read(written: Sequence[str]) -> StateError:
-        """Return the error that `written` described; an unknown type becomes a plain `StateError`."""
-        type_, message = written
-        kinds = (StateForeign, StateDamaged, StateFull, StateHeld, StateOutdated)
-        return next((kind for kind in kinds if kind.type == type_), StateError)(message)
-
-
-class StateForeign(StateError):
-    """A file under `--state-dir` belongs to another program, or has a format that this version does not read."""
-
-    type = "state_foreign"
-
-
-class StateDamaged(StateError):
-    """A file under `--state-dir` is torn, or lacks commits that were acknowledged."""
-
-    type = "state_damaged"
+        """Return the error that `written` described."""
+        label, message = written
+        kinds = (StateFull, StateHeld, StateOutdated)
+        return next((kind for kind in kinds if kind.label == label), StateError)(message)
 
 
 class StateFull(StateError):
     """The disk of `--state-dir` is full. New state is refused until there is room; stored state can still be read."""
 
     status = 507
-    type = "state_full"
+    label = "state_full"
 
 
 class StateHeld(StateError):
     """Another running router has this part of `--state-dir` open."""
 
     status = 503
-    type = "state_held"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+    label = "state_held"
+    headers: ClassVar[Mapping[str, str]] = REPEAT
 
 
 class StateOutdated(StateError):
     """Another router has taken this part of `--state-dir` over."""
 
     status = 503
-    type = "state_outdated"
+    label = "state_outdated"
 
 
 class UnsupportedByEngine(RouterError):
@@ -287,7 +227,7 @@ class UnsupportedByEngine(RouterError):
 
 
 class UpstreamError(RouterError):
-    """The exchange with a worker failed."""
+    """A worker sent no valid or no usable answer, or was lost after it may have received the request."""
 
     status = 502
     type = "upstream_error"
@@ -298,8 +238,6 @@ class UpstreamError(RouterError):
 class PromptNotRead(UpstreamError):
     """The engine read another prompt than the router sent. With `--allow-auto-truncate`, SGLang truncates a prompt that
     exceeds its context window or KV cache, and answers 200. Nothing is recorded."""
-
-    type = "prompt_not_read"
 
     @classmethod
     def of(cls, worker: str | None, given: int, read: int) -> PromptNotRead:
@@ -312,7 +250,6 @@ class UpstreamUnreachable(UpstreamError):
     """The connection failed, or was lost before a reply began. The request may be tried on another worker."""
 
     type = "upstream_unreachable"
-    retryable = True
 
     def __init__(
         self,
@@ -341,12 +278,6 @@ class UpstreamUnreachable(UpstreamError):
         self.attempts = 1
 
 
-class UpstreamInvalidResponse(UpstreamError):
-    """The worker sent no valid HTTP reply, or a reply that the router must read is unreadable or too large."""
-
-    type = "upstream_invalid_response"
-
-
 class UpstreamTimeout(UpstreamError):
     """The worker did not finish within `--request-timeout`."""
 
@@ -356,5 +287,3 @@ class UpstreamTimeout(UpstreamError):
 
 class UpstreamBroken(UpstreamError):
     """The reply was cut off after it had begun. The client has an incomplete reply, which must not look complete."""
-
-    type = "upstream_broken"

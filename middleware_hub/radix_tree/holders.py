@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import orjson
 
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router.errors import OwnerUnavailable
+from miles_router.errors import Unavailable
 from miles_router.middlewares import Pace, Scope
 from miles_router.middlewares.state import Elsewhere, Owners
 from miles_router.trajectory.pieces import Tokens
@@ -69,7 +69,7 @@ class TextHolders:
 
         Raises:
             Elsewhere: another process has more of the prompts.
-            OwnerUnavailable: another process did not answer.
+            Unavailable: another process did not answer.
             StateError: the store cannot be read.
         """
         answers = await self.ask(scope, texts)
@@ -103,13 +103,13 @@ class TextHolders:
         """Return the same as `spellings`, from the process `owner` (None: this one).
 
         Raises:
-            OwnerUnavailable: the process did not answer.
+            Unavailable: the process did not answer.
         """
         if owner is None:
             return await self.spellings(texts)
         status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: texts}))
         if status != 200:
-            raise OwnerUnavailable(f"process {owner} of the router answered {status} about recorded texts")
+            raise Unavailable(f"process {owner} of the router answered {status} about recorded texts")
         told: list[Spellings] = orjson.loads(answer)
         return told
 

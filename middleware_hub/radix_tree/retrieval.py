@@ -26,7 +26,7 @@ from middleware_hub.radix_tree.holders import (
     other_processes_with,
 )
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
+from miles_router.errors import BadRequest, NotFound, Unavailable
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
 from miles_router.middlewares.rows import RowMatch, TrajectoryRows
 from miles_router.middlewares.state import Elsewhere, Owners
@@ -165,7 +165,7 @@ class Retrieval:
             return read_safetensors_list(answer) if many else [read_safetensors(answer)]
         error = orjson.loads(answer)["error"]
         if status >= 500:
-            raise OwnerUnavailable(error["message"])
+            raise Unavailable(error["message"])
         refused = NotFound(error["message"]) if status == 404 else BadRequest(error["message"])
         refused.status, refused.type = status, error["type"]
         raise refused

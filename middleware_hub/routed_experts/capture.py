@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from middleware_hub.routed_experts.decoding import Decoder
-from middleware_hub.routed_experts.errors import MISSING
+from middleware_hub.routed_experts.errors import RowsMissing
 from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import MAX_GENERATIONS
 from miles_router.engines.rows import RowFields
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 from miles_router.middlewares import Exchange
 from miles_router.middlewares.rows import RowDelivery, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
@@ -153,14 +153,12 @@ class Capture:
         """Return a decoder for the next string of ids. All strings of a reply share `max_answer_bytes`.
 
         Raises:
-            UpstreamInvalidResponse: the reply has more strings than a request can have answers.
+            UpstreamError: the reply has more strings than a request can have answers.
         """
         if self._decoder is not None:
             self._bytes_left -= self._decoder.nbytes
         if self._strings == MAX_STRINGS:
-            raise UpstreamInvalidResponse(
-                f"the worker's answer has over {MAX_STRINGS} strings of {self.fields.kind.ids}"
-            )
+            raise UpstreamError(f"the worker's answer has over {MAX_STRINGS} strings of {self.fields.kind.ids}")
         self._strings += 1
         self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._bytes_left)))
         return self._decoder
@@ -200,7 +198,7 @@ class Capture:
         self._refuse("unread", f"turn off its Content-Encoding ({encoding}), which the router did not ask for")
 
     def _refuse(self, reason: str, remedy: str) -> None:
-        error = MISSING[self.fields.kind](self.fields.kind, self.exchange.flight.worker_url, remedy)
+        error = RowsMissing(self.fields.kind, self.exchange.flight.worker_url, remedy)
         self._record_missing(reason, str(error))
         if self._context.required:
             raise error

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.routed_experts.decoding import encoded
-from middleware_hub.routed_experts.errors import NOT_HELD
+from middleware_hub.routed_experts.errors import KNOWN, RowsNotHeld
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, Scope
@@ -70,7 +70,7 @@ class Delivery:
         start, stop = _range(query, max(match.tokens - 1, 0))
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
-            raise NOT_HELD[kind](f"no {kind.title} of this trajectory are in memory: {reason}")
+            raise RowsNotHeld(f"no {kind.title} of this trajectory are in memory: {reason}")
         write = functools.partial(self._written, form, rows, start, stop)
         small = (stop - start) * (rows.width or 0) < OFF_LOOP
         headers, body = write() if small else await asyncio.to_thread(write)
@@ -90,7 +90,7 @@ class Delivery:
         try:
             array = self._channel.array(rows, start, stop)
         except InvalidTrajectory as error:
-            raise NOT_HELD[kind](str(error)) from None
+            raise RowsNotHeld(str(error)) from None
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         return headers, FORMATS[form](kind.name, array, start)
 
@@ -98,7 +98,7 @@ class Delivery:
         """Return the answer of the first other process that knows the trajectory, or None."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
-            if status != NotFound.status or orjson.loads(found)["error"]["type"] != NotFound.type:
+            if status != NotFound.status or KNOWN in headers:
                 shown = {name: value for name, value in headers.items() if name in SHOWN}
                 return Response(found, status, headers=shown)
         return None

@@ -13,7 +13,7 @@ from middleware_hub.routed_experts.errors import RowsMissing
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowAnswer, RowReader
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 from miles_router.middlewares import Event, Kind, Send, Tap, first_header, write_event
 from miles_router.middlewares.generation import UnreadCounter
 
@@ -40,27 +40,27 @@ class RowReply(Tap):
 
         Raises:
             RowsMissing: the reply is compressed, and rows are required.
-            UpstreamInvalidResponse: the reply is too large, and parts of it have been changed already.
+            UpstreamError: the reply is too large, and parts of it have been changed already.
         """
         super().unread(reason)
         if reason == "content_encoding":
             encoding = first_header(self.start["headers"], b"content-encoding") or b""
             self._capture.unread(encoding.decode("latin-1"))
         elif reason == "too_large":
-            raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes besides its rows")
+            raise UpstreamError(f"the worker's answer has over {self.max_collected} bytes besides its rows")
 
     def _take_answers(self, remains: bytes) -> None:
         """Take the rows of every answer in a whole reply.
 
         Raises:
             RowsMissing: rows are required and missing.
-            UpstreamInvalidResponse: the reply has rows, but is not an answer of the engine.
+            UpstreamError: the reply has rows, but is not an answer of the engine.
         """
         try:
             answers = self._reader.answers(orjson.loads(remains))
         except (orjson.JSONDecodeError, UnreadableAnswer) as error:
             if self._extractor.consumers:
-                raise UpstreamInvalidResponse(f"the worker's answer has rows and cannot be read: {error!r}") from None
+                raise UpstreamError(f"the worker's answer has rows and cannot be read: {error!r}") from None
             return
         for answer in answers:
             if not self._take_rows(answer):
@@ -73,7 +73,7 @@ class RowReply(Tap):
             answer = self._reader.event(event, has_rows=has_rows)
         except UnreadableAnswer as error:
             if has_rows:
-                raise UpstreamInvalidResponse(f"the worker's event has rows and cannot be read: {error!r}") from None
+                raise UpstreamError(f"the worker's event has rows and cannot be read: {error!r}") from None
             return
         if answer is not None and not self._take_rows(answer) and answer.ended:
             self._capture.missing(answer.meta, aborted=answer.aborted)

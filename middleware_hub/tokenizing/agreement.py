@@ -12,7 +12,7 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL
 from miles_router.engines.probe_text import probe_text
-from miles_router.errors import RouterError
+from miles_router.errors import RouterError, UpstreamError
 from miles_router.middlewares import Exchange, Router, Scope, Worker, cancelled, first_header, spawn
 
 logger = logging.getLogger(__name__)
@@ -25,14 +25,6 @@ KEYED = frozenset({401, 403})
 ATTEMPTS, PATIENCE = 3, 5.0
 #: Special tokens that an engine may add on each side of a text despite `add_special_tokens: false`.
 MAX_ADDED = 2
-
-
-class TokenizerDiffers(RouterError):
-    """Every routable worker tokenizes text differently from the router. The recorded tokens would not be the tokens
-    that the model read. Sessions and the text cache therefore send requests only to workers whose tokenizer agrees."""
-
-    status = 502
-    type = "tokenizer_differs"
 
 
 class ProbeComparison:
@@ -89,7 +81,7 @@ class TokenizerAgreement:
         Waits at most `PATIENCE` seconds; workers that are still not compared stay eligible.
 
         Raises:
-            TokenizerDiffers: every routable worker that generates differs.
+            UpstreamError: every routable worker that generates differs.
         """
         flight = Exchange.of(scope).flight
         flight.excluded_workers = self._barred
@@ -105,7 +97,7 @@ class TokenizerAgreement:
             return
         snapshot, barred = self._router.pool.snapshot, self._barred()
         if barred and snapshot.generating and not snapshot.left(barred, generates=True):
-            raise TokenizerDiffers("; ".join(self._reasons(barred)))
+            raise UpstreamError("; ".join(self._reasons(barred)))
 
     def _barred(self) -> Sequence[Worker]:
         """Return the workers whose current engine process differs."""

@@ -20,10 +20,10 @@ from operator import methodcaller
 from typing import Any
 
 from middleware_hub.tokenizing.alignment import Alignment
-from middleware_hub.tokenizing.encoder_process import EncoderLost, EncoderProcess, EncoderWork, PackedTokenizer
+from middleware_hub.tokenizing.encoder_process import EncoderProcess, EncoderWork, PackedTokenizer
 from middleware_hub.tokenizing.encoding import Encoding, TextEncoder
 from miles_router.engines.spelling import Spelling
-from miles_router.errors import BadRequest, RouterError
+from miles_router.errors import BodyTooLarge, RouterError, Unavailable
 from miles_router.middlewares import Router, Statistics, counter, gauge
 from miles_router.trajectory.pieces import Tokens
 
@@ -35,11 +35,8 @@ THREADS, PROCESSES = 4, 2
 NAME = "encoding"
 
 
-class TextTooLong(BadRequest):
+class TextTooLong(BodyTooLarge):
     """A text has more characters or ids than `--max-text-chars` allows."""
-
-    status = 413
-    type = "text_too_long"
 
 
 class EncodingStatistics(Statistics, prefix="miles_router_encoding"):
@@ -170,7 +167,7 @@ class _EncoderProcesses:
         """Run work in the next free process. Cancelling the caller kills the process.
 
         Raises:
-            EncoderLost: the process ended during the work, or no process could be started.
+            Unavailable: the process ended during the work, or no process could be started.
         """
         visit = _Visit(keep)
         try:
@@ -195,7 +192,7 @@ class _EncoderProcesses:
             process, kept = self._acquire(visit)
             try:
                 result = process.run(work)
-            except EncoderLost:
+            except Unavailable:
                 self._discard(visit, process)
                 if not kept:
                     raise
@@ -211,7 +208,7 @@ class _EncoderProcesses:
         """Return a process, and whether an earlier visit used it already."""
         with self._lock:
             if visit.cancelled or self._closed:
-                raise EncoderLost("the router is stopping and encodes no further texts")
+                raise Unavailable("the router is stopping and encodes no further texts")
             kept = self._idle.pop() if self._idle else None
             visit.process = kept or EncoderProcess(self.pack())
             return visit.process, kept is not None

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from middleware_hub.tokenizing.encoding import TextEncoder
-from miles_router.errors import RouterError
+from miles_router.errors import RouterError, Unavailable
 
 #: Work that can be pickled, such as an `operator.methodcaller`.
 EncoderWork = Callable[[TextEncoder], Any]
@@ -42,19 +42,11 @@ class PackedTokenizer(NamedTuple):
         return Tokenizer.from_str(self.json)
 
 
-class EncoderLost(RouterError):
-    """The process that encodes long texts ended during one, or could not be started. The request may be repeated."""
-
-    status = 503
-    type = "encoder_lost"
-    retryable = True
-
-
 class EncoderProcess:
     """One encoder process. Every method except `kill` blocks, so call it in a thread.
 
     Raises:
-        EncoderLost: the operating system refuses to start a process.
+        Unavailable: the operating system refuses to start a process.
     """
 
     def __init__(self, tokenizer: PackedTokenizer) -> None:
@@ -68,14 +60,14 @@ class EncoderProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
             )
         except OSError as error:
-            raise EncoderLost(f"cannot start a process that encodes long texts: {error.strerror}") from None
+            raise Unavailable(f"cannot start a process that encodes long texts: {error.strerror}") from None
         self._unsent: PackedTokenizer | None = tokenizer
 
     def run(self, work: EncoderWork) -> Any:
         """Run the work in the process and return its result.
 
         Raises:
-            EncoderLost: the process ended first.
+            Unavailable: the process ended first.
             RouterError: the work raised it.
         """
         source, results = self._process.stdin, self._process.stdout
@@ -89,7 +81,7 @@ class EncoderProcess:
             source.flush()
             failure, result = pickle.load(results)
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise EncoderLost("the process that encodes long texts ended too early; repeat the request") from None
+            raise Unavailable("the process that encodes long texts ended too early; repeat the request") from None
         if failure is not None:
             raise failure
         return result

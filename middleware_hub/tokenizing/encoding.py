@@ -11,7 +11,7 @@ import numpy as np
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.ascii_encoding import ascii_encoder
 from miles_router.engines.spelling import NO_CUT, Ends, Spelling, speller_for
-from miles_router.errors import ConfigError, RouterError
+from miles_router.errors import ConfigError, InternalError
 from miles_router.trajectory.pieces import Tokens
 
 #: Texts that are put in front of a continuation where a tokenizer treats the start of a text specially. The first
@@ -31,10 +31,8 @@ class Encoding(NamedTuple):
     ends: Ends
 
 
-class InexactTokenizer(RouterError):
+class InexactTokenizer(InternalError):
     """This tokenizer cannot encode the continuation without changing the text in front of it."""
-
-    type = "inexact_tokenizer"
 
 
 class TextEncoder:

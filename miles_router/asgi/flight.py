@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
-    from miles_router.asgi.exchange import Message, Receive, Scope, Send
     from miles_router.asgi.headers import RawHeaders
     from miles_router.fleet.workers import Worker
+    from miles_router.partial_rollouts.moves.moved import Relocation
 
 _count = itertools.count(1)
 
@@ -26,26 +26,6 @@ class UsedCache(NamedTuple):
 
     number: int
     versions: Callable[[], Sequence[str | None]]
-
-
-class ReplyReceiver(Protocol):
-    """A receiver that takes a worker's reply in place of the client, and answers the client when the reply is over."""
-
-    async def receive_message(self, message: Message) -> None:
-        """Receive one ASGI message of the reply."""
-        ...
-
-    async def finish(self) -> None:
-        """Answer the client. Called after the reply has ended or was broken off, and its lease was released."""
-        ...
-
-
-class Move(Protocol):
-    """A move of a running request to another worker. Its present worker was asked to return the sampled tokens."""
-
-    def reply_receiver(self, scope: Scope, receive: Receive, send: Send) -> ReplyReceiver | None:
-        """Return the receiver of the present worker's reply; None if a layer that relays the reply continues it."""
-        ...
 
 
 class Mark(NamedTuple):
@@ -102,7 +82,7 @@ class Flight:
         #: True if another worker can continue the generation: `/generate` without a session key or a cache to keep.
         self.movable = False
         #: The move to another worker that is in progress.
-        self.move: Move | None = None
+        self.move: Relocation | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
         #: The number of the prefix cache to use, because the request continues tokens that were sampled with it.

@@ -16,7 +16,7 @@ import orjson
 from miles_router.asgi.exchange import Exchange, Message, Send
 from miles_router.asgi.replies import OK, Kind, is_encoded, kind_of
 from miles_router.engines.events import write_event
-from miles_router.errors import ClientDisconnected, RouterError, UpstreamInvalidResponse
+from miles_router.errors import ClientDisconnected, InternalError, RouterError, UpstreamError
 from miles_router.tasks import cancelled, spawn
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -86,10 +86,10 @@ class Heartbeat:
             await cancelled(self._beating)
         if not self._opened or self._start is not None or isinstance(error, ClientDisconnected):
             return
-        if isinstance(error, RouterError) and error.type != RouterError.type:
+        if isinstance(error, RouterError) and error.type:
             await self._send_failure(self._error_body(error), more=True)
         elif isinstance(error, Exception):
-            defect = RouterError("the router failed; its log has the details")
+            defect = InternalError("the router failed; its log has the details")
             await self._send_failure(self._error_body(defect), more=True)
 
     async def send(self, message: Message) -> None:
@@ -146,9 +146,7 @@ class Heartbeat:
             body = None
         if not isinstance(body, dict) or not body.keys() & {"error", "message"}:
             status = self._start["status"]
-            body = self._error_body(
-                UpstreamInvalidResponse(f"the worker answered {status} in place of a stream of events")
-            )
+            body = self._error_body(UpstreamError(f"the worker answered {status} in place of a stream of events"))
         await self._send_failure(body, more=False)
 
     def _error_body(self, error: RouterError) -> Mapping[str, Any]:

@@ -7,36 +7,16 @@ wrapped `send`, no code reads these messages, so the worker's bytes are written 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Message, Scope, Send
 
-#: The key in the scope's `extensions` under which the router's own server offers the client's connection as a `Sink`.
+if TYPE_CHECKING:
+    from miles_router.serving.client_request import ClientRequest
+
+#: The key in the scope's `extensions` under which the router's own server offers its request, which writes body bytes
+#: directly to the client's connection.
 SINK = "miles_router.sink"
-
-
-class Source(Protocol):
-    """A source of the bytes that are written to a sink."""
-
-    def pause(self) -> None:
-        """Stop writing, because the client reads slowly."""
-        ...
-
-    def resume(self) -> None:
-        """Continue writing, because the client has caught up."""
-        ...
-
-
-class Sink(Protocol):
-    """A client's connection that accepts body bytes directly, after `http.response.start` was sent."""
-
-    def write(self, data: bytes) -> None:
-        """Write the next bytes of the body. The end of the body is sent as an ASGI message instead."""
-        ...
-
-    def set_source(self, source: Source | None) -> None:
-        """Set the source to pause and resume; None when writing has ended."""
-        ...
 
 
 class Outlet:
@@ -52,7 +32,7 @@ class Outlet:
         self._request_id = request_id.encode("ascii")
         #: 0 until a reply has begun.
         self.status = 0
-        self.sink: Sink | None = scope["extensions"].get(SINK) if "extensions" in scope else None
+        self.sink: ClientRequest | None = scope["extensions"].get(SINK) if "extensions" in scope else None
 
     def __call__(self, message: Message) -> Awaitable[None]:
         """Send one ASGI message. Not a coroutine, because it runs for every chunk."""

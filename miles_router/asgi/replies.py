@@ -23,7 +23,7 @@ import orjson
 from miles_router.asgi.exchange import UNBOUNDED, Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.engines.events import Event, EventReader
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -353,10 +353,10 @@ class Collected(Tap):
         """Refuse a reply that is too large to buffer.
 
         Raises:
-            UpstreamInvalidResponse: always.
+            UpstreamError: always.
         """
         super().unread(reason)
-        raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes (--max-answer-bytes)")
+        raise UpstreamError(f"the worker's answer has over {self.max_collected} bytes (--max-answer-bytes)")
 
 
 async def drop(message: Message) -> None:

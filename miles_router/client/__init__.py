@@ -19,9 +19,7 @@ from miles_router.client.errors import (
     NotConnected,
     NotFound,
     RouterClientError,
-    SessionExists,
     TimedOut,
-    UntracedEpisode,
 )
 from miles_router.client.rollouts import agentic, group, multi_turn, single_turn
 from miles_router.client.router_client import RouterClient
@@ -48,11 +46,9 @@ __all__ = [
     "RouterClientError",
     "Sample",
     "Session",
-    "SessionExists",
     "SessionInfo",
     "Status",
     "TimedOut",
-    "UntracedEpisode",
     "WorkerInfo",
     "agentic",
     "group",

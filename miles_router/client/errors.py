@@ -5,12 +5,10 @@
     ├── ConnectionLost      the connection broke before the reply's end: the request may have been carried out
     │   └── TimedOut        the same, after the allowed number of seconds
     ├── ErrorReply          the reply is an error, the router's or a worker's
-    │   ├── NotFound        404 not_found, session_not_found
-    │   ├── SessionExists   409 session_exists
-    │   ├── UntracedEpisode 422 untraced_episode: no samples, because no turn was traced
+    │   ├── NotFound        404 not_found; 410 if it was lost with a process of the router
     │   └── FanOutFailed    502 fan_out_failed: some worker did not do what all were asked to
     ├── InvalidReply        a reply without error that does not have the expected form
-    └── InvalidSample       arrays that no rollout can have: refused by the router, or by the client on arrival
+    └── InvalidSample       no sample that can be trained on: refused by the router, or by the client on arrival
 
 A `Sample` that a program creates itself raises `InvalidTrajectory` instead of `InvalidSample`.
 
@@ -91,15 +89,6 @@ class NotFound(ErrorReply):
     """A session, generation, worker or recorded text that the request names and the router does not have."""
 
 
-class SessionExists(ErrorReply):
-    """A session id that is already in use."""
-
-
-class UntracedEpisode(ErrorReply):
-    """A session without samples whose agent used only requests that the router does not trace; the message explains
-    why."""
-
-
 class FanOutFailed(ErrorReply):
     """A control request that some worker did not carry out; others may have."""
 
@@ -115,7 +104,8 @@ class InvalidReply(RouterClientError):
 
 
 class InvalidSample(RouterClientError):
-    """A sample that breaks an invariant, named by `invariant`; its tokens must not be trained on.
+    """A sample that must not be trained on: it breaks the invariant named by `invariant`, or its session sampled
+    nothing and had untraced requests (`an_episode_is_traced`).
 
     `status` is 422 if the router refused to return it, 0 if the client refused it on arrival.
     """
@@ -127,9 +117,6 @@ class InvalidSample(RouterClientError):
 
 BY_TYPE: Mapping[str, type[RouterClientError]] = {
     "not_found": NotFound,
-    "session_not_found": NotFound,
-    "session_exists": SessionExists,
-    "untraced_episode": UntracedEpisode,
     "fan_out_failed": FanOutFailed,
     "invalid_sample": InvalidSample,
 }

@@ -146,8 +146,7 @@ async def agentic(
         reward: a function of the agent's return value that returns the reward of all samples; it may be async.
 
     Raises:
-        InvalidSample: a sample would break an invariant; no sample is returned.
-        UntracedEpisode: no request of the agent was traced.
+        InvalidSample: a sample would break an invariant, or no request of the agent was traced; no sample is returned.
         ValueError: reward, label or metadata contain NaN or an infinity.
         Exception: any error of the agent; the session is then deleted. To train on failed episodes, use `Session`.
     """

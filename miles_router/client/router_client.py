@@ -224,7 +224,7 @@ class RouterClient(FleetControl):
         what its agent may do (docs/agents.md).
 
         Raises:
-            SessionExists: the id is taken.
+            ErrorReply: the id is taken (409 `conflict`).
         """
         fields = {"session_id": session_id, "metadata": metadata, "contract": contract}
         body = {name: value for name, value in fields.items() if value is not None}

@@ -169,8 +169,8 @@ class Session:
             reward, label, metadata: set on every sample.
 
         Raises:
-            InvalidSample: a sample would break an invariant; no sample is returned.
-            UntracedEpisode: no request of the agent was traced.
+            InvalidSample: a sample would break an invariant, or no request of the agent was traced; no sample is
+                returned.
             ValueError: reward, label or metadata contain NaN or an infinity.
         """
         fields = {

@@ -76,7 +76,7 @@ class Control:
             NoWorkerAvailable: no worker is registered.
             UnsupportedByEngine: an engine does not support the action; no worker was asked.
             StateError: the pause or sleep could not be made durable; no worker was asked.
-            ControlUnavailable: this process is a shard, and its leader is not reachable or was lost meanwhile.
+            Unavailable: this process is a shard, and its leader is not reachable or was lost meanwhile.
         """
         if self.relay is not None:
             return await self.relay(path, request, request_id)

@@ -90,7 +90,15 @@ class Probes:
         return None
 
     async def tokenize(self, worker: Worker, path: str, text: str, key: bytes | None) -> tuple[int, bytes]:
-        """Have the worker's engine encode `text`. Return the status and body of its answer."""
+        """Have the worker's engine encode `text` without special tokens. Return the status and body of its answer.
+
+        Args:
+            path: the worker's route that tokenizes text.
+            key: the `Authorization` header to send if the worker was registered without a key.
+
+        Raises:
+            UpstreamError: the worker does not answer.
+        """
         body = _engine(worker).tokenize_body(text)
         headers = [(b"content-type", b"application/json"), *_headers(worker, key)]
         return await self._upstream.fetch(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from miles_router.control.call import GroupListener
-from miles_router.errors import GroupAborted, StateError
+from miles_router.errors import Conflict, StateError
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 
@@ -90,7 +90,7 @@ class OwnRequests:
                 names = {each for name in rids for each in (name, *flight.names_inward(name))}
                 found.append(Aborted(list(flight.urls), sorted(names)))
             elif flight.stop is not None:
-                flight.stop(GroupAborted(f"group {group!r} was aborted"))
+                flight.stop(Conflict(f"group {group!r} was aborted"))
         return GroupEnd(found, [failure for failure in heard if failure is not None])
 
     async def at(self, url: str) -> set[str]:

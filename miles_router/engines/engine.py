@@ -31,6 +31,8 @@ Documents = Mapping[str, bytes | None]
 WITHHELD = b"null"
 Headers = list[tuple[bytes, bytes]]
 UNAVAILABLE = 503
+#: A reader of one answer's rank: gets each piece as it arrives, and returns the rank once a piece completes it.
+ReadRank = Callable[[bytes], int | None]
 
 
 class CannotServe(ValueError):
@@ -51,14 +53,6 @@ class RankWish(NamedTuple):
 
 
 NO_WISH = RankWish(None, False)
-
-
-class RankReader(Protocol):
-    """A reader that finds the answering rank in an answer while it arrives."""
-
-    def feed(self, data: bytes) -> int | None:
-        """Return the rank that answers once `data`, the next piece, completes it; None before."""
-        ...
 
 
 class Translation(Protocol):
@@ -307,7 +301,7 @@ class Engine(ABC):
         """
         return None
 
-    def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
+    def rank_reader(self, path: str, *, streamed: bool) -> ReadRank | None:
         """Return a reader for the answering rank; None if answers do not contain it."""
         return None
 

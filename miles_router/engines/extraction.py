@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from miles_router.engines.scan import Field
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 
 #: Maximum bytes of a field's name and the whitespace around its colon. They are scanned again with each piece.
 LONGEST = 4096
@@ -93,7 +93,7 @@ class Extractor(Generic[Consumer]):
         if end < len(data):
             data, self._withheld = data[:end], data[end:]
             if len(self._withheld) > LONGEST:
-                raise UpstreamInvalidResponse("the worker's answer has kilobytes of whitespace behind a field name")
+                raise UpstreamError("the worker's answer has kilobytes of whitespace behind a field name")
         self._before = data[-1:] or self._before
         return data
 

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from miles_router.engines.facts import Facts
 from miles_router.errors import Unauthorized
 from miles_router.fleet.workers import Worker
 
-
-class AdapterQuestion(Protocol):
-    """A client of the workers' adapter lists; `control.probes.Probes` implements it."""
-
-    async def adapters(self, worker: Worker, patience: float | None, key: bytes | None) -> frozenset[str] | None:
-        """Return the names of the loaded adapters, or None if the worker does not report them.
-
-        Args:
-            patience: the timeout in seconds.
-            key: the `Authorization` header to send.
-
-        Raises:
-            Unauthorized: the worker refuses this key.
-        """
-        ...
+if TYPE_CHECKING:
+    from miles_router.control.probes import Probes
 
 
 async def told_adapters(
-    question: AdapterQuestion, worker: Worker, patience: float | None = None, key: bytes | None = None
+    question: Probes, worker: Worker, patience: float | None = None, key: bytes | None = None
 ) -> frozenset[str] | None:
     """Ask a worker for its adapters now, and return None if it does not report them within `patience` seconds.
 
@@ -39,7 +26,7 @@ async def told_adapters(
         return None
 
 
-async def adapters_by(question: AdapterQuestion, facts: Facts, worker: Worker) -> frozenset[str] | None:
+async def adapters_by(question: Probes, facts: Facts, worker: Worker) -> frozenset[str] | None:
     """Return a worker's adapters: reported now, or else the last known ones if the engine process is the same."""
     if not facts.lora:
         return worker.adapters if facts.lora is None else frozenset()

@@ -12,30 +12,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 from math import inf
 from operator import attrgetter
-from typing import Protocol
 
-from miles_router.errors import FleetFull
+from miles_router.asgi.flight import Flight
+from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.placement.admission import Admission
 
 #: Seconds between two checks by the first session in the queue.
 GLANCE = 0.1
-
-
-class Waiting(Protocol):
-    """A request that waits, and may be aborted meanwhile. `waits`: its waits under way; `waited`: seconds so far."""
-
-    aborted: bool
-    waits: int
-    waited: float
-
-    @property
-    def number(self) -> int:
-        """A number that is lower for requests that arrived earlier."""
-        ...
-
-    def mark(self, name: str, *, seconds: float) -> None:
-        """Keep the moment at which a wait of this name and length is over."""
-        ...
 
 
 class _Newcomer:
@@ -43,7 +26,7 @@ class _Newcomer:
 
     __slots__ = ("called", "key", "number", "tokens", "who", "woken")
 
-    def __init__(self, who: Waiting, key: str, tokens: int, count: int) -> None:
+    def __init__(self, who: Flight, key: str, tokens: int, count: int) -> None:
         self.who = who
         self.key = key
         self.tokens = tokens
@@ -83,7 +66,7 @@ class AdmissionQueue:
             return False
         return not rules.fits_nowhere(tokens)
 
-    async def wait(self, who: Waiting, key: str, tokens: int, came_at: float) -> None:
+    async def wait(self, who: Flight, key: str, tokens: int, came_at: float) -> None:
         """Wait until the session `key` may begin or has begun, or until the request is aborted and released.
 
         The caller must take its lease before it next awaits, because the next request checks for room after that.
@@ -94,11 +77,11 @@ class AdmissionQueue:
             came_at: when its wait began, in the event loop's time.
 
         Raises:
-            FleetFull: too many requests wait already, or this one has waited for too long.
+            NoWorkerAvailable: too many requests wait already, or this one has waited for too long.
         """
         if len(self._order) >= self._max_waiting:
             waiting = f"{len(self._order)} requests wait already (--gate-max-held)"
-            raise FleetFull(f"no worker has room for this session; {waiting}")
+            raise NoWorkerAvailable(f"no worker has room for this session; {waiting}")
         place = _Newcomer(who, key, tokens, next(self._count))
         self._enter(place)
         try:
@@ -107,7 +90,7 @@ class AdmissionQueue:
         finally:
             self._leave(place)
 
-    def release(self, those: Collection[Waiting]) -> None:
+    def release(self, those: Collection[Flight]) -> None:
         """Wake aborted requests."""
         for place in self._order:
             if place.who in those:
@@ -168,7 +151,7 @@ class AdmissionQueue:
         if self._timeout:
             bounds.append(came_at + self._timeout - loop.time())
             if bounds[-1] <= 0:
-                raise FleetFull(
+                raise NoWorkerAvailable(
                     f"no worker has room for this session; the request has waited {self._timeout:g} s (--gate-timeout)"
                 )
         place.woken = loop.create_future()

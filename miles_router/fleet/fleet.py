@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from miles_router import tasks
 from miles_router.engines.actions import Order, Pause
@@ -17,42 +17,21 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.engines.models import possible_adapters
 from miles_router.errors import PartlyFailed, RouterError, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.adapters import AdapterQuestion, adapters_by
+from miles_router.fleet.adapters import adapters_by
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.homes import prefill_key
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
-from miles_router.fleet.tokenizing import TokenizerQuestion
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, RankFault, Transition, Unit, Worker, WorkerState
 
+if TYPE_CHECKING:
+    from miles_router.control.fan_out import FanOut
+    from miles_router.control.probes import Probes
+
 logger = logging.getLogger(__name__)
-
-
-class Questions(AdapterQuestion, TokenizerQuestion, Protocol):
-    """The questions that the fleet asks one worker; `control.probes.Probes` implements it."""
-
-    async def liveness(self, worker: Worker) -> Facts:
-        """Return the facts from the cheap liveness check; raise UpstreamError if the worker does not answer."""
-        ...
-
-    async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
-        """Return all facts of the worker, and the number of the process that reported them, or None if uncertain."""
-        ...
-
-    def process(self, worker: Worker) -> int | None:
-        """Return the number of the process that answers at the worker's address, or None if unknown."""
-        ...
-
-
-class Orders(Protocol):
-    """The orders that the fleet sends to one worker; `control.fan_out.FanOut` implements it."""
-
-    async def obey(self, worker: Worker, order: Order) -> str | None:
-        """Send an order. Return None if the worker executed it, else its error message."""
-        ...
 
 
 #: Model names and adapters (the last seen) that a fleet remembers.
@@ -62,7 +41,7 @@ MAX_NAMES, MAX_ADAPTERS = 64, 1024
 class Fleet:
     """The workers of one model, and everything the router does to all of them."""
 
-    def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, questions: Questions, orders: Orders) -> None:
+    def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, questions: Probes, orders: FanOut) -> None:
         self.pool = pool
         self.gate = gate
         #: Held while a worker joins, and while the fleet is being paused, continued, put to sleep or woken.

@@ -11,13 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
+from miles_router.asgi.flight import Flight
 from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
-from miles_router.fleet.admission_queue import AdmissionQueue, Waiting
+from miles_router.fleet.admission_queue import AdmissionQueue
 from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.placement.admission import Admission
+
+if TYPE_CHECKING:
+    from miles_router.shards.membership import Membership
 
 #: Closed times that are remembered after they have ended.
 REMEMBERED = 256
@@ -50,19 +54,6 @@ class ClosedTime(NamedTuple):
     mode: str | None
 
 
-class ActsUnderLease(Protocol):
-    """A shard's right to send generations, which its leader renews; `shards.membership.Membership` implements it."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether this shard may send generations now."""
-        ...
-
-    def check(self) -> None:
-        """Raise NodeUnleased if this shard may not send generations now."""
-        ...
-
-
 class Gate:
     """A gate that holds at most `max_held` requests, each for at most `timeout` seconds (0: without limit).
 
@@ -73,7 +64,7 @@ class Gate:
         self, admission: Admission, *, max_held: int, timeout: float, now: Callable[[], float] = time.time
     ) -> None:
         #: A shard's right to send, which can expire. Requests do not wait for its renewal: they fail at once.
-        self.lease: ActsUnderLease | None = None
+        self.lease: Membership | None = None
         self._closed = False
         self.mode: str | None = None  # of the router's own pause
         self.paused_since: float | None = None
@@ -91,7 +82,7 @@ class Gate:
         self._timeout = timeout
         self._now = now
         #: The waiting requests by their futures. A request may wait several times, once for each of its generations.
-        self._held: dict[asyncio.Future[None], Waiting] = {}
+        self._held: dict[asyncio.Future[None], Flight] = {}
         #: The queue of new sessions that wait for room. They do not count for `max_held`, so that turns of running
         #: sessions still find a place at the gate.
         self.queue = AdmissionQueue(admission, max_waiting=max_held, timeout=timeout, is_open=self.is_open)
@@ -167,7 +158,7 @@ class Gate:
         """Return True if a generation may be written to a worker now."""
         return not self.closed
 
-    async def wait(self, who: Waiting, came_at: float | None = None) -> None:
+    async def wait(self, who: Flight, came_at: float | None = None) -> None:
         """Wait until the gate is open, or until the request is aborted and released.
 
         Args:
@@ -176,7 +167,7 @@ class Gate:
 
         Raises:
             FleetPaused: too many requests wait already, or this one has waited for too long.
-            NodeUnleased: this shard's right to send has expired.
+            Unavailable: this shard's right to send has expired.
         """
         if not self.closed or who.aborted:
             return
@@ -186,7 +177,7 @@ class Gate:
                 await self._hold(who, came_at)
 
     @contextmanager
-    def waiting(self, who: Waiting, name: str) -> Iterator[None]:
+    def waiting(self, who: Flight, name: str) -> Iterator[None]:
         """Count the time within this context as waiting time of `who`: at the `gate`, or in the `queue` for room."""
         clock = asyncio.get_running_loop().time
         who.waits, since = who.waits + 1, clock()
@@ -198,7 +189,7 @@ class Gate:
             who.mark(name, seconds=seconds)
             self.when_waited(seconds)
 
-    async def _hold(self, who: Waiting, came_at: float) -> None:
+    async def _hold(self, who: Flight, came_at: float) -> None:
         """Wait for the next change of the gate, an abort, or the timeout."""
         if self.lease is not None:
             self.lease.check()
@@ -215,7 +206,7 @@ class Gate:
         finally:
             self._held.pop(waiting, None)
 
-    def release(self, *those: Waiting) -> None:
+    def release(self, *those: Flight) -> None:
         """Let aborted requests continue though the gate is closed or there is no room; they will not generate."""
         aborted = {*those}
         for waiting in [waiting for waiting, holder in self._held.items() if holder in aborted]:

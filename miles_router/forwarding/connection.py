@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
-from miles_router.asgi.backlog import MAX_BACKLOG, Backlog
+from miles_router.asgi.backlog import MAX_BACKLOG
 from miles_router.asgi.headers import RawHeaders
-from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
+from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.framing import (
@@ -28,6 +28,9 @@ from miles_router.forwarding.framing import (
     reply_body,
 )
 from miles_router.forwarding.reply import Reply
+
+if TYPE_CHECKING:
+    from miles_router.forwarding.upstream import Upstream
 
 #: Unread bytes of one reply at which reading from the worker pauses; it resumes at half.
 HIGH_WATER = 2 * 1024 * 1024
@@ -45,35 +48,10 @@ KEEPALIVE = (
 )
 
 
-class ConnectionOwner(Protocol):
-    """The owner of a connection: `upstream.Upstream`."""
-
-    #: The read buffer shared by all connections. The event loop fills and empties it in one step.
-    read_buffer: memoryview
-    #: The bytes that wait for clients, over all connections.
-    backlog: Backlog
-
-    def made(self, address: WorkerUrl, connection: Connection) -> None:
-        """Register a new connection; exactly one `forget` follows."""
-        ...
-
-    def keep(self, address: WorkerUrl, connection: Connection) -> None:
-        """Keep the idle connection for reuse."""
-        ...
-
-    def forget(self, address: WorkerUrl, connection: Connection) -> None:
-        """Remove a connection that was lost."""
-        ...
-
-    def release_slot(self) -> None:
-        """Release the `max_connections` slot of a request that has ended."""
-        ...
-
-
 class Connection(asyncio.BufferedProtocol):
     """A connection to a worker, used by one request at a time."""
 
-    def __init__(self, pool: ConnectionOwner, address: WorkerUrl) -> None:
+    def __init__(self, pool: Upstream, address: WorkerUrl) -> None:
         self._pool = pool
         self._address = address
         self._transport: asyncio.Transport | None = None
@@ -246,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
             self._past_parser, self._parser = True, None
 
     def _invalid(self, reply: Reply, message: str) -> None:
-        reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamInvalidResponse(message))
+        reply._fail(UpstreamBroken(message) if reply.head_seen else UpstreamError(message))
         self.abort()
 
     def _receive_raw(self, reply: Reply, data: bytes) -> None:

@@ -78,7 +78,7 @@ class Forwarder:
                 `PairInterrupted`) before a pair's answer began. Wait at the gate and call again.
             NoWorkerAvailable: no worker is routable.
             UpstreamUnreachable: all tried workers were unreachable.
-            UpstreamInvalidResponse: a worker's reply is not HTTP.
+            UpstreamError: a worker's reply is not HTTP.
             UnsupportedByEngine: no routable worker's engine can serve the request; it was not sent.
             BadRequest: the request must be translated for the engine, and its body cannot be read.
         """

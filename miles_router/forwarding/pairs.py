@@ -28,7 +28,7 @@ from miles_router.engines.pairs.held_rows import RowStrings
 from miles_router.engines.pairs.joining import first_version, join_answer, join_event
 from miles_router.engines.pairs.prefill import PrefillAnswer, has_error, reports_abort
 from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest
-from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
+from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import BOOTSTRAP_PORT, Worker
@@ -166,7 +166,7 @@ class PairExchange:
         Raises:
             PrefillLost: the prefill worker was lost.
             UpstreamUnreachable: the decode worker was lost.
-            UpstreamInvalidResponse: an answer cannot be read, or the two answers contradict each other.
+            UpstreamError: an answer cannot be read, or the two answers contradict each other.
             NotAdmitted: the request may not be written now, or (`PairInterrupted`) must be sent again.
         """
         loop = asyncio.get_running_loop()
@@ -225,7 +225,7 @@ class PairExchange:
         It must be if it is a refusal, an abort or a failure: the decode worker would wait forever for the KV cache.
 
         Raises:
-            PrefillLost, NotAdmitted, UpstreamInvalidResponse.
+            PrefillLost, NotAdmitted, UpstreamError.
         """
         worker = self._halves.prefill.worker
         if flight is not None:
@@ -249,7 +249,7 @@ class PairExchange:
         try:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
-            raise UpstreamInvalidResponse(f"the answer of {worker.url} cannot be read: {error}") from error
+            raise UpstreamError(f"the answer of {worker.url} cannot be read: {error}") from error
         if answer.outcome == "partly_aborted":
             raise PairInterrupted(cut=True)
         if answer.outcome == "handed_over":
@@ -296,7 +296,7 @@ class PairExchange:
         try:
             whole = join_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
-            raise UpstreamInvalidResponse(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
+            raise UpstreamError(f"the answers of a prefill/decode pair cannot be joined: {error}") from error
         return self._buffered_reply(reply, whole)
 
     async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
@@ -304,14 +304,14 @@ class PairExchange:
 
         Raises:
             UpstreamBroken: the connection was lost inside the body.
-            UpstreamInvalidResponse: the body is longer than the limit.
+            UpstreamError: the body is longer than the limit.
         """
         rows, remains, size = RowStrings(self._paired.rows), [], 0
         while chunk := await reply.read():
             remains.append(rows.feed(chunk))
             size += len(chunk)
             if size > self._limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {self._limit} bytes")
+                raise UpstreamError(f"the reply is longer than {self._limit} bytes")
         return b"".join((*remains, rows.end())), rows
 
     def _buffered_reply(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
@@ -326,7 +326,7 @@ class PairExchange:
 
         Raises:
             PairInterrupted: the weight versions differ, or a pause or an abort made the stream fail.
-            UpstreamInvalidResponse: the weights changed in too many attempts.
+            UpstreamError: the weights changed in too many attempts.
         """
         first_bytes = await reply.peek()
         if has_error(first_bytes) and (self._was_cut() or reports_abort(first_bytes)):
@@ -354,7 +354,7 @@ class PairExchange:
 
         Raises:
             PairInterrupted: they changed.
-            UpstreamInvalidResponse: they changed in too many attempts.
+            UpstreamError: they changed in too many attempts.
         """
         worker = self._halves.prefill.worker
         before = self._history.versions.get(worker, self._weights.version)
@@ -368,7 +368,7 @@ class PairExchange:
     def _interrupt(self, reason: str) -> None:
         self._history.interruptions += 1
         if self._history.interruptions > MAX_INTERRUPTIONS:
-            raise UpstreamInvalidResponse(f"it is unknown which weights sampled the first token: {reason}")
+            raise UpstreamError(f"it is unknown which weights sampled the first token: {reason}")
         raise PairInterrupted(cut=False)
 
 

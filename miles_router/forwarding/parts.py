@@ -9,7 +9,7 @@ from miles_router import tasks
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines.engine import Parts, Translation
 from miles_router.engines.events import LAST_EVENT
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
 from miles_router.forwarding.reply import Observer, Reply, read_whole
 from miles_router.forwarding.translated import OK, HeldReply, RewrittenStream
 
@@ -27,7 +27,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
 
     Raises:
         The first error of `ask`; the other parts are broken off.
-        UpstreamInvalidResponse: the joined answer is longer than `limit`, or only some parts are streams.
+        UpstreamError: the joined answer is longer than `limit`, or only some parts are streams.
     """
     replies: dict[int, PartReply] = {}
 
@@ -54,10 +54,10 @@ async def _join_replies(replies: Sequence[PartReply], limit: int) -> PartReply |
     if len(streams) == len(replies):
         return MergedStream(streams)
     if streams:
-        raise UpstreamInvalidResponse("the worker streamed only some parts of the answer")
+        raise UpstreamError("the worker streamed only some parts of the answer")
     bodies = [await reply.read_all(limit) for reply in replies]
     if sum(map(len, bodies)) > limit:
-        raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+        raise UpstreamError(f"the reply is longer than {limit} bytes")
     return HeldReply(OK, replies[0].headers, [Parts.joined(bodies)])
 
 
@@ -121,7 +121,7 @@ class MergedStream:
         """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
+            UpstreamError: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 

@@ -7,9 +7,10 @@ never buffered whole.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, ReplyReceiver
+from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -29,6 +30,9 @@ from miles_router.forwarding.reply import CountsBytes, Reply
 from miles_router.forwarding.translated import HeldReply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
+
+if TYPE_CHECKING:
+    from miles_router.partial_rollouts.moves.moved import MovedAnswer
 
 OK, NOT_MODIFIED = 200, 304
 STREAM = b"text/event-stream"
@@ -118,7 +122,7 @@ class Proxy:
 
     async def _forward(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
-    ) -> ReplyReceiver | None:
+    ) -> MovedAnswer | None:
         """Send the request to a worker and relay its reply.
 
         Return None if the client has its answer. If another worker continues the generation, return the receiver that

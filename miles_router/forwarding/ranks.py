@@ -94,12 +94,12 @@ class Ranks:
     def check_reply(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
         """Check in the reply that `rank` answers; report a different one to the fleet. Not all replies name a rank."""
         events = (first_header(reply.headers, b"content-type") or b"").startswith(EVENTS)
-        reader = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
-        if rank is None or reader is None:
+        read = (unit.worker.engine or USUAL).rank_reader(path, streamed=events)
+        if rank is None or read is None:
             return
 
         def look(data: bytes) -> bool:
-            answered = reader.feed(data)
+            answered = read(data)
             if answered is not None and answered != rank:
                 self._metrics.ignored_ranks += 1
                 self._fleet.rank_ignored(unit, f"a request to {path} for rank {rank} was answered by rank {answered}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
-from miles_router.asgi.outlet import Sink, Source
-from miles_router.errors import UpstreamInvalidResponse
+from miles_router.errors import UpstreamError
+
+if TYPE_CHECKING:
+    from miles_router.forwarding.connection import Connection
+    from miles_router.serving.client_request import ClientRequest
 
 #: Waiting chunks are joined if together they have at most this many bytes: fewer writes, but no copy of a big body.
 JOIN_LIMIT = 64 * 1024
@@ -24,18 +27,6 @@ class CountsBytes(Protocol):
     """A counter of the body bytes sent to clients."""
 
     bytes_out: int
-
-
-class ReplySource(Source, Protocol):
-    """The connection that a reply arrives on: `connection.Connection`."""
-
-    def reader_caught_up(self, buffered: int) -> None:
-        """Resume reading from the worker if few enough bytes are still `buffered`."""
-        ...
-
-    def end_reply(self, reply: Reply) -> None:
-        """End the reply: reuse or close the connection."""
-        ...
 
 
 class Reply:
@@ -61,7 +52,7 @@ class Reply:
         "was_paused",
     )
 
-    def __init__(self, connection: ReplySource, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.head_seen = False
@@ -69,12 +60,12 @@ class Reply:
         self.was_paused = False  # reading was paused for a slow client, so the end time is not the worker's
         self.holds_slot = False  # it takes one of the `max_connections`
         self._last = (b"", b"")  # the ends of the last two pieces that arrived
-        self._connection: ReplySource | None = connection
+        self._connection: Connection | None = connection
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self._sink: Sink | None = None
+        self._sink: ClientRequest | None = None
         self._observers: list[Observer] = []
         self._loop = loop
         self._backlog = backlog
@@ -98,7 +89,7 @@ class Reply:
 
         Raises:
             UpstreamUnreachable: the connection was lost before the head was complete.
-            UpstreamInvalidResponse: the worker did not send valid HTTP.
+            UpstreamError: the worker did not send valid HTTP.
         """
         while not self.head_seen:
             await self._wait_for_more()
@@ -125,7 +116,7 @@ class Reply:
             await self._wait_for_more()
         return self._chunks[0] if self._chunks else b""
 
-    async def pipe_to(self, sink: Sink, metrics: CountsBytes) -> None:
+    async def pipe_to(self, sink: ClientRequest, metrics: CountsBytes) -> None:
         """Write the body to `sink` as it arrives, without waking a task for each piece. The bytes that arrive together
         with the end of the body are left for `read`.
 
@@ -172,7 +163,7 @@ class Reply:
         """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
+            UpstreamError: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 
@@ -228,12 +219,12 @@ async def read_whole(read: Callable[[], Awaitable[bytes]], limit: int) -> bytes:
     """Call `read` until it returns b"", and return the joined chunks.
 
     Raises:
-        UpstreamInvalidResponse: the chunks are longer than `limit` bytes.
+        UpstreamError: the chunks are longer than `limit` bytes.
     """
     parts, size = [], 0
     while chunk := await read():
         parts.append(chunk)
         size += len(chunk)
         if size > limit:
-            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+            raise UpstreamError(f"the reply is longer than {limit} bytes")
     return b"".join(parts)

@@ -15,7 +15,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.pairs.held_rows import RowStrings
-from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
+from miles_router.errors import UpstreamBroken, UpstreamError
 from miles_router.forwarding.reply import END, Observer, Reply, read_whole
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ async def translated(
         limit: maximum bytes of an answer, or of one event, to buffer.
 
     Raises:
-        UpstreamInvalidResponse: the answer is incomplete, contradicts itself, or is too large.
+        UpstreamError: the answer is incomplete, contradicts itself, or is too large.
         UpstreamBroken: the connection was lost inside the answer.
     """
     if reply.status != OK:
@@ -56,7 +56,7 @@ async def translated(
     try:
         body = translation.whole(answer, now if now == sent_under else None)
     except UnreadableAnswer as error:
-        raise UpstreamInvalidResponse(f"the worker's answer cannot be read: {error}") from error
+        raise UpstreamError(f"the worker's answer cannot be read: {error}") from error
     return HeldReply(reply.status, reply.headers, [body])
 
 
@@ -96,10 +96,10 @@ class HeldReply:
         """Return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
+            UpstreamError: the rest is longer than `limit` bytes.
         """
         if sum(map(len, self._pieces)) > limit:
-            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+            raise UpstreamError(f"the reply is longer than {limit} bytes")
         pieces, self._pieces = self._pieces, deque()
         return b"".join(pieces)
 
@@ -172,7 +172,7 @@ class RewrittenStream:
         """Read and return the rest of the body.
 
         Raises:
-            UpstreamInvalidResponse: the rest is longer than `limit` bytes.
+            UpstreamError: the rest is longer than `limit` bytes.
         """
         return await read_whole(self.read, limit)
 

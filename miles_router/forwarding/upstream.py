@@ -89,7 +89,7 @@ class Upstream:
 
         Raises:
             UpstreamUnreachable: the connection failed, or was lost or given up before a reply began.
-            UpstreamInvalidResponse: the worker did not send valid HTTP.
+            UpstreamError: the worker did not send valid HTTP.
             NotAdmitted: `admit` returned False. The connection is kept.
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))

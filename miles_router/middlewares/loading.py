@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.errors import MiddlewareLoadError
+from miles_router.errors import ConfigError
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_names, nearest
@@ -49,7 +49,7 @@ def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
     """Import all middleware classes and check their options. No middleware is constructed yet.
 
     Raises:
-        MiddlewareLoadError: a class or an option is wrong. The message is one line; for a misspelling, it suggests the
+        ConfigError: a class or an option is wrong. The message is one line; for a misspelling, it suggests the
             nearest name.
     """
     loaded = []
@@ -65,12 +65,12 @@ def find_class(path: str) -> Callable[..., ASGIApp]:
     """Import the middleware class at `pkg.module.Class` (or `pkg.module:Class`).
 
     Raises:
-        MiddlewareLoadError: `class_at` fails, or an attribute with the name of an optional method is not callable.
+        ConfigError: `class_at` fails, or an attribute with the name of an optional method is not callable.
     """
     found = class_at(path, "middleware")
     for capability in CAPABILITIES:
         if not callable(getattr(found, capability, _absent)):
-            raise MiddlewareLoadError(f"middleware {path!r}: its attribute {capability!r} must be a method")
+            raise ConfigError(f"middleware {path!r}: its attribute {capability!r} must be a method")
     return cast("Callable[..., ASGIApp]", found)
 
 
@@ -81,18 +81,18 @@ def class_at(path: str, what: str) -> Callable[..., Any]:
         what: the purpose of the class, for error messages ("middleware").
 
     Raises:
-        MiddlewareLoadError: the module is missing or fails to import, or the name is missing or not a class.
+        ConfigError: the module is missing or fails to import, or the name is missing or not a class.
     """
     module_name, _, class_name = path.replace(":", ".").rpartition(".")
     if not module_name or not class_name:
-        raise MiddlewareLoadError(f"{what} {path!r}: write it as pkg.module.Class")
+        raise ConfigError(f"{what} {path!r}: write it as pkg.module.Class")
     module = _import(module_name, f"{what} {path!r}")
     found: Any = getattr(module, class_name, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
-        raise MiddlewareLoadError(f"{what} {path!r}: {module_name} has no {class_name!r}{nearest(class_name, classes)}")
+        raise ConfigError(f"{what} {path!r}: {module_name} has no {class_name!r}{nearest(class_name, classes)}")
     if not inspect.isclass(found):
-        raise MiddlewareLoadError(f"{what} {path!r}: {class_name} is not a class but {type(found).__name__}")
+        raise ConfigError(f"{what} {path!r}: {class_name} is not a class but {type(found).__name__}")
     return found
 
 
@@ -106,25 +106,25 @@ def _import(module_name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(missing + "."):
-            raise MiddlewareLoadError(f"{where}: there is no module {missing!r}") from None
-        raise MiddlewareLoadError(f"{where}: {module_name} needs the module {missing!r}") from error
+            raise ConfigError(f"{where}: there is no module {missing!r}") from None
+        raise ConfigError(f"{where}: {module_name} needs the module {missing!r}") from error
     except Exception as error:  # code from outside the router may raise anything at import
         reason = f"{type(error).__name__}: {error}"
-        raise MiddlewareLoadError(f"{where}: {module_name} fails to import: {reason}") from error
+        raise ConfigError(f"{where}: {module_name} fails to import: {reason}") from error
 
 
 def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Option, ...]:
     """Check the given options against the constructor's keywords and types; return all options with their values.
 
     Raises:
-        MiddlewareLoadError: the constructor has no `router` keyword, an option is unknown or has the wrong type, or an
+        ConfigError: the constructor has no `router` keyword, an option is unknown or has the wrong type, or an
             option without a default is not given.
     """
     where = f"middleware {spec.path!r}"
     parameters = _keywords(cls)
     takes_anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if "router" not in parameters and not takes_anything:
-        raise MiddlewareLoadError(f"{where}: its constructor must take (app, *, router, ...)")
+        raise ConfigError(f"{where}: its constructor must take (app, *, router, ...)")
     options = {
         name: p
         for name, p in parameters.items()
@@ -132,7 +132,7 @@ def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Opt
     }
     for name in spec.options:
         if name not in options and not takes_anything:
-            raise MiddlewareLoadError(f"{where}: unknown option {name!r}{nearest(name, options)}")
+            raise ConfigError(f"{where}: unknown option {name!r}{nearest(name, options)}")
     hints = _hints(cls)
     table = [_bind(where, name, p, hints.get(name, Any), spec.options) for name, p in options.items()]
     extra = [Option(name, "any", REQUIRED, value) for name, value in spec.options.items() if name not in options]
@@ -142,13 +142,13 @@ def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Opt
 def _bind(where: str, name: str, parameter: inspect.Parameter, hint: Any, given: Mapping[str, Any]) -> Option:
     if name not in given:
         if parameter.default is REQUIRED:
-            raise MiddlewareLoadError(f"{where}: option {name!r} ({describe(hint)}) must be set")
+            raise ConfigError(f"{where}: option {name!r} ({describe(hint)}) must be set")
         return Option(name, describe(hint), parameter.default, parameter.default)
     value = given[name]
     try:
         value = convert(str(value), hint, from_text=True) if isinstance(value, OptionText) else convert(value, hint)
     except WrongValue as error:
-        raise MiddlewareLoadError(f"{where}: option {name!r}: {error}") from None
+        raise ConfigError(f"{where}: option {name!r}: {error}") from None
     return Option(name, describe(hint), parameter.default, value)
 
 

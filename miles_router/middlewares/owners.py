@@ -12,7 +12,7 @@ import orjson
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.errors import OwnerUnavailable, RouterError
+from miles_router.errors import RouterError, Unavailable
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import ASGIApp, HasOwners
 
@@ -82,8 +82,8 @@ class Owners:
 
         Raises:
             BadRequest: the header that marks a forwarded request is not readable.
-            OwnerUnavailable: the owner does not accept the request.
-            OwnerLost: the owner was lost before its answer began, and may have executed the request.
+            Unavailable: the owner does not accept the request.
+            UpstreamError: the owner was lost before its answer began, and may have executed the request.
         """
         raise NotImplementedError("there is no other process")
 
@@ -93,7 +93,7 @@ class Owners:
         Raises:
             Elsewhere: another process owns the name; the router forwards the request to it.
             NotFound: another process asks for its part of an answer, and this one does not own the name.
-            OwnerUnavailable: another process forwarded the request here, and this one does not own the name.
+            Unavailable: another process forwarded the request here, and this one does not own the name.
         """
 
     def prefer(self, scope: Scope) -> None:
@@ -128,7 +128,7 @@ class Owners:
             patience: the timeout in seconds; None: the HTTP client's own timeout.
 
         Raises:
-            OwnerUnavailable: the process cannot be reached, or does not answer in time.
+            Unavailable: the process cannot be reached, or does not answer in time.
         """
         raise NotImplementedError("there is no other process")
 
@@ -136,7 +136,7 @@ class Owners:
         """Return the parsed JSON answers of all other processes to the same request without a body.
 
         Raises:
-            OwnerUnavailable: one process does not answer 200, so that the result would be incomplete.
+            Unavailable: one process does not answer 200, so that the result would be incomplete.
         """
         return await self.answers_to(_reading(scope), b"")
 
@@ -144,14 +144,14 @@ class Owners:
         """Return the parsed JSON answers of all other processes to a request with this body, in the order of `others`.
 
         Raises:
-            OwnerUnavailable: one process does not answer 200, so that the result would be incomplete.
+            Unavailable: one process does not answer 200, so that the result would be incomplete.
         """
         others = self.others(scope)
         found = []
         replies = await asyncio.gather(*(self.ask(other, scope, body, PATIENCE) for other in others))
         for other, (status, _, answer) in zip(others, replies, strict=True):
             if status != 200:
-                raise OwnerUnavailable(f"process {other} answered with status {status}")
+                raise Unavailable(f"process {other} answered with status {status}")
             found.append(orjson.loads(answer))
         return found
 
@@ -159,7 +159,7 @@ class Owners:
         """Ask the other processes in turn; return the first answer that is not 404, or None.
 
         Raises:
-            OwnerUnavailable: a process cannot be reached, or does not answer in time.
+            Unavailable: a process cannot be reached, or does not answer in time.
         """
         reading = _reading(scope)
         for other in self.others(scope):

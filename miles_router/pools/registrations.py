@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.errors import BadRequest, StateDamaged
+from miles_router.errors import BadRequest, StateError
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.standstill import stand_still, standstill
 from miles_router.fleet.worker_url import parse_worker_url
@@ -56,7 +56,7 @@ class Registrations:
             gate.mode = record["pause"]
             gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
         except (KeyError, TypeError, ValueError) as error:
-            raise StateDamaged(f"the record of a pause of the fleet {name!r} cannot be read: {error!r}") from error
+            raise StateError(f"the record of a pause of the fleet {name!r} cannot be read: {error!r}") from error
         except BadRequest as error:  # the settings have changed, and no longer allow this pool
             logger.warning("standstill_forgotten", extra={"fields": {"pool": name, "reason": str(error)}})
             return
@@ -99,7 +99,7 @@ class Registrations:
         try:
             return [orjson.loads(head) async for _, head in store.owners(CONTROL)]
         except ValueError as error:
-            raise StateDamaged(f"the record of registered workers cannot be read: {error!r}") from error
+            raise StateError(f"the record of registered workers cannot be read: {error!r}") from error
 
 
 class StandstillRow:

@@ -18,7 +18,7 @@ from miles_router.asgi.backlog import MAX_BACKLOG
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
 from miles_router.asgi.outlet import SINK
-from miles_router.errors import RequestTimeout, RouterError, TooManyConnections
+from miles_router.errors import RequestTimeout, RouterError, Unavailable
 from miles_router.forwarding.framing import CONTINUE, reply_head
 from miles_router.serving import client_states as states
 from miles_router.serving.client_request import ClientRequest
@@ -98,7 +98,7 @@ class ClientConnection(asyncio.Protocol):
             self._start_timeout(self._shared.arriving)
         else:
             self._count("too_many")
-            self.refuse(TooManyConnections("the router has reached its limit of client connections"), request_id({}))
+            self.refuse(Unavailable("the router has reached its limit of client connections"), request_id({}))
             if self._shared.statistics.open > self._shared.limit + MAX_REFUSED:
                 self.transport.abort()
 

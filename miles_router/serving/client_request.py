@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange, Message, Scope
-from miles_router.asgi.outlet import Source
-from miles_router.errors import RouterError
+from miles_router.errors import InternalError
 from miles_router.forwarding.framing import (
     CHUNKED,
     CRLF,
@@ -23,6 +22,10 @@ from miles_router.forwarding.framing import (
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving import client_states as states
 
+if TYPE_CHECKING:
+    from miles_router.forwarding.connection import Connection
+    from miles_router.serving.client_connection import ClientConnection
+
 logger = logging.getLogger(__name__)
 
 #: Bytes of a body waiting for the app at which reading from the client pauses.
@@ -31,54 +34,8 @@ HIGH_WATER = 256 * 1024
 PART = 64
 
 
-class ClientLink(Protocol):
-    """The connection of a request: `client_connection.ClientConnection`."""
-
-    transport: asyncio.Transport
-    #: True while the client reads slowly, so that further writes would only fill buffers.
-    write_paused: bool
-    #: A completed future, the result of `send` when there is nothing to wait for.
-    sent: asyncio.Future[None]
-
-    def count_backlog(self) -> None:
-        """Update the connection's share of the backlog of slow clients."""
-        ...
-
-    async def writable(self) -> None:
-        """Wait until the client has caught up, or has disconnected."""
-        ...
-
-    def pause_reading(self) -> None:
-        """Stop reading from the client."""
-        ...
-
-    def resume_reading(self) -> None:
-        """Continue reading from the client. This may call the request's `feed` at once."""
-        ...
-
-    def flush_soon(self, request: ClientRequest) -> None:
-        """Call `request.flush` at the end of this step of the event loop."""
-        ...
-
-    def write_continue(self) -> None:
-        """Write `100 Continue`."""
-        ...
-
-    def reply_ended(self, request: ClientRequest) -> None:
-        """Start the next request or close, because the last byte of the reply was written."""
-        ...
-
-    def break_off(self, request: ClientRequest) -> None:
-        """End an incomplete reply so that it cannot look complete."""
-        ...
-
-    def refuse(self, error: RouterError, name: str) -> None:
-        """Write `error` as the reply to the request with the id `name`, and close."""
-        ...
-
-
 class ClientRequest:
-    """A request with its ASGI `receive` and `send`. It is also the `Sink` for the body of its reply."""
+    """A request with its ASGI `receive` and `send`. A worker's connection can write the body of its reply directly."""
 
     __slots__ = (
         "_body",
@@ -98,7 +55,7 @@ class ClientRequest:
 
     def __init__(
         self,
-        connection: ClientLink,
+        connection: ClientConnection,
         method: str,
         *,
         http_1_0: bool,
@@ -118,7 +75,7 @@ class ClientRequest:
         self._reply: states.ReplyState = states.WAITING
         self._head: bytes | None = None  # not written yet, so that a body in the same step shares its write
         self._framing = NO_BODY  # CHUNKED, UNTIL_CLOSE, NO_BODY, or the bytes left of a body with a length
-        self._source: Source | None = None
+        self._source: Connection | None = None
 
     def _on(self, event: states.ReplyEvent) -> None:
         try:
@@ -133,12 +90,12 @@ class ClientRequest:
             if self._reply is states.WAITING:
                 name = Exchange.of(scope).request_id
                 logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
-                self._connection.refuse(RouterError("the router gave no answer"), name)
+                self._connection.refuse(InternalError("the router gave no answer"), name)
         except Exception as error:  # `RouterApp` answers all errors itself, so this is a bug in it
             logger.error("internal_error", exc_info=error)
             if self._reply is states.WAITING:
                 self._connection.refuse(
-                    RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
+                    InternalError("the router failed; its log has the details"), Exchange.of(scope).request_id
                 )
         finally:
             if self._reply in states.UNFINISHED:
@@ -240,14 +197,14 @@ class ClientRequest:
                 self._changed.set()
             self._connection.reply_ended(self)
 
-    # `Sink`
+    # Called by the worker's connection, once `http.response.start` was sent
 
     def write(self, data: bytes) -> None:
-        """Write the next bytes of the reply's body directly, without `send`."""
+        """Write the next bytes of the reply's body directly, without `send`. Its end is sent as an ASGI message."""
         if self._reply is not states.LOST:
             self._write(data, False)
 
-    def set_source(self, source: Source | None) -> None:
+    def set_source(self, source: Connection | None) -> None:
         """Set the source to pause while the client reads slowly; None when writing has ended."""
         self._source = source
         if source is not None and self._connection.write_paused:

@@ -14,7 +14,7 @@ import httptools
 
 from miles_router.asgi.exchange import Scope
 from miles_router.asgi.headers import RawHeaders, first_header
-from miles_router.errors import BadRequest, RouterError
+from miles_router.errors import BadRequest, InternalError, RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
     FRAMING_FIELDS,
@@ -230,7 +230,7 @@ def _refusal(error: BaseException | None) -> RouterError:
     if isinstance(error, InvalidFraming | httptools.HttpParserInvalidURLError):
         return BadMessage(str(error), "too_much_around_body" if isinstance(error, TooMuchAround) else "invalid")
     logger.error("internal_error", exc_info=error)
-    return RouterError("the router failed; its log has the details")
+    return InternalError("the router failed; its log has the details")
 
 
 def _check_host(version: str, headers: RawHeaders) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute
 
@@ -14,7 +14,6 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import ActsUnderLease
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Signs, Worker
 from miles_router.forwarding.upstream import Upstream
@@ -22,6 +21,9 @@ from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.slots import ALL_SLOTS
+
+if TYPE_CHECKING:
+    from miles_router.shards.membership import Membership
 
 
 class Duty:
@@ -38,7 +40,7 @@ class Duty:
     #: Whether routers on other machines use the same state directory.
     shares_state = False
     #: The lease under which this process acts, if a lease can run out.
-    lease: ActsUnderLease | None = None
+    lease: Membership | None = None
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """Return the settings for this process, made from those of the whole router."""

@@ -21,7 +21,7 @@ from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.asgi.watch import Watch
 from miles_router.engines.paths import GENERATE
-from miles_router.errors import BadRequest, OwnerLost, OwnerUnavailable, UpstreamError, UpstreamUnreachable
+from miles_router.errors import BadRequest, Unavailable, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint, generates
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Pulse
@@ -97,8 +97,8 @@ class Forwarding:
                 its id.
 
         Raises:
-            OwnerUnavailable: the owner did not take the request.
-            OwnerLost: the owner was lost before its reply began, and may have done what was asked.
+            Unavailable: the owner did not take the request.
+            UpstreamError: the owner was lost before its reply began, and may have done what was asked.
             UpstreamBroken: the owner was lost during its reply.
         """
         exchange = Exchange.of(scope)
@@ -112,7 +112,7 @@ class Forwarding:
                     await relay(reply, send, self.statistics)
                 finally:
                     reply.close()
-            except (OwnerUnavailable, OwnerLost, UpstreamError):
+            except (Unavailable, UpstreamError):
                 exchange.forwarded = False  # the owner may be dead and count nothing
                 raise
 
@@ -128,7 +128,7 @@ class Forwarding:
             return await (work if patience is None else tasks.within(patience, work, name="ask another shard"))
         except (UpstreamError, TimeoutError):
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"shard {owner} of the router does not answer; ask again") from None
+            raise Unavailable(f"shard {owner} of the router does not answer; ask again") from None
 
     async def _ask(
         self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
@@ -144,7 +144,7 @@ class Forwarding:
     def _counted(self, owner: int) -> Iterator[None]:
         if self._under_way[owner] >= MAX_UNDER_WAY:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"too many requests wait for shard {owner} of the router; ask again")
+            raise Unavailable(f"too many requests wait for shard {owner} of the router; ask again")
         self._under_way[owner] += 1
         try:
             yield
@@ -166,7 +166,7 @@ class Forwarding:
         host = first_header(headers, b"host") or _host_of(scope)  # the name by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
-            raise OwnerUnavailable(f"shard {owner} of the router owns this and is not connected; ask again")
+            raise Unavailable(f"shard {owner} of the router owns this and is not connected; ask again")
         kept = end_to_end(headers, DROPPED)
         kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
         target = scope["raw_path"]
@@ -184,11 +184,9 @@ class Forwarding:
             untaken = (error.refused or error.exhausted) and not error.written
             if untaken or repeatable:
                 self.statistics.unavailable += 1
-                raise OwnerUnavailable(
-                    f"shard {owner} of the router owns this and cannot be reached; ask again"
-                ) from None
+                raise Unavailable(f"shard {owner} of the router owns this and cannot be reached; ask again") from None
             self.statistics.lost += 1
-            raise OwnerLost(
+            raise UpstreamError(
                 f"shard {owner} of the router was lost while it was asked; it may have done what was asked"
             ) from None
 

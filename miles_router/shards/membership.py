@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_router import tasks
-from miles_router.errors import ControlUnavailable, NodeUnleased, StateError, StateOutdated
+from miles_router.errors import StateError, StateOutdated, Unavailable
 from miles_router.shards.channel import Channel, ChannelLost, Handler, Message
 from miles_router.shards.leader import URLS
 from miles_router.shards.places import SOCKET, Seat, clock
@@ -78,10 +78,10 @@ class Membership:
         """Check that this shard may act now.
 
         Raises:
-            NodeUnleased: it may not.
+            Unavailable: it may not.
         """
         if not self.is_fresh:
-            raise NodeUnleased("this shard has not heard from the leader for too long to act; ask again")
+            raise Unavailable("this shard has not heard from the leader for too long to act; ask again")
 
     def url_of(self, seat: int) -> str | None:
         """Return the URL of another shard, or None if its seat is empty."""
@@ -233,7 +233,7 @@ class Membership:
         directory = self.store.directory
         with closing(ByteLocks(directory)) as locks:  # shared lock: shards of one machine test at the same time
             while await asyncio.to_thread(locks.take, term := self._life.at[0], beside_others=True):
-                with suppress(ControlUnavailable):  # a lost leader has released its lock
+                with suppress(Unavailable):  # a lost leader has released its lock
                     if (await self.ask("term")).fields["term"] == term:
                         self._end_it(
                             f"state_dir: {directory}: the leader's lock is not seen here. It must be the leader's "
@@ -261,12 +261,12 @@ class Membership:
         """Send a request to the leader and return its reply.
 
         Raises:
-            ControlUnavailable: the leader is away, or was lost during the request and may have carried it out.
+            Unavailable: the leader is away, or was lost during the request and may have carried it out.
         """
         try:
             await tasks.within(PATIENCE, self._connected.wait(), name="wait for the leader")
         except TimeoutError:
-            raise ControlUnavailable("the leader cannot be reached; ask again") from None
+            raise Unavailable("the router's leader cannot be reached; ask again") from None
         channel = self._channel
         assert channel is not None
         try:
@@ -274,7 +274,7 @@ class Membership:
         except ChannelLost:
             if self._channel is channel:
                 self._connected.clear()
-            raise ControlUnavailable("the leader was lost during the request, and may have carried it out") from None
+            raise Unavailable("the router's leader was lost during the request, and may have carried it out") from None
 
     def tell(self, what: str, **fields: Any) -> None:
         """Send a message without a reply. It is dropped while the leader is away."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
-from miles_router.errors import NodeUnleased, NotFound, OwnerUnavailable
+from miles_router.errors import NotFound, Unavailable
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import generates
 from miles_router.metrics import Statistics
@@ -30,7 +30,7 @@ class ShardOwners(Owners):
         url_of: returns the URL of a shard, or None while no process has its seat.
         is_there: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
             affinity key leads there.
-        check: raises NodeUnleased if this shard may not act now; None if it always may.
+        check: raises Unavailable if this shard may not act now; None if it always may.
     """
 
     several = True
@@ -85,7 +85,7 @@ class ShardOwners(Owners):
                 scope["headers"] = came
                 try:
                     await self._forwarding.forward(elsewhere.owner, scope, replay(kept.body, receive), send)
-                except OwnerUnavailable:
+                except Unavailable:
                     if elsewhere.needed:
                         raise
                     scope["extensions"][STAYS] = True
@@ -120,14 +120,14 @@ class ShardOwners(Owners):
                 try:
                     await self._forwarding.forward(owner, scope, receive, send, once=True)
                     return
-                except OwnerUnavailable:
+                except Unavailable:
                     receive = replay(body, receive)
         await here(scope, receive, send)
 
     def _home_of(self, scope: Scope, key: str) -> int | None:
         """Return the other shard that is home to an affinity key; None if it is this one, unknown or not there."""
         owner = None
-        with suppress(NotFound, OwnerUnavailable, NodeUnleased):
+        with suppress(NotFound, Unavailable):
             owner = self.owner_of(scope, key)
         return None if owner is None or not self._is_there(owner) else owner
 
@@ -136,8 +136,8 @@ class ShardOwners(Owners):
 
         Raises:
             NotFound: another shard asks for its part, and this one does not own the name.
-            OwnerUnavailable: another shard forwarded the request here, and this one does not own the name.
-            NodeUnleased: this shard owns the name but may not act now.
+            Unavailable: another shard forwarded the request here, and this one does not own the name.
+            Unavailable: this shard owns the name but may not act now.
         """
         owner = self._seat.shards.owner_of(slot_of(name))
         if owner == self._seat.index:
@@ -186,7 +186,7 @@ class ShardOwners(Owners):
         """Return a random name that this shard owns.
 
         Raises:
-            NodeUnleased: this shard may not act now.
+            Unavailable: this shard may not act now.
         """
         while self._seat.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._seat.index:
             pass
@@ -203,13 +203,13 @@ def check_hop(scope: Scope) -> None:
 
     Raises:
         NotFound: another shard asks for its part of an answer.
-        OwnerUnavailable: another shard forwarded the request here.
+        Unavailable: another shard forwarded the request here.
     """
     hop = hop_of(scope)
     if hop == ASK:
         raise NotFound("this shard of the router does not own what the request names")
     if hop is not None:
-        raise OwnerUnavailable("this shard does not own what the forwarded request names; ask again")
+        raise Unavailable("this shard does not own what the forwarded request names; ask again")
 
 
 def hop_of(scope: Scope) -> bytes | None:

@@ -22,7 +22,7 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FleetAnswer
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
-from miles_router.errors import ControlUnavailable
+from miles_router.errors import Unavailable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker
@@ -134,7 +134,7 @@ class ShardDuty(Duty):
         async def asked(url: str) -> bool:
             try:
                 return bool((await self.membership.ask("is_paused", pool=name, url=url)).fields["paused"])
-            except ControlUnavailable:
+            except Unavailable:
                 return False
 
         return asked
@@ -235,11 +235,11 @@ async def request_leader(
     lost.
 
     Raises:
-        ControlUnavailable: see `Membership.ask`.
+        Unavailable: see `Membership.ask`.
     """
     fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
     for _ in range(REPEATS if method in READING else 0):
-        with suppress(ControlUnavailable):
+        with suppress(Unavailable):
             return await membership.ask("http", body, **fields)
     return await membership.ask("http", body, **fields)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from miles_router.errors import StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
+from miles_router.errors import StateError, StateFull, StateHeld, StateOutdated
 from miles_router.state.blobs import Blobs, Changes, Sync
 
 #: "MRst", which marks the file as the router's (`PRAGMA application_id`).
@@ -69,8 +69,8 @@ SELECT journal.owner, blob, sum FROM walk JOIN journal ON journal.owner = walk.o
 MEANINGS: tuple[tuple[str, type[StateError], str], ...] = (
     ("database is locked", StateHeld, "another running router has it open"),
     ("database or disk is full", StateFull, "no room is left on the disk"),
-    ("malformed", StateDamaged, "it is damaged"),
-    ("file is not a database", StateForeign, "it is no file of miles-router's, or damaged"),
+    ("malformed", StateError, "it is damaged"),
+    ("file is not a database", StateError, "it is no file of miles-router's, or damaged"),
 )
 
 
@@ -118,9 +118,9 @@ class Journal:
         made = self._number("PRAGMA application_id"), self._number("PRAGMA user_version")
         new = made == (0, 0) and not self._number("SELECT count(*) FROM sqlite_master")
         if not new and made[0] != APPLICATION:
-            raise StateForeign(f"{self._path}: it is no file of miles-router's")
+            raise StateError(f"{self._path}: it is no file of miles-router's")
         if not new and made[1] != FORMAT:
-            raise StateForeign(f"{self._path}: its format is {made[1]}, and this miles-router reads {FORMAT}")
+            raise StateError(f"{self._path}: its format is {made[1]}, and this miles-router reads {FORMAT}")
         if new:
             execute("PRAGMA auto_vacuum = INCREMENTAL")
         execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._shared else 'WAL'}")
@@ -144,9 +144,9 @@ class Journal:
             return
         acknowledged, complement = COUNT.unpack(content) if len(content) == COUNT.size else (0, 0)
         if complement != acknowledged ^ ALL_BITS:
-            raise StateDamaged(f"{self._counted}: it is no count of commits. Remove it to go on without one")
+            raise StateError(f"{self._counted}: it is no count of commits. Remove it to go on without one")
         if acknowledged > self._transactions:
-            raise StateDamaged(
+            raise StateError(
                 f"{self._path}: {acknowledged - self._transactions} of {acknowledged} acknowledged commits are gone: "
                 f"its end or its WAL is damaged. Remove {self._counted.name} to go on without them"
             )
@@ -257,7 +257,7 @@ class Journal:
     def _checked(self, blob: bytes, owner: str, check: int) -> bytes:
         """Check the CRC. SQLite detects malformed pages but not flipped bytes."""
         if crc32(blob) != check:
-            raise StateDamaged(f"{self._path}: a row of {owner!r} is not what was written")
+            raise StateError(f"{self._path}: a row of {owner!r} is not what was written")
         return blob
 
     def holdings(self) -> list[tuple[str, bytes | None, int, int, int]]:

@@ -42,8 +42,8 @@ class StateStore:
 
     Raises (all coroutines):
         StateHeld: another running router has the slot.
-        StateForeign: the slot's file is not the router's, or has another format.
-        StateDamaged: the slot's file lacks acknowledged commits.
+        StateError: the slot's file is not the router's, or has another format.
+        StateError: the slot's file lacks acknowledged commits.
         StateFull: the disk is full. Stored data is intact, reads work, and commits work again once there is room.
         StateOutdated: a newer epoch has the slot.
         StateError: any other error of the system.
@@ -171,7 +171,7 @@ class StateStore:
         try:
             await self._ask(slot_of(owner) if slot is None else slot, work, commits=True, size=size)
         except StateError as error:
-            self.refused[error.type] += 1
+            self.refused[error.label] += 1
             raise
         self.commits += 1
         self.written += size

@@ -8,22 +8,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
-import middleware_hub.openai_session.errors  # noqa: F401
 import miles_router.app  # noqa: F401
 from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import ArchiveStatistics, CacheStatistics
-from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
-from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
-from middleware_hub.tokenizing.encoding import InexactTokenizer
 from middleware_hub.traces.provider import SpanStatistics
 from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
-from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.generation.attempt import ResumeStatistics
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
@@ -36,14 +31,6 @@ from tests.gpu.fit import errors as errors_of_fit
 from tests.support.simulated.costs.gpu import GPUS, QWEN3_30B_A3B_H100
 
 Rows = list[tuple[str, ...]]
-
-#: Where the class says less, or something else, than a reader of an answer needs.
-STATUS = {ClientDisconnected: "not sent", UpstreamBroken: "broken off, or 502"}
-MEANING = {
-    RouterError: "A defect of the router or of a middleware; the log has its traceback.",
-    InexactTokenizer: "`RadixTreeMiddleware` cannot encode what continues a recorded text: this tokenizer would change "
-    "the text in front of it.",
-}
 
 _MARKED = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -66,27 +53,6 @@ def settings() -> str:
         default = f"{kind}<br>default: {shown(RouterConfig(), name)}"
         rows.append(("<br>".join(spellings), default, spec.metadata["help"]))
     return table(("YAML key, flag, environment", "type", "meaning"), rows)
-
-
-def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
-    """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
-    if "type" in vars(base):  # without one it never leaves the router
-        yield base
-    # Its own module's first, then by module: not in the order in which modules happened to be imported.
-    for each in sorted(base.__subclasses__(), key=lambda each: (each.__module__ != base.__module__, each.__module__)):
-        ours = each.__module__.startswith(("miles_router.", "middleware_hub."))
-        if each is not ConfigError and ours:
-            yield from error_classes(each)
-
-
-def errors() -> str:
-    """Every error that a client can be answered with."""
-    rows: Rows = []
-    for each in error_classes():
-        text = MEANING.get(each) or " ".join((each.__doc__ or "").split())
-        headers = "".join(f" Sent with `{name}: {value}`." for name, value in each.headers.items())
-        rows.append((f"`{each.type}`", STATUS.get(each, str(each.status)), text + headers))
-    return table(("type", "status", "when"), rows)
 
 
 def metrics(*classes: type[Statistics]) -> str:
@@ -164,7 +130,6 @@ def guarantees_shown() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
-    "errors": errors,
     "metrics": partial(
         metrics,
         Metrics,

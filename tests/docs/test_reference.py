@@ -30,13 +30,14 @@ from miles_router.app import create_app
 from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
 from miles_router.engines.answers import Unreadable
 from miles_router.engines.generate import Reason
+from miles_router.errors import ClientDisconnected, RouterError
 from miles_router.metrics import Statistics
 from miles_router.metrics.metrics import ROUTES
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.testing.worker import cli as worker_cli
 from miles_router.trajectory import Retrieved, Trajectory
-from tests.docs.generated import TABLES, error_classes, marked, regenerated
+from tests.docs.generated import TABLES, marked, regenerated
 from tests.docs.pages import PAGES, ROOT, name_of, read
 
 
@@ -78,9 +79,17 @@ def test_every_flag_of_the_simulated_worker_is_documented(flag: str) -> None:
     assert f"`{flag}`" in read("docs/simulated-worker.md")
 
 
-@pytest.mark.parametrize("error", list(error_classes()), ids=lambda error: error.type)
-def test_every_error_is_documented(error: type[Exception]) -> None:
-    assert f"| `{error.type}` |" in read("docs/errors.md")  # type: ignore[attr-defined]
+def errors(base: type[RouterError] = RouterError) -> set[tuple[str, str]]:
+    """Type and status of every error of ours that is sent."""
+    ours = base.__module__.startswith(("miles_router.", "middleware_hub.")) and base is not ClientDisconnected
+    own = {(base.type, str(base.status))} if ours and base.type else set()
+    return own.union(*map(errors, base.__subclasses__()))
+
+
+def test_every_error_is_documented_with_its_statuses() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d, ]+)", read("docs/errors.md"), re.MULTILINE)
+    assert len(rows) == len({name for name, _ in rows})
+    assert {(name, status) for name, statuses in rows for status in statuses.strip(" ,").split(", ")} == errors()
 
 
 def metrics() -> list[str]:

@@ -187,9 +187,9 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
                 nowhere = await api.ask(trial, "nobody", 8, stream=stream)
                 error = nowhere.json()["error"]
                 assert nowhere.status == 404
-                kind, code = missing.get(api.path, ("session_not_found", ""))
+                kind, code = missing.get(api.path, ("not_found", ""))
                 assert error["type"] == kind
-                assert not code or error.get("details", error)[code] == "session_not_found"
+                assert not code or error.get("details", error)[code] == "not_found"
         counting = {"model": "m", "messages": [WHEN], "chat_template_kwargs": {"tools": 1}}
         refused = await trial.ask("POST", f"/sessions/{session}{MESSAGES}/count_tokens", counting)
         assert (refused.status, b"template" in refused.body) == (400, True)
@@ -231,7 +231,7 @@ async def test_an_answer_that_was_cut_off_stays_recorded_and_never_looks_whole(s
                 assert failed["response"]["output"][0]["status"] == "incomplete"
             else:
                 error = answer.json()["error"]
-                assert (answer.status, error["code"], error["type"]) == (503, "answer_cut", "server_error")
+                assert (answer.status, error["code"], error["type"]) == (503, "unavailable", "server_error")
             if api.path == RESPONSES:
                 stored = await trial.ask("GET", f"/sessions/{session}{RESPONSES}/{record['response_id']}")
                 assert stored.json()["status"] == "failed"

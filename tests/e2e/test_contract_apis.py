@@ -105,7 +105,7 @@ async def test_other_bounds_of_an_episode_hold_in_every_api(trial: SessionTrial)
             session = await trial.create(contract={"freshness": {"oldest_version": 2}})
             refused = await api.ask(trial, session, 4)
             code, message = api.refusal(refused)
-            assert (refused.status, code) == (400, "stale_weights")
+            assert (refused.status, code) == (400, "invalid_request")
             assert "weights of version 1 would take part" in message
             assert await end_reason(trial, session) == "stale"
             session = await trial.create(contract={"budget": {"max_turns": 1}})

@@ -388,7 +388,7 @@ async def test_a_request_that_ends_every_worker_is_not_asked_for_ever(stage: Sta
     router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
     worker.always(script(chunked_head(JSON), chunk(b"{"), RESET))
     answer = await soon(post(router, "/generate", input_ids=[1, 2]))
-    assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_broken", 2)
+    assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_error", 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])

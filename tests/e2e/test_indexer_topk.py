@@ -111,7 +111,7 @@ def _refusal(answer: RawReply) -> tuple[int, str, str]:
 async def test_a_worker_that_tells_no_positions_is_named(stage: Stage) -> None:
     async with simulated_experts(stage, around=[SESSIONS, CACHE, SHAPED]) as trial:
         status, kind, message = _refusal(await trial.post("/generate", {"text": "Hi", "sampling_params": SHORT}))
-        assert (status, kind) == (502, "indexer_topk_missing")
+        assert (status, kind) == (502, "upstream_error")
         says = f"{trial.worker.url} answered without chosen positions: start it with --enable-return-indexer-topk"
         assert says in message
         assert "indexer_topk_middleware.required=false" in message

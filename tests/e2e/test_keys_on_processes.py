@@ -133,7 +133,7 @@ async def test_what_a_home_that_is_lost_may_have_done_is_not_done_again(
     router = await stage.router(worker, owners=owners)
     for path in ("/generate", CHAT):
         answer = await router.ask("POST", path, [("X-Session-Id", name_of(1, 2)), *headers, *JSON], b"{}")
-        assert (answer.status, answer.error_type) == (502, "owner_lost")
+        assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert (len(lost.requests), len(worker.requests)) == (2, 0)
 
 

@@ -82,6 +82,11 @@ async def test_texts_and_their_rows_are_found_from_every_process_with_the_reuse_
                     assert np.array_equal(await trial.rows(rid=generation.rid), truth(before))
                 text += f" And then {turn}?"
         await router.shows(lambda info: info["statistics"]["radix_tree"]["entries"] == 16)
+        first = {"return_routed_experts": True, "routed_experts_start_len": 4, "rid": "gap"}
+        await own[0].generate(text="Another one?", **first)
+        for trial in own:
+            status, _, message = await trial.refused(rid="gap")
+            assert (status, "0 to 3" in message) == (404, True), "each process says what the one that knows it says"
 
 
 async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path: Path) -> None:
@@ -118,5 +123,5 @@ async def test_what_processes_ask_of_each_other_brings_the_client_s_key(tmp_path
             for text in texts:
                 assert (await post(router.url, "/retrieve_from_text", {"rid": text[0]}, key)).status == 200
             found = await post(router.url, "/retrieve_from_text", {"texts": [*texts, texts[0] + "a" * 200]}, key)
-            assert (found.status, found.error_type) == (413, "text_too_long")
+            assert (found.status, found.error_type) == (413, "request_too_large")
         assert (await ask(router.url, "GET", "/sessions")).status == 401

@@ -262,7 +262,7 @@ async def test_a_leader_that_is_lost_without_a_word_is_left_for_the_one_that_is_
         asking = asyncio.ensure_future(one.ask("POST", "/remove_worker", url="http://127.0.0.1:1"))
         router.start_control()
         await router.control.serves()
-        assert (await asking).json()["error"]["type"] == "control_unavailable", "nobody knows what the first one did"
+        assert (await asking).json()["error"]["type"] == "unavailable", "nobody knows what the first one did"
         await other.answers("POST", "/generate", text="Hi")
         assert len((await other.answers("GET", "/router/info")).json()["processes"]) == 2
         assert all("leader_silent" in node.log() for node in router.nodes)

@@ -39,7 +39,7 @@ async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(
     assert (await router.ask("GET", "/tagging/x/y")).status == 200
     assert worker.requests[0].path == "/tagging/x/y"
     refused = await router.ask("POST", "/tagging/x")
-    assert (refused.status, refused.error_type) == (405, "method_not_allowed")
+    assert (refused.status, refused.error_type) == (405, "invalid_request")
     assert len(worker.requests) == 1
 
 
@@ -57,7 +57,7 @@ async def test_routes_of_a_class_need_no_key_or_that_of_administration(stage: St
     assert statuses == opened | closed
     for target in ("/observed", "/router/some/o"):
         refused = await router.ask("POST", target, [("Authorization", "Bearer admin")])
-        assert (refused.status, refused.error_type) == (405, "method_not_allowed")
+        assert (refused.status, refused.error_type) == (405, "invalid_request")
     assert not worker.requests
 
 

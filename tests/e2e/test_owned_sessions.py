@@ -94,7 +94,7 @@ async def test_unnamed_session_is_created_locally_and_a_named_one_at_its_owner(s
     await trials[0].create(name_of(1, 2))
     assert holding(trials) == [4, 5]
     again = await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})
-    assert again.error_type == "session_exists"
+    assert again.error_type == "conflict"
 
 
 async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_path: Path) -> None:
@@ -212,16 +212,16 @@ async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, 
     again = await restarted(stage, tmp_path, 1, urls)
     await until(lambda: not first.router.leftovers(), "nothing is under way")
     for trial in (first, again):
-        assert refused(await trial.ask("GET", f"/sessions/{held}")) == (410, "session_lost")
-        assert refused(await trial.turn(held, HI)) == (410, "session_lost")
-        assert refused(await trial.ask("POST", f"/sessions/{held}/samples", {})) == (410, "session_lost")
-        assert refused(await trial.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])) == (410, "session_lost")
-        assert refused(await trial.ask("GET", f"/sessions/{deleted}")) == (404, "session_not_found")
+        assert refused(await trial.ask("GET", f"/sessions/{held}")) == (410, "not_found")
+        assert refused(await trial.turn(held, HI)) == (410, "not_found")
+        assert refused(await trial.ask("POST", f"/sessions/{held}/samples", {})) == (410, "not_found")
+        assert refused(await trial.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])) == (410, "not_found")
+        assert refused(await trial.ask("GET", f"/sessions/{deleted}")) == (404, "not_found")
     assert holding([again]) == [0]
     for session in (deleted, new):
         assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", session)])).status == 200
     # Whoever knows that it was lost may use its name again.
-    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (410, "session_lost")
-    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (404, "session_not_found")
+    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (410, "not_found")
+    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (404, "not_found")
     assert await first.create(by_header) == by_header
     assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])).status == 200

@@ -186,7 +186,7 @@ async def test_a_text_that_is_too_long_is_refused_before_anybody_looks_whose_it_
         for text in ("x" * 1001, ["Hi", "y" * 1001]):
             for trial in trials:
                 refused = await trial.post("/generate", {"text": text, "sampling_params": {}})
-                assert (refused.status, refused.error_type) == (413, "text_too_long")
+                assert (refused.status, refused.error_type) == (413, "request_too_large")
         for router in routers:
             forwarded: Any = router.app.router.owners.numbers()[0]
             assert forwarded.questions == 0

@@ -140,6 +140,6 @@ async def test_what_is_no_choice_is_answered_by_name_and_asks_no_worker(stage: S
     router = await stage.router(*workers, policy="tests.e2e.test_policies.Unfinished")
     answer = await router.ask("POST", "/generate", SESSION, generation())
     error = answer.json()["error"]
-    assert (answer.status, error["type"]) == (500, "policy_failed")
+    assert (answer.status, error["type"]) == (500, "internal_error")
     assert "the policy Unfinished chose [" in error["message"]
     assert [worker.requests for worker in workers] == [[], []]

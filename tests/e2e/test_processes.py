@@ -181,7 +181,7 @@ async def test_errors_of_the_whole_fleet_have_the_words_that_they_have_in_one_pr
         assert (refused.status, refused.error_type) == (400, "invalid_request")
         unknown = await router.ask("GET", "/workers/nobody")
         assert (unknown.status, unknown.error_type) == (404, "not_found")
-        assert (await router.ask("PUT", "/workers")).error_type == "method_not_allowed"
+        assert (await router.ask("PUT", "/workers")).error_type == "invalid_request"
         named = await ask(router.url, "GET", "/workers", [("X-Request-Id", "mine")])
         assert named.value("x-request-id") == b"mine"
 

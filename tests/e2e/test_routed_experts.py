@@ -343,7 +343,7 @@ async def test_a_client_s_own_first_row_leaves_a_gap_that_is_named(
         assert np.array_equal(await trial.rows(rid="mine", start=6, stop=8), truth(tokens)[6:8])
         for start in (0, 3):
             status, error, message = await trial.refused(rid="mine", start=start)
-            assert (status, error) == (404, "routed_experts_not_held")
+            assert (status, error) == (404, "not_found")
             assert f"{start} to 3" in message
         # What the gap is in is asked for from its beginning.
         await trial.generate(input_ids=[*tokens, 40], rid="next")
@@ -364,4 +364,4 @@ async def test_a_client_s_own_first_row_within_what_is_held_leaves_none(cached: 
             continue
         status, error, message = await cached.refused(rid=f"from {start}")
         assert (status, cached.held["missing"]) == (404, {"experts_without_gap": 1})
-        assert error in ("not_found", "routed_experts_not_held"), message
+        assert error == "not_found", message

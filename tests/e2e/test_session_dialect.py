@@ -169,7 +169,7 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     }
     for path in (CHAT, f"/sessions/s{CHAT}"):
         refused = await trial.ask("POST", path, {"model": "m", "messages": HI}, list(named("s").items()))
-        assert (refused.status, refused.error_type) == (409, "session_finalized")
+        assert (refused.status, refused.error_type) == (409, "conflict")
     read = await post(trial, "/trajectory/read", {"session_id": "s"})
     assert (read["success"], read["mode"], read["drained"]) == (True, "trajectory", False)
     segments = read["data"]
@@ -217,7 +217,7 @@ async def test_a_session_of_one_weight_version_is_not_gone_on_with_by_another(st
         await post(trial, "/v1/rollout/pause")
         await post(trial, "/v1/rollout/resume", {"version": 2})
         refused = await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
-        assert (refused.status, refused.error_type) == (502, "trajectory_version_changed")
+        assert (refused.status, refused.error_type) == (502, "upstream_error")
         detail = refused.json()["detail"]
         assert (detail["error"], detail["previous_versions"], detail["new_versions"]) == (
             "trajectory_version_changed",
@@ -385,7 +385,7 @@ async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial) ->
         answer = await trial.ask("POST", path, body)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), (path, body)
     missing = await trial.ask("POST", "/session/finalize", {"session_id": "nobody"})
-    assert (missing.status, missing.error_type) == (404, "session_not_found")
+    assert (missing.status, missing.error_type) == (404, "not_found")
     assert await stats(trial) == before
     assert trial.worker.engine.paused is None
     assert (await post(trial, "/session/finalize", {"trajectory_id": "s", "instance_id": "i"}))["instance_id"] == "i"

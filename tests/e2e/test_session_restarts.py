@@ -189,7 +189,7 @@ async def test_finalized_sessions_that_headers_made_are_there_again(restarts: Re
             assert (await after.ask("POST", "/trajectory/read", {"instance_id": "i-1"})).json()["data"] == told
             assert (await after.ask("POST", CHAT, body, named)).status == 200  # repeated
             other = {**body, "messages": [user("More")]}
-            assert (await after.ask("POST", CHAT, other, named)).error_type == "session_finalized"
+            assert (await after.ask("POST", CHAT, other, named)).error_type == "conflict"
             assert told[0]["reward"] == 0.5
 
 
@@ -244,7 +244,7 @@ async def test_whole_stream_is_refused_by_status_while_the_disk_is_full(
         with monkeypatch.context() as full:
             full.setattr(before.router.app.router.store, "append", _full)
             answer = await before.turn(session, [user("Hi")], stream=True)
-        assert (answer.status, answer.error_type) == (507, "state_full")
+        assert (answer.status, answer.error_type) == (507, "state_failed")
         chunks = await before.stream(session, [user("Hi again")])
         assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
         assert len(await before.records(session)) == 2, "what was sampled stays, and is durable now"
@@ -259,7 +259,7 @@ async def test_a_group_that_is_aborted_ends_as_a_whole_though_the_disk_is_full(
         with monkeypatch.context() as full:
             full.setattr(before.router.app.router.store, "append", _full)
             answer = await before.ask("POST", "/abort_request", {"group": "g"})
-            assert (answer.status, answer.error_type) == (507, "state_full")
+            assert (answer.status, answer.error_type) == (507, "state_failed")
         for name in ("one", "two"):
             assert (await before.read(name))["metadata"]["end_reason"] == "aborted"
 
@@ -310,7 +310,7 @@ async def test_a_session_that_the_disk_cannot_delete_stays_as_it_is(
         with monkeypatch.context() as full:
             full.setattr(store, "delete", _full)
             refused = await before.ask(*deletion, {"session_id": "s-1"})
-            assert (refused.status, refused.error_type) == (507, "state_full")
+            assert (refused.status, refused.error_type) == (507, "state_failed")
         assert (await before.records("s-1"), await before.samples("s-1")) == known
         await until(lambda: store.commits == committed + 1, "it is held again, whatever became of it")
         async with restarts.started() as after:
@@ -351,7 +351,7 @@ async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path
                         "metadata": {**whole["metadata"], "last_used_at": ANY},
                     }
                 else:
-                    assert delivered.error_type == "routed_experts_not_held"
+                    assert delivered.error_type == "not_found"
                     assert "--state-rows was off" in str(samples[0]["metadata"]["routed_experts_missing"])
                     assert [each["tokens"] for each in samples] == [each["tokens"] for each in told]
                 await after.chat(session, messages)

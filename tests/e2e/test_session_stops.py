@@ -127,7 +127,7 @@ async def test_a_group_s_text_rollouts_end_too(trial: SessionTrial, named: bool)
     if named:
         assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
     else:
-        assert (answer.status, answer.error_type) == (409, "group_aborted")
+        assert (answer.status, answer.error_type) == (409, "conflict")
 
 
 # A deadline
@@ -226,7 +226,7 @@ async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: Session
             if stream:
                 assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
             else:
-                assert (answer.status, answer.error_type) == (404, "session_not_found")
+                assert (answer.status, answer.error_type) == (404, "not_found")
         told = {exchange.json()["rid"] for exchange in trial.worker.door.at("/abort_request")}
         assert told == {trial.door[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
     assert trial.statistics()["ended"] == {"deleted": 2}

@@ -310,7 +310,7 @@ async def test_a_stream_that_makes_no_sense_is_untraced_and_one_without_ids_an_e
             worker.next(streamed(*HELLO[:-2], event([], sglext=sglext), DONE))
             session = await trial.create()
             got = await whole_or_cut(trial.turn(session, HI, stream=True))
-            assert b'"type":"unusable_answer"' in got.body.replace(b" ", b"")
+            assert b'"type":"upstream_error"' in got.body.replace(b" ", b"")
             assert DONE not in got.body
             assert (await trial.read(session))["records"] == []
             assert await trial.stream(session, HI)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_router.check import stage
-from miles_router.errors import MiddlewareLoadError
+from miles_router.errors import ConfigError
 from tests.support.plugins.working import Tagging
 
 
@@ -23,7 +23,7 @@ async def test_a_middleware_is_driven_on_generate_chat_and_streams() -> None:
 
 
 async def test_a_class_that_cannot_be_loaded_or_an_option_that_does_not_fit_says_so() -> None:
-    with pytest.raises(MiddlewareLoadError, match="no module"):
+    with pytest.raises(ConfigError, match="no module"):
         await stage("no.such.Class").__aenter__()
-    with pytest.raises(MiddlewareLoadError, match="did you mean 'tag'"):
+    with pytest.raises(ConfigError, match="did you mean 'tag'"):
         await stage(Tagging, tga="x").__aenter__()

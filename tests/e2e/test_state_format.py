@@ -138,7 +138,7 @@ async def test_a_directory_of_another_format_is_refused_by_name_and_left_as_it_i
         (tmp_path / name).unlink()
     async with on(tmp_path) as router:
         answer = await router.ask("GET", "/sessions/s")
-        assert (answer.status, answer.json()["error"]["type"]) == (500, "state_foreign")
+        assert (answer.status, answer.json()["error"]["type"]) == (500, "state_failed")
         assert refused in answer.json()["error"]["message"]
     name = f"slot-{slot_of('s'):02d}.sqlite"
     assert contents(tmp_path)[name] == before[name]

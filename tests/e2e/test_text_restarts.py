@@ -201,7 +201,7 @@ async def test_a_full_disk_refuses_an_answer_by_name_and_loses_nothing(restarts:
     async with restarts.started() as before:
         first = await before.generate(text="Question: one?")
         refused = await _refusing(before, lambda: before.post("/generate", {"text": "two", "sampling_params": SHORT}))
-        assert (refused.status, refused.json()["error"]["type"]) == (507, "state_full")
+        assert (refused.status, refused.json()["error"]["type"]) == (507, "state_failed")
         cut = await _refusing(before, lambda: _read_stream(before))
         assert b'"finish_reason":null' in cut
         assert b'"finish_reason":{' not in cut

@@ -108,7 +108,7 @@ async def test_rows_of_texts_that_were_not_written_are_said_to_be_missing(restar
         assert bytes_of_rows(restarts) == 0
         async with restarts.started(keeper(), state_rows=True) as after:
             found = await rows(after, asked)
-            assert found.error_type == "routed_experts_not_held"
+            assert found.error_type == "not_found"
             assert "--state-rows was off" in found.json()["error"]["message"]
             more = await after.generate(text=f"{asked['text']} and two")
             whole = await after.retrieve(rid=more["meta_info"]["id"])

@@ -54,7 +54,7 @@ async def test_text_cache_is_refused_where_the_engine_tokenizes_otherwise(stage:
     async with SimulatedWorker(tokenizer=qwen3()) as worker:
         trial = await trial_before(stage, worker)
         reply = await trial.post("/generate", TEXT)
-        assert (reply.status, reply.json()["error"]["type"]) == (502, "tokenizer_differs")
+        assert (reply.status, reply.json()["error"]["type"]) == (502, "upstream_error")
         assert "--trust-remote-tokenizer" in reply.json()["error"]["message"]
         assert not trial.door
         passed = await trial.post("/generate", {**TEXT, "image_data": "x.png"})
@@ -134,7 +134,7 @@ async def test_engine_that_asks_for_a_key_is_compared(stage: Stage, *, registere
             await stage.provoked("tokenizer_differs")
         session = await trial.create()
         reply = await trial.turn(session, HI, [] if registered else [("Authorization", "Bearer secret")])
-        assert (reply.status, reply.json()["error"]["type"]) == (502, "tokenizer_differs")
+        assert (reply.status, reply.json()["error"]["type"]) == (502, "upstream_error")
         if not registered:
             await stage.provoked("tokenizer_differs")
 

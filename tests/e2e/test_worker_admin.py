@@ -319,7 +319,7 @@ async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage,
     worker = await stage.worker()
     router = await stage.router(worker)
     answer = await router.ask(method, path)
-    assert (answer.status, answer.error_type) == (405, "method_not_allowed")
+    assert (answer.status, answer.error_type) == (405, "invalid_request")
     assert worker.requests == []
 
 

@@ -60,7 +60,7 @@ async def test_a_request_whose_owner_is_not_there_is_refused_by_name(
     name = name_of(1, 2)
     target, body = (f"/owned/{name}", b"x" * 300_000) if by == "head" else ("/owned", named(name))
     refused = await first.ask(method, target, [("X-Request-Id", "me")], body)
-    assert (refused.status, refused.error_type, refused.value("retry-after")) == (503, "owner_unavailable", b"1")
+    assert (refused.status, refused.error_type, refused.value("retry-after")) == (503, "unavailable", b"1")
     assert refused.value("x-request-id") == b"me"
     assert times(await first.ask("GET", f"/owned/{name_of(0, 2)}")) == 1
     await quiet(first)
@@ -98,9 +98,9 @@ class Fickle:
 @pytest.mark.parametrize(
     ("method", "path", "status", "error"),
     [
-        ("GET", "", 503, "owner_unavailable"),
-        ("POST", TURN, 503, "owner_unavailable"),
-        ("POST", "", 502, "owner_lost"),
+        ("GET", "", 503, "unavailable"),
+        ("POST", TURN, 503, "unavailable"),
+        ("POST", "", 502, "upstream_error"),
     ],
     ids=["reading", "turn", "writing"],
 )
@@ -148,7 +148,7 @@ async def test_few_requests_are_under_way_at_an_owner_and_more_are_refused_at_on
 
     async with under_way(held()) as asked:
         await until(lambda: len(second.connections) == 3, "all have arrived")
-        assert (await first.ask("GET", f"/owned/{name}")).error_type == "owner_unavailable"
+        assert (await first.ask("GET", f"/owned/{name}")).error_type == "unavailable"
         await until(lambda: name in layer.gates, "they are held")
         layer.gates[name].set()
         assert sorted(map(times, await asked)) == [1, 2, 3]
@@ -163,7 +163,7 @@ async def test_a_client_that_claims_to_be_a_process_gains_nothing(stage: Stage, 
     ours, theirs = name_of(0, 2), name_of(1, 2)
     for target, body in ((f"/owned/{theirs}", b""), ("/owned", named(theirs))):
         refused = await first.ask("POST", target, [key, hop], body)
-        assert refused.error_type == ("not_found" if purpose == "ask" else "owner_unavailable")
+        assert refused.error_type == ("not_found" if purpose == "ask" else "unavailable")
     assert (await first.ask("POST", f"/owned/{ours}", [hop])).status == 401
     assert times(await first.ask("POST", f"/owned/{ours}", [key, hop])) == 1
     for wrong in ([hop, hop], [("X-Miles-Router-Hop", "3")], [("X-Miles-Router-Hop", f"{purpose}-machines")]):

@@ -187,7 +187,7 @@ async def test_a_body_that_stands_still_is_refused_and_costs_no_worker_anything(
         client = await stage.client(router)
         await client.send(request("POST", "/generate", headers) + part)
         answer = await client.read("POST")
-        assert (answer.status, answer.error_type) == (408, "request_timeout")
+        assert (answer.status, answer.error_type) == (408, "invalid_request")
         assert await client.closed() == b""
     assert router.app.clients.ended == {"late_body": 2}
     assert worker.requests == []

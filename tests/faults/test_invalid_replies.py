@@ -49,7 +49,7 @@ async def test_a_reply_that_is_no_http_is_502(stage: Stage, garbage: Behaviour) 
     worker = (await stage.worker()).always(garbage)
     router = await stage.router(worker)
     answer = await router.ask("POST", "/generate", body=b"{}")
-    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
 
 
 async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
@@ -105,4 +105,4 @@ async def test_a_status_beyond_http_is_502(stage: Stage, status: int) -> None:
     worker = (await stage.worker()).always(script(reply(b"odd", status)))
     router = await stage.router(worker)
     answer = await router.ask("GET", "/x")
-    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")

@@ -52,7 +52,7 @@ class Agent:
     async def samples(self, url: str) -> bytes:
         """What a trainer gets. It asks again where a process may have read the question while it was dying."""
         while (reply := await post(url, f"/sessions/{self.name}/samples", {"format": "json"})).status == 502:
-            assert reply.error_type == "owner_lost"
+            assert reply.error_type == "upstream_error"
         assert reply.status == 200, reply.body
         return reply.body
 
@@ -95,13 +95,13 @@ async def test_sessions_of_a_killed_process_are_lost_by_name_and_no_others(tmp_p
         here, there = await agents(router)
         kept = await here.samples(router.url)
         await router.kill(await process_at(router, own[1]))
-        assert await refused(there, own[0].url) == (410, "session_lost"), "it waits for the process that comes after it"
+        assert await refused(there, own[0].url) == (410, "not_found"), "it waits for the process that comes after it"
         await router.whole()
         for url in (router.url, own[0].url, own[1].url):
-            assert await refused(there, url) == (410, "session_lost")
-            assert (await post(url, f"/sessions/{there.name}/samples")).error_type == "session_lost"
+            assert await refused(there, url) == (410, "not_found")
+            assert (await post(url, f"/sessions/{there.name}/samples")).error_type == "not_found"
             by_header = await post(url, CHAT, {"model": "m", "messages": there.messages}, ("X-Session-Id", there.name))
-            assert by_header.error_type == "session_lost"
+            assert by_header.error_type == "not_found"
             assert await here.samples(url) == kept
         assert (await here.turn(own[1].url)).status == 200
         assert await listed(own[1].url) == [HERE]

@@ -56,7 +56,7 @@ async def test_a_leader_that_stood_still_tells_engines_nothing_once_another_one_
         assert "/pause_generation" in asked(worker)
 
 
-@pytest.mark.parametrize(("method", "told"), [("POST", (502, "owner_lost")), ("GET", (503, "owner_unavailable"))])
+@pytest.mark.parametrize(("method", "told"), [("POST", (502, "upstream_error")), ("GET", (503, "unavailable"))])
 async def test_what_a_machine_that_is_lost_may_have_done_is_said_so(tmp_path: Path, method: str, told: Any) -> None:
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
@@ -90,7 +90,7 @@ async def test_a_request_that_was_sent_to_the_wrong_machine_goes_no_further(tmp_
         await turn(other, session)
         hop = [(HOP.decode(), "forward")]  # as the first machine sends it that takes the other for the owner
         answer = await ask(other.url, "GET", f"/sessions/{session}", hop)
-        assert type_of(answer) == (503, "owner_unavailable")
+        assert type_of(answer) == (503, "unavailable")
         assert await turns(other, session) == 1
 
 
@@ -120,9 +120,9 @@ async def test_isolated_machine_refuses_turns_and_another_continues_its_sessions
         for each in (control, wire):
             each.whole.clear()
         asking = asyncio.ensure_future(one.ask("POST", CHAT.format(session), **HI))
-        assert type_of(await asking) == (502, "owner_lost")
+        assert type_of(await asking) == (502, "upstream_error")
         for refused in (("POST", CHAT.format(session)), ("POST", "/generate"), ("GET", f"/sessions/{session}")):
-            assert type_of(await other.ask(*refused, **HI)) == (503, "node_unleased"), refused
+            assert type_of(await other.ask(*refused, **HI)) == (503, "unavailable"), refused
         await router.replace(1)
         await turn(one, session)
         assert await turns(one, session) == 2

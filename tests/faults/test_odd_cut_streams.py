@@ -107,7 +107,7 @@ async def test_a_cut_stream_whose_prompt_is_none_is_refused(stage: Stage, prompt
     end = event([], sglext={"input_ids": prompt, "output_ids": [[7]]})
     answer, broken = await cut_turn(trial, worker, session, ROLE, HEL, ABORT, end, DONE)
     assert broken
-    assert b"unusable_answer" in answer.body
+    assert b"upstream_error" in answer.body
     assert await trial.records(session) == []
 
 
@@ -131,7 +131,7 @@ async def test_what_is_odd_is_told_as_where_nothing_is_carried_on(stage: Stage, 
     session = await trial.create()
     answer, broken = await asked(trial, session)
     assert broken == is_error
-    assert (b"unusable_answer" in answer.body) == is_error
+    assert (b"upstream_error" in answer.body) == is_error
     assert b'"logprob"' not in answer.body
     assert await trial.records(session) == []
 
@@ -142,7 +142,7 @@ async def test_a_text_that_waited_is_shown_before_a_stream_that_ends_early_fails
     session = await trial.create()
     answer, broken = await asked(trial, session)
     assert broken
-    assert answer.body.index(b'"a>"') < answer.body.index(b"upstream_broken")
+    assert answer.body.index(b'"a>"') < answer.body.index(b"upstream_error")
 
 
 @pytest.mark.parametrize("odd", ["fewer choices than were asked for", "a choice without a place"])
@@ -165,7 +165,7 @@ async def test_a_cut_whole_answer_that_lacks_something_is_refused(stage: Stage, 
         await until(lambda: trial.router.app.router.gate.held or turn.done(), "it was cut")
         await trial.ask("POST", "/continue_generation", {})
         answer = await turn
-    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert await trial.records(session) == []
 
 

@@ -49,7 +49,7 @@ async def test_what_an_owner_was_answering_breaks_with_it_and_never_looks_comple
             await reader.send(request("GET", f"/owned/{name}?bytes={1 << 28}"))
             await reader.read_head()
             second.kill()
-            assert (await client.read()).error_type == "owner_unavailable"
+            assert (await client.read()).error_type == "unavailable"
             with pytest.raises((CutReply, ConnectionError)):
                 await reader.read_body()
             assert "broken_off=True" in first.log(), "whoever was killed says nothing of it"
@@ -82,7 +82,7 @@ async def test_owner_killed_while_stopped_acts_once_or_reports_the_loss() -> Non
         again = await made.start(1)
         replies = await asyncio.gather(*asked)
         lost = [each for each in replies if each.status != 200]
-        assert {each.error_type for each in lost} <= {"owner_lost"}
+        assert {each.error_type for each in lost} <= {"upstream_error"}
         assert len(lost) <= 1, "on the connection that was kept"
         done = [told(each) for each in replies if each.status == 200]
         assert {each["pid"] for each in done} == {again.process.pid}
@@ -123,8 +123,8 @@ async def test_sessions_of_a_process_that_was_killed_are_lost_by_name() -> None:
         second.kill()
         again = await made.start(1)
         for member in (first, again):
-            assert (await member.ask("GET", f"/sessions/{held}")).error_type == "session_lost"
-            assert (await member.ask("GET", f"/sessions/{other}")).error_type == "session_not_found"
+            assert (await member.ask("GET", f"/sessions/{held}")).error_type == "not_found"
+            assert (await member.ask("GET", f"/sessions/{other}")).error_type == "not_found"
 
 
 async def test_a_text_waits_for_a_process_that_is_started_again() -> None:

@@ -210,7 +210,7 @@ async def test_an_answer_of_more_than_one_token_is_no_prefill_halfs(stage: Stage
         }
         pair.prefill.faults.status(200, orjson.dumps(told), path="/generate")
         reply = await pair.generate()
-        assert (reply.status, reply.error_type) == (502, "upstream_invalid_response")
+        assert (reply.status, reply.error_type) == (502, "upstream_error")
         await pair.free()
 
 
@@ -408,7 +408,7 @@ async def test_a_stream_of_halves_that_stay_apart_is_refused_by_name(stage: Stag
         pair.prefill.engine.weight_version = "old"
         pair.decode.engine.weight_version = "new"
         reply = await pair.generate(stream=True)
-        assert (reply.status, reply.error_type) == (502, "upstream_invalid_response")
+        assert (reply.status, reply.error_type) == (502, "upstream_error")
         assert "has weights new, its prefill worker old" in reply.json()["error"]["message"]
         await pair.free()
 
@@ -433,7 +433,7 @@ async def test_rows_of_what_the_decode_half_retracted_are_refused(stage: Stage) 
         pair.release()
         pair.decode.engine.resume()
         reply = await generating
-        assert (reply.status, reply.error_type) == (502, "upstream_invalid_response")
+        assert (reply.status, reply.error_type) == (502, "upstream_error")
         assert "retracted the generation, and lost its rows" in reply.json()["error"]["message"]
 
 

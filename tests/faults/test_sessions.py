@@ -67,7 +67,7 @@ async def nothing_is_held(trial: SessionTrial, session: str, *, untraced: bool =
     assert (found["records"], found["metadata"]["in_flight"]) == ([], 0)
     if untraced:
         answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
-        assert (answer.status, answer.error_type) == (422, "untraced_episode")
+        assert (answer.status, answer.error_type) == (422, "invalid_sample")
     else:
         assert await trial.samples(session) == []
 
@@ -113,7 +113,7 @@ async def test_a_worker_lost_inside_a_whole_answer_is_an_error(
     worker.next(script(chat_reply([7, 8])[:-20], end)).always(GOOD)
     session = await trial.create()
     answer = await trial.turn(session, HI)
-    assert (answer.status, answer.json()["error"]["type"]) == (502, "upstream_broken")
+    assert (answer.status, answer.json()["error"]["type"]) == (502, "upstream_error")
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
 
@@ -195,7 +195,7 @@ async def test_an_answer_that_cannot_be_recorded_exactly_is_not_given_either(
     worker.next(script(garbage)).always(GOOD)
     session = await trial.create()
     answer = await trial.turn(session, HI)
-    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert answer.json()["error"]["message"]
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
@@ -207,7 +207,7 @@ async def test_one_bad_choice_of_several_spoils_them_all(worker: ScriptedWorker,
     worker.next(script(as_json({**good, "choices": good["choices"] + bad["choices"]}))).always(GOOD)
     session = await trial.create()
     answer = await trial.turn(session, HI, n=2)
-    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
 
@@ -219,7 +219,7 @@ async def test_an_engine_that_was_given_other_ids_than_it_was_sent_is_found_out(
     session = await trial.create()
     message = message_of(await trial.chat(session, HI))
     answer = await trial.turn(session, [*HI, message, user("Go on")])
-    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert len(await trial.records(session)) == 1
 
 
@@ -234,7 +234,7 @@ async def test_an_answer_that_is_no_stream_is_no_answer_to_a_stream(
     worker.next(script(answer)).always(GOOD)
     session = await trial.create()
     got = await trial.turn(session, HI, stream=True)
-    assert (got.status, got.error_type) == (502, "unusable_answer")
+    assert (got.status, got.error_type) == (502, "upstream_error")
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
 
@@ -247,7 +247,7 @@ async def test_a_compressed_stream_is_refused_rather_than_passed_unrecorded(
     worker.always(GOOD)
     session = await trial.create()
     got = await trial.turn(session, HI, stream=True)
-    assert (got.status, got.error_type) == (502, "unusable_answer")
+    assert (got.status, got.error_type) == (502, "upstream_error")
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
 
@@ -267,7 +267,7 @@ async def test_a_worker_that_speaks_no_http_is_an_error(worker: ScriptedWorker, 
     worker.next(script(b"\x16\x03\x01 no http\r\n\r\n", CLOSE)).always(GOOD)
     session = await trial.create()
     answer = await trial.turn(session, HI)
-    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")
+    assert (answer.status, answer.error_type) == (502, "upstream_error")
     await nothing_is_held(trial, session)
     await the_next_turn_works(trial, session)
 
@@ -308,7 +308,7 @@ async def test_an_answer_that_is_nested_too_deep_is_no_turn_and_spoils_none(
         assert (answer.status, answer.body[-len(DONE) :]) == (200, DONE), "what was on its way already passes"
         assert len((await trial.read(session))["metadata"]["untraced"]) == 1
     else:
-        assert (answer.status, answer.error_type) == (502, "unusable_answer")
+        assert (answer.status, answer.error_type) == (502, "upstream_error")
     await nothing_is_held(trial, session, untraced=stream)
     await the_next_turn_works(trial, session)
 

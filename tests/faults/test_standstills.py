@@ -158,7 +158,7 @@ async def test_what_cannot_be_made_durable_is_refused_before_any_worker_is_told(
         router.app.router.fleet.keep, keep = full, router.app.router.fleet.keep
         for path, fields in (("/pause_generation", {"mode": "abort"}), ("/release_memory_occupation", {})):
             refused = await post(router, path, **fields)
-            assert (refused.status, refused.error_type) == (507, "state_full")
+            assert (refused.status, refused.error_type) == (507, "state_failed")
             assert not worker.door.at(path)
             assert (await post(router, "/generate", **SHORT)).status == 200
         router.app.router.fleet.keep = full_from_now_on

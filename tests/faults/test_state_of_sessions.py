@@ -198,15 +198,15 @@ async def test_a_turn_without_room_is_refused_by_name_and_goes_on_with_room(work
         while (answer := await post(running, f"/sessions/s{CHAT}", body)).status == 200:
             answered += 1
             body["messages"] = [user(f"{answered}" + "x" * 30_000)]
-        assert (answer.status, answer.error_type) == (507, "state_full")
+        assert (answer.status, answer.error_type) == (507, "state_failed")
         generated = len(worker.door.at(CHAT))
         stream = await post(running, f"/sessions/s{CHAT}", {**body, "stream": True})
-        assert (stream.status, stream.error_type) == (507, "state_full")
+        assert (stream.status, stream.error_type) == (507, "state_failed")
         assert len(worker.door.at(CHAT)) == generated, "nothing is generated that could not be held"
         assert len((await ask(running.url, "GET", "/sessions/s")).json()["records"]) >= answered
         records = (await ask(running.url, "GET", "/sessions/s")).json()["records"]
         kept = await ask(running.url, "DELETE", "/sessions/s")
-        assert (kept.status, kept.error_type) == (507, "state_full")
+        assert (kept.status, kept.error_type) == (507, "state_failed")
         assert (await ask(running.url, "GET", "/sessions/s")).json()["records"] == records
         os.unlink(f"/proc/{running.process.pid}/root/mnt/ballast")
         assert (await post(running, f"/sessions/s{CHAT}", {**body, "messages": [user("Now")]})).status == 200

@@ -19,7 +19,7 @@ MAX_MODULES_BESIDE_FOLDERS = 10
 ENGINES = ("sglang", "vllm", "tensorrt", "trtllm", "lmdeploy")
 FRAMEWORKS = ("slime", "verl", "dressage", "skyrl", "openrlhf", "areal")
 #: What the client and the server see of one thing, each from its end.
-AT_BOTH_ENDS = ("NotFound", "Session", "SessionExists", "UntracedEpisode")
+AT_BOTH_ENDS = ("NotFound", "Session")
 #: Words with a framework's or an engine's name that are ours, or that users type.
 OUR_WORDS = ("sglang_router", "x-sglext", "sglext")
 

@@ -29,7 +29,7 @@ async def commit(store: StateStore, owner: str, size: int) -> None:
         try:
             await store.append(owner, {number: value(owner, number, size)})
         except StateError as error:
-            print(f"! {error.type}", flush=True)
+            print(f"! {error.label}", flush=True)
             await asyncio.sleep(0.01)
         else:
             print(f"{owner} {number}", flush=True)

@@ -75,7 +75,7 @@ async def post(url: str, path: str, body: Any = None, *headers: tuple[str, str])
     takes on a slow machine."""
     while True:
         reply = await ask(url, "POST", path, [*JSON, *headers], json.dumps(body or {}).encode())
-        if reply.status != 503 or reply.error_type != "owner_unavailable":
+        if reply.status != 503 or reply.error_type != "unavailable":
             return reply
 
 

@@ -23,7 +23,7 @@ from tests.support.waiting import PATIENCE, STEP
 #: The longest text of a rollout, in characters; then its prompt begins anew.
 LONGEST = 400
 #: What is asked again: a process is being started again, or was lost while it was asked.
-AWAY = {(503, "owner_unavailable"), (503, "control_unavailable"), (502, "owner_lost")}
+AWAY = {(503, "unavailable"), (502, "upstream_error")}
 
 
 class Persistence:
@@ -56,6 +56,7 @@ class Persistence:
                 return data
             refusal = json.loads(data)["error"]["type"]
             assert (reply.status, refusal) in AWAY, data
+            assert reply.status == 503 or b"of the router was lost" in data, data
             self.broken[refusal] += 1
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from miles_router.asgi.backlog import Backlog
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.connection import Connection
+from miles_router.forwarding.upstream import Upstream
 
 WORKER = parse_worker_url("http://worker:1")
 
@@ -57,7 +58,7 @@ class WorkerEnd:
         self.read_buffer = memoryview(bytearray(2**20))
         self.backlog = Backlog()
         self.wire = Wire()
-        self.connection = Connection(self, WORKER)
+        self.connection = Connection(cast(Upstream, self), WORKER)
         self.connection.connection_made(cast(asyncio.BaseTransport, self.wire))
         self.kept = 0
 

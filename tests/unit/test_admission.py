@@ -9,7 +9,7 @@ import pytest
 
 from miles_router.asgi.flight import Flight
 from miles_router.engines.facts import Facts
-from miles_router.errors import FleetFull
+from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
@@ -255,10 +255,10 @@ async def test_waiting_for_room_is_bounded_and_refused_with_the_reason() -> None
     waits = scene.come("b", 500)
     await settled()
     with pytest.raises(
-        FleetFull, match=r"no worker has room for this session; 1 requests wait already \(--gate-max-held\)"
+        NoWorkerAvailable, match=r"no worker has room for this session; 1 requests wait already \(--gate-max-held\)"
     ):
         await scene.begin("c", 500)
-    with pytest.raises(FleetFull, match=r"has waited 0\.05 s \(--gate-timeout\)"):
+    with pytest.raises(NoWorkerAvailable, match=r"has waited 0\.05 s \(--gate-timeout\)"):
         await soon(waits)
     assert scene.gate.held == 0
     waits = scene.come("b", 500)

@@ -17,7 +17,6 @@ from miles_router.client.errors import (
     InvalidSample,
     NotFound,
     RouterClientError,
-    SessionExists,
     read_error,
     reading,
 )
@@ -58,11 +57,11 @@ def test_the_routers_error_is_read_whole() -> None:
     ("status", "kind", "expected"),
     [
         (404, "not_found", NotFound),
-        (404, "session_not_found", NotFound),
-        (409, "session_exists", SessionExists),
+        (410, "not_found", NotFound),
         (502, "fan_out_failed", FanOutFailed),
         (422, "invalid_sample", InvalidSample),
         (400, "invalid_request", ErrorReply),
+        (409, "conflict", ErrorReply),
         (500, "internal_error", ErrorReply),
     ],
 )
@@ -74,7 +73,7 @@ def test_a_type_that_callers_treat_apart_has_a_class_and_is_not_retried(
     assert not error.retryable
 
 
-@pytest.mark.parametrize("kind", ["no_worker_available", "fleet_paused", "too_many_sessions"])
+@pytest.mark.parametrize("kind", ["no_worker_available", "fleet_paused", "unavailable"])
 def test_what_the_router_names_a_time_for_may_be_asked_again(kind: str) -> None:
     assert read_error(503, {"Retry-After": "1"}, own(kind)).retryable
     assert not read_error(503, {}, own(kind)).retryable
@@ -82,7 +81,7 @@ def test_what_the_router_names_a_time_for_may_be_asked_again(kind: str) -> None:
 
 def test_an_unreachable_worker_may_be_asked_again_and_a_slow_one_may_not() -> None:
     assert read_error(502, {}, own("upstream_unreachable")).retryable
-    for kind in ("upstream_timeout", "upstream_broken", "upstream_invalid_response", "unusable_answer"):
+    for kind in ("upstream_timeout", "upstream_error"):
         assert not read_error(502, {}, own(kind)).retryable
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
-from miles_router.errors import FleetPaused, NodeUnleased
+from miles_router.errors import FleetPaused, Unavailable
 from miles_router.fleet.gate import Gate, generates
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.pool import WorkerPool
@@ -136,7 +136,7 @@ class Lease:
 
     def check(self) -> None:
         if not self.is_fresh:
-            raise NodeUnleased("not fresh")
+            raise Unavailable("not fresh")
 
 
 def leased_made(lease: Lease) -> Gate:
@@ -152,7 +152,7 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
     lease.is_fresh = False
     assert gate.closed
     assert not gate.is_open()
-    with pytest.raises(NodeUnleased):
+    with pytest.raises(Unavailable):
         await gate.wait(Who())
     lease.is_fresh = True
     assert not gate.closed

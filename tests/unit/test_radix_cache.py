@@ -13,7 +13,7 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.errors import StateDamaged
+from miles_router.errors import StateError
 from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece, Trajectory
 from tests.support.cache_integrity import check_integrity
@@ -178,7 +178,7 @@ async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_p
     entry = await running.record("ask", await running.look_up("ask"), "first")
     assert entry.family is not None
     await store.append(entry.family.owner, {entry.serial: b"nonsense"}, slot=entry.family.slot)
-    with pytest.raises(StateDamaged):
+    with pytest.raises(StateError):
         await then.look_up("ask")
     assert then.archive.statistics.numbers()["failed"] == {"state_damaged": 1}
     await store.close()

@@ -29,12 +29,12 @@ from middleware_hub.openai_session.episodes.contract import (
 )
 from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance
 from middleware_hub.openai_session.episodes.reading import read_contract
-from middleware_hub.openai_session.errors import SessionFull, TooManySessions
+from middleware_hub.openai_session.errors import TooManySessions
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.errors import BadRequest, StateDamaged
+from miles_router.errors import BadRequest, StateError
 from miles_router.middlewares.episodes import BLOCK, EpisodePlace, EpisodeShelf
 from miles_router.slots import slot_of
 from miles_router.state.blobs import Blobs
@@ -128,10 +128,10 @@ def test_what_finds_no_room_is_counted_by_the_bound_that_it_met() -> None:
     session, other = store.create("a"), store.create("b")
     with pytest.raises(TooManySessions, match="max_sessions"):
         store.create("c")
-    with store.in_use(session), store.in_use(session), pytest.raises(SessionFull, match="max_turns"):
+    with store.in_use(session), store.in_use(session), pytest.raises(BadRequest, match="max_turns"):
         store.check_room(session)
     store.account(session, 200)
-    with pytest.raises(SessionFull, match="max_session_bytes"):
+    with pytest.raises(BadRequest, match="max_session_bytes"):
         store.check_room(session)
     store.account(session, 1000)
     with pytest.raises(TooManySessions, match="max_bytes"):
@@ -309,7 +309,7 @@ async def test_a_session_that_cannot_be_read_is_refused_by_name(
     await first.archive.save(first.sessions.create(NAME))
     written = await store.load(NAME)
     await store.append(NAME, {0: orjson.dumps({**orjson.loads(written[0]), **head}), 1: step})
-    with pytest.raises(StateDamaged, match=f"session {NAME!r} cannot be read"):
+    with pytest.raises(StateError, match=f"session {NAME!r} cannot be read"):
         await then.archive.load(NAME)
     await store.close()
 

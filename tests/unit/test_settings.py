@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from miles_router.app import create_app
-from miles_router.errors import ConfigError, MiddlewareLoadError
+from miles_router.errors import ConfigError, ConfigError
 from miles_router.middlewares.loading import find_class, load_middlewares
 from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, middleware_names, shown
 from miles_router.settings.keys import admin_keys, data_keys
@@ -269,7 +269,7 @@ WORKING = f"{PLUGINS}.working"
     ],
 )
 def test_a_path_that_names_no_class_is_one_line(path: str, message: str) -> None:
-    with pytest.raises(MiddlewareLoadError) as caught:
+    with pytest.raises(ConfigError) as caught:
         find_class(path)
     assert message in str(caught.value)
     assert path in str(caught.value)
@@ -288,13 +288,13 @@ def test_a_path_that_names_no_class_is_one_line(path: str, message: str) -> None
     ],
 )
 def test_an_option_that_does_not_fit_is_one_line(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MiddlewareLoadError, match="working") as caught:
+    with pytest.raises(ConfigError, match="working") as caught:
         load_middlewares([MiddlewareSpec(f"{WORKING}.{name}", options)])
     assert message in str(caught.value)
 
 
 def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
-    with pytest.raises(MiddlewareLoadError, match=r"'/metrics', which is a path of the router's own"):
+    with pytest.raises(ConfigError, match=r"'/metrics', which is a path of the router's own"):
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Stealing"),)))
 
 
@@ -311,12 +311,12 @@ def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
     ],
 )
 def test_an_open_or_admin_route_has_a_path_of_its_own(options: dict[str, str], message: str) -> None:
-    with pytest.raises(MiddlewareLoadError) as caught:
+    with pytest.raises(ConfigError) as caught:
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Observing", options),)))
     assert message in str(caught.value)
 
 
 def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
     careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
-    with pytest.raises(MiddlewareLoadError, match="data_paths: every path must start with /"):
+    with pytest.raises(ConfigError, match="data_paths: every path must start with /"):
         create_app(RouterConfig(middlewares=(careless,)))

@@ -16,7 +16,7 @@ from middleware_hub.openai_session.archive.listing import HeldLines
 from middleware_hub.openai_session.archive.steps import Saved, Unsaved, read_session
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
-from miles_router.errors import StateDamaged, StateError
+from miles_router.errors import StateError
 from miles_router.middlewares import Pace, Router, cancelled, spawn
 from miles_router.middlewares.rows import are_kept
 from miles_router.middlewares.state import StateStore
@@ -120,7 +120,7 @@ class SessionArchive:
                     equal=self._sessions.equal,
                 )
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
+                raise StateError(f"session {session_id!r} cannot be read: {error!r}") from error
             self._sessions.restore(session)
             self._saved[session_id] = saved
             self.lines.drop(session_id)

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.archive.head import heads_in, line_of
-from miles_router.errors import StateDamaged, StateError
+from miles_router.errors import StateError
 from miles_router.middlewares import Pace
 from miles_router.middlewares.episodes import EpisodePlace, EpisodeShelf
 from miles_router.middlewares.state import StateStore
@@ -89,5 +89,5 @@ def _line(session_id: str, head: bytes) -> tuple[EpisodePlace, bytes]:
     try:
         line: dict[str, Any] = line_of(session_id, head)
     except (KeyError, ValueError) as error:
-        raise StateDamaged(f"the head of session {session_id!r} cannot be read: {error!r}") from error
+        raise StateError(f"the head of session {session_id!r} cannot be read: {error!r}") from error
     return (line["started_at"], session_id), orjson.dumps(line)

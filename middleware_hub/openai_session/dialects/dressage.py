@@ -26,14 +26,14 @@ from starlette.routing import BaseRoute, Route
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, SessionStatus
 from middleware_hub.openai_session.episodes.reading import read_contract
-from middleware_hub.openai_session.errors import ContextOverflow, ContextWindowFull, TrajectoryVersionChanged
+from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import is_session_name
 from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from miles_router.engines import paths
-from miles_router.errors import BadRequest, RouterError
+from miles_router.errors import BadRequest, BodyTooLarge, RouterError, UpstreamError
 from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first_header
 from miles_router.middlewares.state import BODY_SAYS
 from miles_router.trajectory.json_parts import list_parts
@@ -48,6 +48,8 @@ MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place
 #: Names of instances and weight versions; clients also send numbers.
 Name = str | int
 MAX_NAME = 256
+#: The dialect's names of a full context window, and of a turn that weights of another version would answer.
+WINDOW_FULL, VERSION_CHANGED = "context_overflow", "trajectory_version_changed"
 REWRITTEN = ("edited_history", "compaction")
 #: The dialect's names of builds, including older ones.
 BUILD_MODES = {"tito": "concat", "concat": "concat", "snapshot": "last_step", "last_step": "last_step"}
@@ -135,8 +137,8 @@ class DressageDialect:
             "turn_id": None if turn_id is None else turn_id.decode("latin-1"),
             "last_proxy_step_recorded": False,
         }
-        full = ContextWindowFull(str(error))
-        told = {"code": full.type, "message": str(error), "details": details}
+        full = BodyTooLarge(str(error))
+        told = {"code": WINDOW_FULL, "message": str(error), "details": details}
         Exchange.of(scope).error_body = lambda _, request_id: {**told, **error.body(request_id)}
         return full
 
@@ -144,7 +146,7 @@ class DressageDialect:
         """Refuse a turn that other weights would answer, in the dialect's form.
 
         Raises:
-            TrajectoryVersionChanged: the fleet's weights differ from those that answered the session.
+            UpstreamError: the fleet's weights differ from those that answered the session.
         """
         current = self._router.pool.weight_version
         if not self._one_weight_version or current is None:
@@ -152,9 +154,9 @@ class DressageDialect:
         before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
         if not before or current in before:
             return
-        error = TrajectoryVersionChanged(f"weights {current} cannot continue answers of {', '.join(sorted(before))}")
+        error = UpstreamError(f"weights {current} cannot continue answers of {', '.join(sorted(before))}")
         detail = {
-            "error": error.type,
+            "error": VERSION_CHANGED,
             "message": str(error),
             "previous_versions": sorted(before),
             "new_versions": [current],

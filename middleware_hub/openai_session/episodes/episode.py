@@ -6,10 +6,13 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from middleware_hub.openai_session.episodes.contract import Budget, Contract, Group, SessionStatus
-from miles_router.errors import BadRequest, RouterError
+from miles_router.errors import BadRequest
+
+if TYPE_CHECKING:
+    from middleware_hub.openai_session.turns.keeper import RunningTurn
 
 #: How often a turn may be repeated under its id after its client disconnected. Further repetitions count as new turns.
 FREE_REPETITIONS = 2
@@ -137,28 +140,6 @@ def choices_of(request: Mapping[str, Any], prompts: int) -> int:
     return prompts * (n or 1)
 
 
-class RequestProgress(Protocol):
-    """Progress of a request: how many of its generations wait now, and how many seconds generations have waited."""
-
-    waits: int
-    waited: float
-
-
-class Stoppable(Protocol):
-    """A turn in progress."""
-
-    stopped_by: RouterError | None
-
-    @property
-    def flight(self) -> RequestProgress:
-        """The progress of its request."""
-        ...
-
-    def stop(self, error: RouterError, *, keep: bool) -> None:
-        """Cancel the turn at the engine. With `keep`, the tokens sampled so far are recorded."""
-        ...
-
-
 class EpisodeState:
     """The contract of one session, and its progress."""
 
@@ -166,7 +147,7 @@ class EpisodeState:
         self.contract = contract
         self.began = began  # by a monotonic clock
         self.ledger = Ledger()
-        self.running: set[Stoppable] = set()
+        self.running: set[RunningTurn] = set()
         #: The API key of the session, if its contract asks for one.
         self.key = f"sk-{secrets.token_urlsafe(32)}" if contract.key else None
         self._freed = asyncio.Event()

@@ -180,7 +180,7 @@ class SessionRoutes:
         """Return the rows of one sample, by its session and leaf. `leaf` may be omitted if the session has only one.
 
         Raises:
-            SessionNotFound, BadRequest: there is no such session or turn.
+            NotFound, BadRequest: there is no such session or turn.
         """
         session, leaf = self.store.get(asked["session_id"]), asked.get("leaf")
         leaves = [turn.number for turn in session.leaves()]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from middleware_hub.openai_session.episodes.contract import Freshness
-from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
+from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import (
@@ -118,11 +118,11 @@ class SampleMaker:
 
         Raises:
             BadRequest: there is no such branch policy.
-            UnusableSample: an operator's policy returned something other than turns of this session.
-            UntracedEpisode: the session has sampled no token, and requests passed untraced.
+            UnusableSample: an operator's policy returned something other than turns of this session, or the session
+                has sampled no token and requests passed untraced: the episode is unknown, not empty.
         """
         if session.untraced and not request.may_be_empty and not any(turn.sampled for turn in session.turns):
-            raise UntracedEpisode(f"the session has no samples{untraced_in_words(session)}")
+            raise UnusableSample("an_episode_is_traced", f"the session has no samples{untraced_in_words(session)}")
         request = replace(
             request, build=request.build or self.build, mask=self.mask if request.mask is None else request.mask
         )

@@ -52,7 +52,7 @@ class ChatFace(Face):
 
         Raises:
             BadRequest: the request is invalid.
-            MediaNotTraced: the request has an image or other media, and the policy refuses them.
+            BadRequest: the request has an image or other media, and the policy refuses them.
         """
         fields = self._settings.with_chat_settings(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from middleware_hub.openai_session.errors import SessionNotFound
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from miles_router.engines.known import TOKENIZERS
+from miles_router.errors import NotFound
 from miles_router.middlewares import Scope
 
 SESSIONS, PREFIX = "/sessions", "/sessions/"
@@ -43,13 +43,13 @@ def resolve(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     The new scope has the session id as `x-session-id`, so that the policy keeps the session on its worker.
 
     Raises:
-        SessionNotFound: the path names no session.
+        NotFound: the path names no session.
     """
     name, _, rest = scope["path"][len(PREFIX) :].partition("/")
     session = store.get(name)
     raw = scope["raw_path"].split(b"/", 3)
     if len(raw) < 4:
-        raise SessionNotFound(f"no session at {scope['path']!r}")
+        raise NotFound(f"no session at {scope['path']!r}")
     headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
     name_bytes = session.id.encode("ascii")
     headers.append((b"x-session-id", name_bytes))

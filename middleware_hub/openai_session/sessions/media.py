@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.episodes.contract import REFUSE, REPLACE
-from middleware_hub.openai_session.errors import MediaNotTraced
 from miles_router.errors import BadRequest
 
 #: The policies of a run; a session's contract may set the last two.
@@ -48,10 +47,10 @@ class Media:
         """Count a part of this type and return the text that replaces it.
 
         Raises:
-            MediaNotTraced: the policy refuses media.
+            BadRequest: the policy refuses media.
         """
         if self.refuses:
-            raise MediaNotTraced(f"{where}: {kind[:64]!r} is not text, and a session records text only; {HINT}")
+            raise BadRequest(f"{where}: {kind[:64]!r} is not text, and a session records text only; {HINT}")
         name = KINDS.get(kind, OTHER)
         self.replaced[name] += 1
         return f"[{name} omitted]"

@@ -11,19 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract, SessionStatus
-from middleware_hub.openai_session.errors import (
-    SessionExists,
-    SessionFull,
-    SessionLost,
-    SessionNotFound,
-    TooManySessions,
-)
+from middleware_hub.openai_session.errors import SessionLost, TooManySessions
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.recent import WrittenIds
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
-from miles_router.errors import BadRequest, ConfigError, RouterError
+from miles_router.errors import BadRequest, ConfigError, Conflict, NotFound, RouterError
 from miles_router.middlewares.episodes import EpisodeShelf
 from miles_router.middlewares.state import HeldNames, Owners
 
@@ -127,7 +121,7 @@ class SessionStore:
 
         Raises:
             BadRequest: the id does not fit into a path, or metadata or contract exceed `MAX_CARRIED_BYTES`.
-            SessionExists: the id is taken.
+            Conflict: the id is taken.
             TooManySessions: the store is full, even after expiry and eviction.
         """
         if session_id is None:
@@ -137,7 +131,7 @@ class SessionStore:
         nbytes = _carried_bytes("metadata", metadata or {}) + _carried_bytes("contract", contract.given)
         self.expire()
         if session_id in self._sessions:
-            raise SessionExists(f"session {session_id!r} exists already")
+            raise Conflict(f"session {session_id!r} exists already")
         self._check_count(running=not by_header)
         session = self._sessions[session_id] = Session(
             session_id,
@@ -166,13 +160,13 @@ class SessionStore:
         """Return the session with this id without marking it as used.
 
         Raises:
-            SessionNotFound: there is no such session, or it has expired or was deleted.
+            NotFound: there is no such session, or it has expired or was deleted.
             SessionLost: the session was in a process that has ended.
         """
         session = self.find(session_id)
         if session is None:
             self.check_lost(session_id)
-            raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
+            raise NotFound(f"no session {session_id!r}; make it with POST /sessions")
         return session
 
     def find(self, session_id: str) -> Session | None:
@@ -274,14 +268,14 @@ class SessionStore:
         """Check that there is room for another turn, before it is generated.
 
         Raises:
-            SessionFull: the session has reached its limit of turns or bytes.
+            BadRequest: the session has reached its limit of turns or bytes.
             TooManySessions: the store has reached its limit of bytes.
         """
         if len(session.turns) + session.in_flight > self.bounds.turns:
             under_way = f" and {session.in_flight - 1} running" if session.in_flight > 1 else ""
-            raise self._full("max_turns", SessionFull, f"the session has {len(session.turns)} turns already{under_way}")
+            raise self._full("max_turns", BadRequest, f"the session has {len(session.turns)} turns already{under_way}")
         if session.nbytes >= self.bounds.session_bytes:
-            raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
+            raise self._full("max_session_bytes", BadRequest, f"the session holds {session.nbytes} bytes already")
         self._check_room()
 
     def _check_count(self, *, running: bool) -> None:

@@ -13,14 +13,7 @@ from typing import Any
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
 from middleware_hub.openai_session.episodes.episode import Allowance, allowance, asked_tokens, choices_of, limit_tokens
-from middleware_hub.openai_session.errors import (
-    AnswerCut,
-    ContextOverflow,
-    OutsideContract,
-    SessionFinalized,
-    SessionNotFound,
-    StaleWeights,
-)
+from middleware_hub.openai_session.errors import AnswerCut, ContextOverflow
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
@@ -31,7 +24,7 @@ from middleware_hub.openai_session.turns.plan import TurnGrant
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_generated
 from miles_router.engines.refusals import Overflow
-from miles_router.errors import RouterError
+from miles_router.errors import BadRequest, Conflict, NotFound, RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
 
 #: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
@@ -139,7 +132,7 @@ class EpisodeKeeper:
 
         Raises:
             ContextOverflow: the episode ended during the turn.
-            SessionNotFound: the session and its running turns were deleted during the turn.
+            NotFound: the session and its running turns were deleted during the turn.
         """
         episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
         if (until := episode.deadline()) is not None:
@@ -168,9 +161,9 @@ class EpisodeKeeper:
         """Check that a turn may begin.
 
         Raises:
-            SessionFinalized: the session is finalized.
+            Conflict: the session is finalized.
             ContextOverflow: the episode is over.
-            SessionNotFound: the session was deleted.
+            NotFound: the session was deleted.
         """
         until = session.episode.deadline()
         if session.ending.status.allows_turns and until is not None and until <= self._clock():
@@ -213,10 +206,10 @@ class EpisodeKeeper:
         """Refuse a request that would not be recorded, if the session has a contract.
 
         Raises:
-            OutsideContract: the session has a contract, which cannot be enforced on such a request.
+            BadRequest: the session has a contract, which cannot be enforced on such a request.
         """
         if session.episode.given:
-            raise OutsideContract(f"{why}, and the session has a contract")
+            raise BadRequest(f"{why}, and the session has a contract")
 
     async def grant(self, face: Face, request: AgentRequest, key: RepeatKey | None, running: RunningTurn) -> TurnGrant:
         """Return the request as the session's contract allows it, with a rid by which the engine can abort it.
@@ -226,8 +219,8 @@ class EpisodeKeeper:
 
         Raises:
             ContextOverflow: the budget is used up.
-            StaleWeights: weights that are too old would take part in the turn.
-            OutsideContract: the contract limits the context, and the prompt's length is not known.
+            BadRequest: weights that are too old would take part in the turn.
+            BadRequest: the contract limits the context, and the prompt's length is not known.
             BadRequest: a length field or `n` is invalid, so that the needed budget is not known.
         """
         session, contract = request.session, request.session.episode.contract
@@ -271,7 +264,7 @@ class EpisodeKeeper:
         if budget.limits_length:
             prompt, window = await face.prompt_tokens(request), await self._window()
         if prompt is None and budget.max_context is not None:
-            raise OutsideContract("the router cannot tell how long this prompt is, and the contract has a max_context")
+            raise BadRequest("the router cannot tell how long this prompt is, and the contract has a max_context")
         while True:
             left = allowance(budget, ledger, prompt=prompt, choices=choices, window=window)
             short = left.tokens is not None and (asked is None or left.tokens < asked)
@@ -302,7 +295,7 @@ class EpisodeKeeper:
         """Refuse a turn whose prompt was sampled by weights that are too old, or whose answer would be.
 
         Raises:
-            StaleWeights: the contract refuses such turns.
+            BadRequest: the contract refuses such turns.
         """
         freshness = session.episode.contract.freshness
         if freshness.oldest_version is None or freshness.otherwise != REFUSE:
@@ -313,7 +306,7 @@ class EpisodeKeeper:
         if old:
             self._store.end(session, SessionStatus.STALE)
             oldest = freshness.oldest_version
-            raise StaleWeights(
+            raise BadRequest(
                 f"weights of version {old[0]} would take part, but the contract's oldest_version is {oldest}"
             )
 
@@ -327,9 +320,9 @@ def stop_error(session: Session, status: SessionStatus) -> RouterError:
         SessionStatus.ABORTED: "its group was aborted",
     }
     if status is SessionStatus.DISCARDED:
-        return SessionNotFound(f"session {session.id!r} was deleted")
+        return NotFound(f"session {session.id!r} was deleted")
     if status is SessionStatus.FINALIZED:
-        return SessionFinalized(f"session {session.id!r} is finalized")
+        return Conflict(f"session {session.id!r} is finalized and takes no further turns")
     return ContextOverflow(status.reason, f"the session is over: {words[status]}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
+from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import message_bytes
@@ -22,6 +22,7 @@ from middleware_hub.openai_session.turns.plan import TurnPlan
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.client_json import nests_too_deep
 from miles_router.engines.openai.choices import Choice
+from miles_router.errors import NotFound
 from miles_router.middlewares.episodes import RunSeries
 from miles_router.trajectory import InvalidTrajectory, Piece
 
@@ -71,7 +72,7 @@ class TurnRecorder:
 
         Raises:
             UnusableAnswer: the answer cannot be recorded exactly.
-            SessionNotFound: the session and its running turns were deleted.
+            NotFound: the session and its running turns were deleted.
         """
         if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
@@ -81,7 +82,7 @@ class TurnRecorder:
         places = _parents_of(request, choices)
         session = request.session
         if session.ending.status is SessionStatus.DISCARDED:
-            raise SessionNotFound(f"session {session.id!r} was deleted")
+            raise NotFound(f"session {session.id!r} was deleted")
         if session.ending.status.is_forgotten:
             return False
         fields = plan.grant.fields

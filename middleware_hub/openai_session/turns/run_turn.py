@@ -86,7 +86,7 @@ class TurnRunner:
         Raises:
             BadRequest: the request is invalid, the session is full or finalized, or its contract forbids the turn.
             UnusableAnswer: the worker's answer cannot be read or recorded.
-            TokenizerDiffers: a worker has another tokenizer than the router.
+            UpstreamError: a worker has another tokenizer than the router.
             StateError: the session cannot be saved.
         """
         exchange = Exchange.of(scope)
@@ -265,7 +265,7 @@ class TurnRunner:
         exchange: Exchange,
         reply: ReplySender,
     ) -> None:
-        """Record the turn. Raises PromptNotRead, UnusableAnswer, SessionNotFound."""
+        """Record the turn. Raises PromptNotRead, UnusableAnswer, NotFound."""
         flight, request = exchange.flight, plan.request
         facts: Mapping[str, Any] = {
             "worker": flight.worker_url,
@@ -330,7 +330,7 @@ class TurnRunner:
         """Forward a generating request like `pass_on`, and list it in the session as not recorded.
 
         Raises:
-            OutsideContract: the session has a contract.
+            BadRequest: the session has a contract.
         """
         self._keeper.refuse_untraced(session, why)
         self._recorder.note_untraced(scope["path"], session, why, Exchange.of(scope).request_id)

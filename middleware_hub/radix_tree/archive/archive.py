@@ -24,7 +24,7 @@ from middleware_hub.radix_tree.archive.text_rows import RowsRead, TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.statistics import ArchiveStatistics
-from miles_router.errors import StateDamaged, StateError
+from miles_router.errors import StateError
 from miles_router.middlewares import Pace, spawn
 from miles_router.middlewares.rows import number_of_rows
 from miles_router.middlewares.state import SLOTS, StateStore, header_of
@@ -89,7 +89,7 @@ class TextArchive:
         try:
             yield
         except StateError as error:
-            self.statistics.failed[error.type] += 1
+            self.statistics.failed[error.label] += 1
             raise
 
     async def _load_rid(self, rid: str) -> None:
@@ -136,7 +136,7 @@ class TextArchive:
         try:
             return Family.read(owner, slot, head)
         except (KeyError, TypeError, ValueError) as error:
-            raise StateDamaged(f"texts {owner!r} cannot be read: {error!r}") from error
+            raise StateError(f"texts {owner!r} cannot be read: {error!r}") from error
 
     async def _load_family(self, family: Family) -> None:
         async with family.lock:
@@ -183,7 +183,7 @@ class TextArchive:
                 rows[number] = each_rows
                 await pace.step()
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise StateDamaged(f"texts {family.owner!r} cannot be read: {error!r}") from error
+            raise StateError(f"texts {family.owner!r} cannot be read: {error!r}") from error
         return list(entries.values()), rows
 
     def _count(self, family: Family, tokens: int) -> None:

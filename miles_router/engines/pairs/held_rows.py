@@ -100,7 +100,7 @@ class RowStrings:
         """Return `data` without its rows; bytes that may begin a row field are returned later.
 
         Raises:
-            UpstreamInvalidResponse: kilobytes of space follow a field's name.
+            UpstreamError: kilobytes of space follow a field's name.
         """
         for extractor in self._extractors.values():
             data = extractor.feed(data)

@@ -10,7 +10,7 @@ import orjson
 
 from miles_router.engines.actions import Action, Order
 from miles_router.engines.control import ControlRequest
-from miles_router.engines.engine import Documents, Engine, Headers, Names, Parse, RankReader
+from miles_router.engines.engine import Documents, Engine, Headers, Names, Parse, ReadRank
 from miles_router.engines.facts import HALVES, Facts
 from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
@@ -101,8 +101,9 @@ class SGLang(Engine):
     ) -> tuple[Headers, bytes] | None:
         return ranks.pinned(path, headers, body, rank, encoded=encoded)
 
-    def rank_reader(self, path: str, *, streamed: bool) -> RankReader | None:
-        return ranks.rank_reader(path, streamed=streamed)
+    def rank_reader(self, path: str, *, streamed: bool) -> ReadRank | None:
+        scanner = ranks.rank_scanner(path, streamed=streamed)
+        return None if scanner is None else scanner.feed
 
     def paired(self, path: str, body: bytes, parse: Parse) -> PairedRequest:
         return pairs.paired(path, body, parse)

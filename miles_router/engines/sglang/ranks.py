@@ -107,6 +107,6 @@ class RankScanner:
         return None
 
 
-def rank_reader(path: str, *, streamed: bool) -> RankScanner | None:
+def rank_scanner(path: str, *, streamed: bool) -> RankScanner | None:
     """Return a reader for the answering rank; None if answers to this path do not contain it."""
     return RankScanner() if path == paths.GENERATE or (path in RANK_IN_ANSWER and not streamed) else None

@@ -44,7 +44,7 @@ PAUSE_CHECK_SECONDS = 0.25
 
 @dataclass(eq=False)
 class Relocation:
-    """One request that is to move (the `Move` of its flight).
+    """One request that is to move (`Flight.move`). Its present worker was asked to return the sampled tokens.
 
     Attributes:
         app: the innermost app.
@@ -78,7 +78,7 @@ class MovedAttempt(Attempt):
         An abort by a client, or by a pause in the meantime, ends the generation here; an outer layer may resume it.
         """
         flight, gate = self.exchange.flight, self._services.router.gate
-        mine = isinstance(flight.move, Relocation) and flight.move.cuts == gate.cuts
+        mine = flight.move is not None and flight.move.cuts == gate.cuts
         return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
 
 
@@ -93,7 +93,7 @@ class _FirstReply(FollowingAnswer):
 
 
 class MovedAnswer(ResumableAnswer):
-    """The answer to a request that moves (its `ReplyReceiver`)."""
+    """The answer to a request that moves. It takes the worker's reply in place of the client."""
 
     def __init__(self, relocation: Relocation, scope: Scope, receive: Receive, send: Send) -> None:
         generations = [ResumableGeneration(relocation.request, 0)]
@@ -108,10 +108,12 @@ class MovedAnswer(ResumableAnswer):
         self._tries = self._refusals = 0
 
     async def receive_message(self, message: Message) -> None:
+        """Receive one ASGI message of the reply."""
         await self._reply.send(message)
 
     async def finish(self) -> None:
-        """Answer the client: with the first reply if it was not cut, else with the continued generation."""
+        """Answer the client, after the reply has ended or was broken off: with the first reply if it was not cut, else
+        with the continued generation."""
         metrics = self.services.router.metrics
         try:
             answer = self._reply.read()
@@ -184,7 +186,7 @@ class MovedAnswer(ResumableAnswer):
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
         relocation = attempt.exchange.flight.move
         await super().note_end(attempt, generation, finish)
-        if generation.is_cut and isinstance(relocation, Relocation):
+        if generation.is_cut and relocation is not None:
             self._relocation = relocation
             self._send_to_target(attempt.exchange)
             generation.facts = await self.services.router.fleet.facts(relocation.target)

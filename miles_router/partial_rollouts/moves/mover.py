@@ -137,7 +137,7 @@ class Mover:
         }
         for exchange, stay in self._stays.items():
             move = exchange.flight.move
-            if isinstance(move, Relocation) and exchange.flight.stop is not None and stay.place in loads:
+            if move is not None and exchange.flight.stop is not None and stay.place in loads:
                 loads[stay.place] -= 1
                 _count_request(loads, move.target)
         for exchange in self._attempts:

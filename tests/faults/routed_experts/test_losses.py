@@ -93,7 +93,7 @@ async def test_a_worker_lost_within_its_rows_is_a_lost_answer(
         assert (got.status, b"[DONE]" in got.body) == (200, False)
         assert asks or FIELD not in got.body
     else:
-        assert (stream, got.status, got.error_type) == (False, 502, "upstream_broken")
+        assert (stream, got.status, got.error_type) == (False, 502, "upstream_error")
     await stage.nothing_under_way()
     await nothing_is_held(trial)
     assert trial.held["answers"] == 0
@@ -104,7 +104,7 @@ async def test_a_length_that_is_a_lie_takes_no_room(stage: Stage, worker: Script
     lie = [*JSON, ("Content-Length", f"{10**15}")]
     worker.next(script(head(200, lie), compact(generated(IDS, GOOD)), RESET))
     got, cut = await outcome(alone.post("/generate", ASKED))
-    assert (cut, got.status, got.error_type) == (False, 502, "upstream_broken")
+    assert (cut, got.status, got.error_type) == (False, 502, "upstream_error")
     await stage.nothing_under_way()
     await nothing_is_held(alone)
     await the_next_works(alone, worker)
@@ -128,7 +128,7 @@ async def test_a_turn_lost_within_its_rows_is_no_turn(
     if cut:
         assert not any(end in got.body for end in (b"[DONE]", b'"finish_reason":"length"'))
     else:
-        assert (got.status, got.error_type) == (502, "upstream_broken")
+        assert (got.status, got.error_type) == (502, "upstream_error")
     await stage.nothing_under_way()
     assert await sessions.records(session) == []
     await nothing_is_held(sessions)

@@ -107,7 +107,7 @@ async def test_a_sample_says_why_its_rows_did_not_fit(
     (record,) = await sessions.records(session)
     assert record["routed_experts"] == {"rows": 0, "reason": why.removeprefix("experts_held: ")}
     status, error, message = await sessions.refused(session_id=session)
-    assert (status, error) == (404, "routed_experts_not_held")
+    assert (status, error) == (404, "not_found")
     assert re.search(says, message), message
     await counted(sessions, invariant)
     await nothing_is_held(sessions)

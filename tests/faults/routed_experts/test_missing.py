@@ -64,7 +64,7 @@ async def test_a_worker_without_the_flag_is_named(
         answer = await trial.post("/generate", {**body, "rid": "bad"})
         if required:
             error = failure(answer, stream=stream)
-            assert error["type"] == "routed_experts_missing"
+            assert error["type"] == "upstream_error"
             assert bad.url in error["message"]
             assert FLAG in error["message"]
         else:
@@ -104,7 +104,7 @@ async def no_turn(trial: ExpertsTrial, session: str, *, stream: bool) -> None:
     """What the agent has not had is no turn; where it had the beginning of a stream, the session says so."""
     answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
     if stream:
-        assert (answer.status, answer.error_type) == (422, "untraced_episode")
+        assert (answer.status, answer.error_type) == (422, "invalid_sample")
     else:
         assert (answer.status, answer.json()["samples"]) == (200, [])
 
@@ -120,7 +120,7 @@ async def test_a_worker_without_the_flag_is_named_to_an_agent(stage: Stage, stre
         answer = await trial.turn(session, HI, stream=stream)
         if required:
             error = failure(answer, stream=stream)
-            assert error["type"] == "routed_experts_missing"
+            assert error["type"] == "upstream_error"
             assert bad.url in error["message"]
             await no_turn(trial, session, stream=stream)
         else:
@@ -131,7 +131,7 @@ async def test_a_worker_without_the_flag_is_named_to_an_agent(stage: Stage, stre
             (record,) = await trial.records(session)
             assert (record["routed_experts"]["rows"], FLAG in record["routed_experts"]["reason"]) == (0, True)
             status, error_type, message = await trial.refused(session_id=session)
-            assert (status, error_type, FLAG in message) == (404, "routed_experts_not_held", True)
+            assert (status, error_type, FLAG in message) == (404, "not_found", True)
         assert await trial.missing() == {"worker": 1}
         await nothing_is_held(trial)
         await another_worker_takes_over(trial, bad.url, good.url)
@@ -171,7 +171,7 @@ async def test_what_is_told_in_another_form_is_not_told(
     if odd == "":  # a string, and too short
         assert (got.status, await trial.missing()) == (200, {"experts_without_gap": 1})
     else:
-        assert failure(got, stream=stream)["type"] == "routed_experts_missing"
+        assert failure(got, stream=stream)["type"] == "upstream_error"
     await nothing_is_held(trial)
     await the_next_works(trial, worker)
 
@@ -183,7 +183,7 @@ async def test_one_of_several_without_is_an_error_for_them_all(
     answers = [{**generated(IDS, each, id=rid), "index": place} for place, (rid, each) in enumerate(PAIR)]
     worker.next(streamed(*map(event_of, answers), DONE) if stream else script(in_one(answers)))
     got = await trial.post("/generate", {"input_ids": [PROMPT, PROMPT], "stream": stream})
-    assert got.body.count(b'"type":"routed_experts_missing"') == 1
+    assert got.body.count(b'"type":"upstream_error"') == 1
     assert (got.status, DONE in got.body) == (200 if stream else 502, False)
     assert await trial.missing() == {"worker": 1}
 
@@ -218,7 +218,7 @@ async def test_a_turn_that_was_aborted_before_it_began_is_none(
         worker.next(script(chat_reply([], "", finish_reason="abort", meta_info=meta)))
     session = await sessions.create()
     got = await sessions.turn(session, HI, stream=stream)
-    assert (got.status, b"routed_experts_missing" in got.body) == (200, False)
+    assert (got.status, b"answered without" in got.body) == (200, False)
     assert await sessions.missing() == {"aborted": 1}
     await no_turn(sessions, session, stream=stream)
 
@@ -236,7 +236,7 @@ async def test_events_before_the_one_without_rows_are_given_on(worker: ScriptedW
     """Also where all of them come in one piece."""
     worker.next(streamed(event_of(RUNNING) + event_of(generated(IDS, None)) + DONE))
     got = await trial.post("/generate", {**ASKED, "stream": True, "return_logprob": True})
-    assert failure(got, stream=True)["type"] == "routed_experts_missing"
+    assert failure(got, stream=True)["type"] == "upstream_error"
     assert got.body.startswith(event_of(RUNNING))
 
 
@@ -255,7 +255,7 @@ async def test_an_error_never_stands_within_another_event(worker: ScriptedWorker
     got = await trial.post("/generate", asked)
     assert got.body.startswith(first)
     (error,) = [each for each in got.body[len(first) :].split(b"\n\n") if each]
-    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "routed_experts_missing"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "upstream_error"
 
 
 # Replies that cannot be read
@@ -277,7 +277,7 @@ async def test_a_compressed_reply_is_refused_where_rows_are_required(
     asked = {**ASKED, "stream": stream, "return_routed_experts": asks}
     got = await trial.post("/generate", asked, [("Accept-Encoding", "gzip")])
     assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
-    assert (got.status, got.error_type) == (502, "routed_experts_missing")
+    assert (got.status, got.error_type) == (502, "upstream_error")
     assert worker.url in got.json()["error"]["message"]
     assert "gzip" in got.json()["error"]["message"]
     assert await trial.missing() == {"unread": 1}
@@ -308,7 +308,7 @@ async def test_a_compressed_turn_is_none(worker: ScriptedWorker, sessions: Exper
     worker.next(script(zipped(stream=stream)[0]))
     session = await sessions.create()
     got = await sessions.turn(session, HI, stream=stream)
-    assert (got.status, got.error_type) == (502, "routed_experts_missing")
+    assert (got.status, got.error_type) == (502, "upstream_error")
     assert await sessions.records(session) == []
     await nothing_is_held(sessions)
     await the_next_turn_works(sessions, worker)

@@ -12,7 +12,7 @@ import orjson
 from middleware_hub.openai_session.errors import ContextOverflow
 from miles_router.engines.known import overflow_of
 from miles_router.engines.refusals import Overflow, parsed_refusal, refusal_of
-from miles_router.errors import BadRequest, NotFound, RouterError
+from miles_router.errors import BadRequest, RouterError
 
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
 OVERFLOW = "context_length_exceeded"
@@ -26,10 +26,6 @@ class InvalidParameter(BadRequest):
         super().__init__(message)
         self.param = param
         self.code = code
-
-
-class ResponseNotFound(NotFound):
-    """The session has no response with this id: it was never created, not stored, or deleted."""
 
 
 def missing(param: str) -> InvalidParameter:

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, send_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
-from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter
 from middleware_hub.openai_session.faces.responses.heartbeat import ResponsesForm
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
@@ -22,7 +22,7 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines import paths
-from miles_router.errors import BadRequest, RouterError
+from miles_router.errors import BadRequest, NotFound, RouterError
 from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first_header
 
 #: The header in which Codex names a side call, and its value for a compaction, which belongs to the main line.
@@ -99,7 +99,7 @@ class ResponsesFace(ChatFace):
         """Answer requests to read or delete a stored response, or to list the items of its input.
 
         Raises:
-            ResponseNotFound: the session stores no response with this id.
+            NotFound: the session stores no response with this id.
             InvalidParameter: the page is invalid, or the request is for compaction at the server.
         """
         method, path = scope["method"], scope["path"]
@@ -113,7 +113,7 @@ class ResponsesFace(ChatFace):
         responses = Responses.of(session)
         envelope = responses.find(response_id)
         if envelope is None:
-            raise ResponseNotFound(f"Response with id '{response_id[:64]}' not found.")
+            raise NotFound(f"Response with id '{response_id[:64]}' not found.")
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if method == "DELETE":
             responses.forget(response_id)
