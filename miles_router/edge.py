@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -89,8 +89,7 @@ class RouterApp:
             if self._owners.several:
                 await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
             else:
-                await self._restore(scope)
-                await self._enter(scope)(scope, receive, outlet)
+                await self._here(scope, receive, outlet)
         except Exception as error:  # a defect is logged with its traceback and answered
             if isinstance(error, RouterError) and error.type:
                 if not exchange.forwarded:
@@ -106,17 +105,20 @@ class RouterApp:
             if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
                 self._finished(scope, exchange, outlet.status or refused)
 
-    async def _restore(self, scope: Scope) -> None:
+    def _here(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        """Answer a request in this process."""
+        if self._restoring:
+            return self._restore_and_enter(scope, receive, send)
+        return self._enter(scope)(scope, receive, send)
+
+    async def _restore_and_enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let middlewares restore state, such as a session, that the path or headers of the request name.
 
         This precedes the key check, because a session's own key is known only after the session is restored.
         """
-        if self._restoring and not self.doors.lacks_key(scope["path"], scope["headers"]):
+        if not self.doors.lacks_key(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
-
-    async def _here(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._restore(scope)
         await self._enter(scope)(scope, receive, send)
 
     def _check_door(self, scope: Scope) -> None:

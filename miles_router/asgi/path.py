@@ -7,13 +7,12 @@ could otherwise read different paths from the same bytes (RFC 3986 sections 3.3 
 from __future__ import annotations
 
 import re
-import string
 from urllib.parse import unquote_to_bytes
 
 from miles_router.errors import BadRequest
 
-#: Characters that need no escape in a path (RFC 3986 `pchar` and `/`).
-PLAIN = (string.ascii_letters + string.digits + "-._~!$&'()*+,;=:@/").encode()
+#: A path that is decoded already: its characters need no escape (RFC 3986 `pchar`), and no segment begins with a dot.
+PLAIN = re.compile(rb"/|(?:/[A-Za-z0-9_~!$&'()*+,;=:@-][A-Za-z0-9._~!$&'()*+,;=:@-]*)+/?")
 #: Parents of a last segment that may contain escaped slashes: a worker's URL, or a model name such as `org/model`.
 BEFORE_NAMES = re.compile(rb"/workers|(/sessions/[^/]+)?/v1/models")
 BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -26,9 +25,7 @@ def decode_path(raw: bytes) -> str:
         BadRequest: the path contains a control character, an escaped slash, a backslash, a dot-segment, an empty
             segment, or an escape that is malformed or not UTF-8.
     """
-    if raw.translate(None, PLAIN) or b"/." in raw or b"//" in raw or raw[:1] != b"/":
-        return _decode_unusual(raw)
-    return raw.decode("ascii")
+    return raw.decode("ascii") if PLAIN.fullmatch(raw) else _decode_unusual(raw)
 
 
 def _decode_unusual(raw: bytes) -> str:

@@ -109,8 +109,8 @@ def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
         Exception: any error of `parse`.
     """
     field = _FIELDS.get(path, _RID)
-    escaped = _ESCAPED.search(body) is not None
-    if field.quoted not in body and not escaped:
+    escaped = _may_be_escaped(body)
+    if not escaped and body.find(field.quoted) < 0:  # `not in` takes three times as long on short bodies
         return None
     try:
         given = _client_rids(body, field.name, parse) if escaped else field.only(body)
@@ -146,9 +146,10 @@ def must_rename(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
         Exception: any error of `parse`.
     """
     field = _FIELDS.get(path, _RID)
-    if field.quoted not in body and _ESCAPED.search(body) is None:
+    escaped = _may_be_escaped(body)
+    if not escaped and body.find(field.quoted) < 0:
         return False
-    if _ESCAPED.search(body) is None:
+    if not escaped:
         with suppress(Incomplete):  # an incomplete value: `parse` reports it below
             if not any(_must_change(value, private=private) for value in field.values(body)):
                 return False
@@ -162,8 +163,13 @@ def _must_change(given: object, *, private: bool) -> bool:
     )
 
 
+def _may_be_escaped(body: bytes) -> bool:
+    """Return whether a field's name may be spelled with an escape."""
+    return body.find(b"\\") >= 0 and _ESCAPED.search(body) is not None  # without a backslash `find` is far quicker
+
+
 def _client_rids(body: bytes, field: str, parse: Parse) -> object:
-    if b'"%b"' % field.encode("ascii") not in body and _ESCAPED.search(body) is None:
+    if b'"%b"' % field.encode("ascii") not in body and not _may_be_escaped(body):
         return None
     parsed = parse(body)
     return parsed.get(field) if isinstance(parsed, Mapping) else None

@@ -117,20 +117,17 @@ class Forwarder:
                 lease.release(answered=False)
                 raise
 
-    async def _open_at(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
-        """Send to the leased unit. If a kept-alive connection was lost, send once more, with new generation names.
+    async def _open_at(
+        self, lease: Lease, request: Outgoing, flight: Flight | None, *, again: bool = True
+    ) -> Forwarded:
+        """Send to the leased unit.
+
+        Args:
+            again: if a kept-alive connection was lost, send once more, with new generation names.
 
         Raises:
             The errors of `_send_to_unit`.
         """
-        try:
-            return await self._open_once(lease, request, flight)
-        except UpstreamUnreachable as error:
-            if not error.kept:
-                raise
-        return await self._open_once(lease, request, flight)
-
-    async def _open_once(self, lease: Lease, request: Outgoing, flight: Flight | None) -> Forwarded:
         request.names = None
         try:
             reply = await self._send_to_unit(lease.unit, request, flight)
@@ -139,8 +136,11 @@ class Forwarder:
                 unwritten = isinstance(error, NotAdmitted) and not isinstance(error, PairInterrupted)
                 request.names.end(released=unwritten)
                 request.names = None if unwritten else request.names
-            raise
-        return Forwarded(lease, reply, request.names)
+            if not (again and isinstance(error, UpstreamUnreachable) and error.kept):
+                raise
+        else:
+            return Forwarded(lease, reply, request.names)
+        return await self._open_at(lease, request, flight, again=False)
 
     async def _send_to_unit(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Send the request to one unit in the form that its engine needs.
@@ -159,10 +159,15 @@ class Forwarder:
         if engine is not None and engine.translates:
             translation = await translation_for(self._upstream, worker, engine, request)
         given = self._given_names(request) if translation is None else None
-        if translation is None and self._must_rename(request, flight, [worker], given):
-            translation = RenamedRequest(endpoint(request.path), request.body, read_json)
-        self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
-        if flight is not None and translation is not None:
+        if given is not None:
+            if self._must_rename(request, flight, [worker], given):
+                translation = RenamedRequest(endpoint(request.path), request.body, read_json)
+            self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
+        if translation is None:
+            if request.generates:
+                return await self._generate(unit, request, None, flight, slot=True)
+            return await send(self._upstream, worker, request)
+        if flight is not None:
             flight.inward |= translation.rids
         if isinstance(translation, Parts):
             return await ask_parts(
@@ -176,21 +181,18 @@ class Forwarder:
         self,
         unit: Unit,
         request: Outgoing,
-        translation: Translation | None,
+        translation: Translation,
         flight: Flight | None,
         *,
         slot: bool = True,
-    ) -> Reply | HeldReply | RewrittenStream:
-        """Send a (translated) request to one unit and translate its reply. Raises the errors of `_send_to_unit`."""
+    ) -> HeldReply | RewrittenStream:
+        """Send a translated request to one unit and translate its reply. Raises the errors of `_send_to_unit`."""
         worker = unit.worker
         version = worker.weight_version
         if request.generates:
             reply = await self._generate(unit, request, translation, flight, slot=slot)
         else:
-            target, body = (None, None) if translation is None else (translation.target, translation.body)
-            reply = await send(self._upstream, worker, request, target=target, body=body)
-        if translation is None:
-            return reply
+            reply = await send(self._upstream, worker, request, target=translation.target, body=translation.body)
         try:
             return await translated(
                 reply, translation, lambda: worker.weight_version, sent_under=version, limit=self._max_answer_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -110,7 +110,7 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
     return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
 
 
-async def send(
+def send(
     upstream: Upstream,
     worker: Worker,
     request: Outgoing,
@@ -121,7 +121,7 @@ async def send(
     slot: bool = True,
     admit: Admit | None = None,
     fresh: bool = False,
-) -> Reply:
+) -> Coroutine[Any, Any, Reply]:
     """Send `request` to one worker with that worker's API key, and wait for the head of the reply. Takes no lease.
 
     The caller closes the reply.
@@ -139,7 +139,7 @@ async def send(
     if worker.api_key is not None:
         headers = [pair for pair in headers if pair[0] != b"authorization"]
         headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
-    return await upstream.open(
+    return upstream.open(
         worker.address,
         request.method,
         request.target if target is None else target,

@@ -84,15 +84,18 @@ class Reply:
         """
         return b"" if self.was_paused else b"".join(self._last)
 
-    async def head(self) -> None:
-        """Wait for status and headers.
+    def arrival(self) -> asyncio.Future[None]:
+        """Return a future that completes when more arrives, or the reply ends or fails. Only one reader may wait.
 
         Raises:
             UpstreamUnreachable: the connection was lost before the head was complete.
             UpstreamError: the worker did not send valid HTTP.
+            UpstreamBroken: the connection was lost inside the body.
         """
-        while not self.head_seen:
-            await self._wait_for_more()
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     async def read(self) -> bytes:
         """Wait for the next bytes of the body and return them; b"" after the last.
@@ -103,7 +106,7 @@ class Reply:
         while not self._chunks:
             if self.complete:
                 return b""
-            await self._wait_for_more()
+            await self.arrival()
         return self.read_available()
 
     async def peek(self) -> bytes:
@@ -113,7 +116,7 @@ class Reply:
             UpstreamBroken: the connection was lost before the first bytes.
         """
         while not self._chunks and not self.complete:
-            await self._wait_for_more()
+            await self.arrival()
         return self._chunks[0] if self._chunks else b""
 
     async def pipe_to(self, sink: ClientRequest, metrics: CountsBytes) -> None:
@@ -130,7 +133,7 @@ class Reply:
             self._connection.resume()  # from now on the sink pauses and resumes the connection
             sink.set_source(self._connection)
             while not self.complete:
-                await self._wait_for_more()
+                await self.arrival()
         finally:
             self._sink = None
             sink.set_source(None)
@@ -176,13 +179,6 @@ class Reply:
             self._backlog.size -= self._buffered
             self._buffered = 0
             connection.end_reply(self)
-
-    def _wait_for_more(self) -> asyncio.Future[None]:
-        """Return a future that completes when more arrives, or the reply ends or fails. Only one reader may wait."""
-        if self._error is not None:
-            raise self._error
-        self._waiter = self._loop.create_future()
-        return self._waiter
 
     def _write_to_sink(self) -> None:
         """Write all waiting chunks to the sink."""

@@ -10,7 +10,8 @@ import errno
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from miles_router import tasks
 from miles_router.asgi.backlog import Backlog
@@ -60,7 +61,7 @@ class Upstream:
         #: The read buffer shared by all connections. The event loop fills and empties it in one step.
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
-    async def open(
+    def open(
         self,
         address: WorkerUrl,
         method: str,
@@ -73,7 +74,7 @@ class Upstream:
         pulse: Pulse | None = None,
         once: bool = False,
         fresh: bool = False,
-    ) -> Reply:
+    ) -> Coroutine[Any, Any, Reply]:
         """Send a request and wait for the head of its reply.
 
         A request that is lost on a kept-alive connection is written again on a new connection, except with `once`.
@@ -94,8 +95,24 @@ class Upstream:
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
-        await self._slots.acquire()
+            return self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
+        return self._exchange_in_slot(self._slots, address, method, head, body, admit, pulse, once=once, fresh=fresh)
+
+    async def _exchange_in_slot(
+        self,
+        slots: asyncio.Semaphore,
+        address: WorkerUrl,
+        method: str,
+        head: bytes,
+        body: bytes,
+        admit: Admit | None,
+        pulse: Pulse | None,
+        *,
+        once: bool,
+        fresh: bool,
+    ) -> Reply:
+        """Call `_exchange` in one of the `max_connections` slots, which is released when the reply is closed."""
+        await slots.acquire()
         try:
             reply = await self._exchange(address, method, head, body, admit, pulse, once=once, fresh=fresh)
         except BaseException:
@@ -190,7 +207,8 @@ class Upstream:
                 raise NotAdmitted
             try:
                 reply = connection.send(head, body, head_request=method == "HEAD", pulse=pulse)
-                await reply.head()
+                while not reply.head_seen:
+                    await reply.arrival()
             except UpstreamUnreachable as error:
                 connection.abort()
                 if error.given_up or not kept:

@@ -3,6 +3,9 @@ there."""
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay, with_body
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.known import with_adapter
@@ -22,9 +25,14 @@ class Reception:
         self._pools = pools
         self._choice = PoolChoice(pools)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Run one request. Raises as `PoolChoice.choose` does."""
-        if scope["type"] != "http" or not await self._pools.look():
+        if scope["type"] != "http" or self._pools.has_one_model:  # no coroutine: it would cost 1 % of a short request
+            return self._app(scope, receive, send)
+        return self._choose(scope, receive, send)
+
+    async def _choose(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not await self._pools.look():
             await self._app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
@@ -39,20 +47,23 @@ class Dispatch:
     def __init__(self) -> None:
         self.pools: Pools
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Run one request.
 
         Raises:
             UnsupportedByEngine: the request names an adapter that its route cannot apply.
         """
         pools, exchange = self.pools, Exchange.of(scope)
-        pool = pools.default if exchange.pool is None else pools.of_id(exchange.pool)
+        app = (pools.default if exchange.pool is None else pools.of_id(exchange.pool)).app
         if exchange.adapter is None or not computes(scope["path"]):
-            await pool.app(scope, receive, send)
-            return
-        body = await exchange.read(receive)
-        try:
-            written = with_adapter(scope["path"], body, exchange.adapter, exchange.loads)
-        except CannotServe as refusal:
-            raise UnsupportedByEngine(f"the adapter {exchange.adapter[:SHOWN]!r}: {refusal}") from None
-        await pool.app(scope if written is body else with_body(scope, written), replay(written, receive), send)
+            return app(scope, receive, send)
+        return _apply(exchange.adapter, exchange, app, scope, receive, send)
+
+
+async def _apply(adapter: str, exchange: Exchange, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    body = await exchange.read(receive)
+    try:
+        written = with_adapter(scope["path"], body, adapter, exchange.loads)
+    except CannotServe as refusal:
+        raise UnsupportedByEngine(f"the adapter {adapter[:SHOWN]!r}: {refusal}") from None
+    await app(scope if written is body else with_body(scope, written), replay(written, receive), send)

@@ -218,6 +218,12 @@ class Pools:
             finally:
                 self._running = None
 
+    @property
+    def has_one_model(self) -> bool:
+        """Whether it is known that all requests mean the same model, without adapters: `look` would return False."""
+        fleet = self.default.fleet
+        return not self.named and not fleet.applies_adapters and fleet.heard
+
     async def look(self) -> bool:
         """Return whether a request's model must be read: it may decide about the pool or the adapter."""
         if self.named:

@@ -262,7 +262,7 @@ def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
         httptools.HttpParserInvalidURLError: the target has no path, or an invalid authority.
     """
     authority = b""
-    if url[:1] == b"/" and b"#" not in url:
+    if url.startswith(b"/") and url.find(b"#") < 0:
         path, mark, query = url.partition(b"?")
     else:
         parsed = httptools.parse_url(url)

@@ -156,7 +156,8 @@ async def read(method: bytes, pieces: Sequence[bytes]) -> Read:
         worker.connection.connection_lost(None)
     error = ""
     try:
-        await soon(reply.head())
+        while not reply.head_seen:
+            await soon(reply.arrival())
         while not reply.exhausted:
             body += await soon(reply.read())
     except UpstreamError as raised:

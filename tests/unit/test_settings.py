@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from miles_router.app import create_app
-from miles_router.errors import ConfigError, ConfigError
+from miles_router.errors import ConfigError
 from miles_router.middlewares.loading import find_class, load_middlewares
 from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, middleware_names, shown
 from miles_router.settings.keys import admin_keys, data_keys
