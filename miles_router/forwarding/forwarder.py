@@ -185,7 +185,7 @@ class Forwarder:
         flight: Flight | None,
         *,
         slot: bool = True,
-    ) -> HeldReply | RewrittenStream:
+    ) -> Reply | HeldReply | RewrittenStream:
         """Send a translated request to one unit and translate its reply. Raises the errors of `_send_to_unit`."""
         worker = unit.worker
         version = worker.weight_version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -141,7 +142,7 @@ class Lease:
 
 def leased_made(lease: Lease) -> Gate:
     gate = Gate(WorkerPool().admission, max_held=10, timeout=0.0)
-    gate.lease = lease
+    gate.lease = cast(Any, lease)
     return gate
 
 

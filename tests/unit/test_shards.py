@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from miles_router.engines.actions import Pause
 from miles_router.fleet.caches import set_apart
-from miles_router.fleet.fleet import Fleet, Orders, Questions
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
@@ -169,9 +169,7 @@ NOBODY = cast(Any, None)
 
 def fleet_of(pool: WorkerPool) -> Fleet:
     gate = Gate(pool.admission, max_held=10, timeout=0)
-    return Fleet(
-        pool=pool, gate=gate, policy=LeastInFlight(), questions=cast(Questions, NOBODY), orders=cast(Orders, NOBODY)
-    )
+    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), questions=NOBODY, orders=NOBODY)
 
 
 class Pair:

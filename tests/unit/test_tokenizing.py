@@ -22,9 +22,9 @@ from middleware_hub.tokenizing import async_encoder
 from middleware_hub.tokenizing.alignment import Alignment
 from middleware_hub.tokenizing.ascii_encoding import AsciiEncoder, ascii_encoder
 from middleware_hub.tokenizing.async_encoder import AT_ONCE, PROCESSES, AsyncEncoder, TextTooLong
-from middleware_hub.tokenizing.encoder_process import EncoderLost
 from middleware_hub.tokenizing.encoding import UNLOCKED, TextEncoder
 from miles_router.engines.spelling import NO_CUT
+from miles_router.errors import Unavailable
 from miles_router.testing.tiny_tokenizer import build
 from tests.support.tiers import examples
 from tests.support.tokenizers import PACKAGES, tokenizer
@@ -142,7 +142,7 @@ async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: A
     task = asyncio.ensure_future(encoder.encode_whole(ENDLESS))
     await until(processes, "it runs")
     processes()[0].send_signal(signal.SIGKILL)
-    with pytest.raises(EncoderLost):
+    with pytest.raises(Unavailable):
         await task
     assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)
 
