@@ -251,8 +251,8 @@ class RouterClient(FleetControl):
         return await self._transport.listed("/episodes", "episodes")
 
     async def audit(self, episode_id: str, *, limit: int = 8) -> dict[str, Any]:
-        """Return a comparison of an episode's recorded tokens with what the engines compute for them now; docs/audit.md
-        explains the fields.
+        """Return a comparison of an episode's recorded tokens with what the engines compute for them now.
+        docs/check-your-tokens.md explains the fields.
 
         Args:
             limit: the number of samples to audit, the newest ones.

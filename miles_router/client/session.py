@@ -190,8 +190,9 @@ class Session:
             return READERS[format](data)
 
     async def audit(self, *, limit: int = 8) -> dict[str, Any]:
-        """Return a comparison of the recorded tokens with what the engines compute for them now; docs/audit.md explains
-        the fields.
+        """Return a comparison of the recorded tokens with what the engines compute for them now.
+
+        docs/check-your-tokens.md explains the fields.
 
         Args:
             limit: the number of samples to audit, the newest ones.

@@ -45,9 +45,9 @@ class ContinuedRequest:
         self.answers: Any = {}
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
-        """Send one attempt and add its answer. Afterwards the generation is `done`, or was cut again.
+        """Send one attempt and add its answer. Afterwards the generation has ended, or was cut again.
 
-        This implementation expects a complete answer, and stores it in `answers` once the generation is done.
+        This implementation expects a complete answer, and stores it in `answers` once the generation has ended.
 
         Raises:
             CannotResume, UnreadableAnswer, RouterError: no worker continues it, or the answer does not fit the earlier
@@ -69,7 +69,7 @@ class ContinuedRequest:
             generation.end(joined)
         else:
             await self.note_end(attempt, generation, meta.get("finish_reason"))
-        if generation.done:
+        if generation.has_ended:
             self.answers[generation.index] = joined
 
     def read_attempt(self, answer: Any) -> Any:
@@ -86,7 +86,7 @@ class ContinuedRequest:
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """Store the answer of a generation that ended without a worker. A generation that was never resumed keeps the
         engine's own answer."""
-        if generation.done or RESUMED in answer["meta_info"]:
+        if generation.has_ended or RESUMED in answer["meta_info"]:
             self.answers[generation.index] = answer
 
     def attempt(self, exchange: Exchange) -> Attempt:
@@ -112,11 +112,11 @@ class ContinuedRequest:
             self.services.in_flight.leave(exchange)
 
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
-        """Mark a generation as done or as cut, after a worker reported its finish reason."""
+        """Mark a generation as ended or as cut, after a worker reported its finish reason."""
         if await attempt.was_cut(finish):
-            generation.abort, generation.facts = finish, attempt.facts
+            generation.cut(attempt.facts, finish)
         else:
-            generation.done = True
+            generation.end()
 
     def questions(self) -> EngineQuestions:
         """Return auxiliary requests that belong to no single generation."""
@@ -158,7 +158,7 @@ class ContinuedRequest:
     async def _carry_on(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
         services, exchange, seam = self.services, questions.exchange, Seam(generation, questions)
         lost = 0  # consecutive losses without a token: a request that crashes every worker must not reach them all
-        while not generation.done:
+        while not generation.has_ended:
             try:
                 generation.next_attempt()
                 questions.ask(exchange.flight.worker_url, generation.facts)
@@ -171,7 +171,7 @@ class ContinuedRequest:
                 try:
                     await self.sample(attempt, generation, seam, body)
                 except UpstreamBroken:
-                    generation.facts = attempt.facts
+                    generation.cut(attempt.facts)
                     lost = 0 if generation.tokens else lost + 1
                     if not services.resume_lost or lost >= services.router.config.max_retries:
                         raise
@@ -181,7 +181,7 @@ class ContinuedRequest:
                 if await self.should_retry(generation, exchange, error):
                     continue
                 if not exchange.flight.aborted:
-                    generation.given_up = True
+                    generation.give_up()
                     self.give_up(error)
                 break
             services.counts.resumed += 1
@@ -219,9 +219,9 @@ def _final_answer(generation: ResumableGeneration, *, aborted: bool) -> dict[str
     """
     answer = generation.consistent_answer()
     finish = generation.abort or (ABORTED if aborted else None)
-    if answer is None or (finish is None and not generation.done):
+    if answer is None or (finish is None and not generation.has_ended):
         raise UpstreamBroken("the worker was lost and the generation could not be resumed")
-    return answer if generation.done else {**answer, "meta_info": {**answer["meta_info"], "finish_reason": finish}}
+    return answer if generation.has_ended else {**answer, "meta_info": {**answer["meta_info"], "finish_reason": finish}}
 
 
 class FollowingAnswer(Collected):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,49 @@ SEED, SEED_DROPPED = "sampling_seed", "seed_dropped"
 OF_THE_PROMPT = ("text", "logprob_start_len")
 
 
+class GenerationState(str, Enum):
+    """The state of one generation between and during its attempts."""
+
+    RUNNING = "running"  # an attempt runs, is prepared or has failed
+    CUT = "cut"  # a pause, a move or the loss of its worker has ended the attempt; another one may continue it
+    OPAQUE = "opaque"  # its stream had an unreadable event; the rest passes unchanged, and nothing can continue it
+    ENDED = "ended"  # a worker has ended it, or its last token before a cut was its end
+    GIVEN_UP = "given up"  # it cannot be continued, and is returned incomplete
+
+
+class GenerationEvent(str, Enum):
+    """A cause for a generation to change its state."""
+
+    ATTEMPT = "next attempt"
+    CUT = "cut"
+    END = "end"
+    UNREADABLE = "unreadable event"
+    GIVE_UP = "giving up"
+
+
+RUNNING, CUT, OPAQUE, ENDED, GIVEN_UP = GenerationState
+#: {state: {event: next state}}. A worker may go on behind its abort, and may be lost behind the end.
+TRANSITIONS: Mapping[GenerationState, Mapping[GenerationEvent, GenerationState]] = {
+    RUNNING: {
+        GenerationEvent.ATTEMPT: RUNNING,
+        GenerationEvent.CUT: CUT,
+        GenerationEvent.UNREADABLE: OPAQUE,
+        GenerationEvent.END: ENDED,
+        GenerationEvent.GIVE_UP: GIVEN_UP,
+    },
+    CUT: {
+        GenerationEvent.ATTEMPT: RUNNING,
+        GenerationEvent.CUT: CUT,
+        GenerationEvent.UNREADABLE: CUT,
+        GenerationEvent.END: ENDED,
+        GenerationEvent.GIVE_UP: GIVEN_UP,
+    },
+    OPAQUE: {GenerationEvent.UNREADABLE: OPAQUE, GenerationEvent.END: ENDED},
+    ENDED: {GenerationEvent.CUT: ENDED, GenerationEvent.UNREADABLE: ENDED, GenerationEvent.GIVE_UP: ENDED},
+    GIVEN_UP: {},
+}
+
+
 class CannotResume(Exception):
     """An error: a generation cannot be resumed exactly, so it is returned as it is. It has no HTTP status and is no
     `RouterError`."""
@@ -41,10 +85,8 @@ class ResumableGeneration:
         defaults: the default sampling parameters of the engine that sampled the first token.
         answer: the joined answers of all earlier attempts.
         incremental: whether events to the client contain only new tokens; None while no event has shown it.
-        done: the generation has ended.
-        opaque: its stream contained an unreadable event; the rest passes unchanged.
-        abort: the `finish_reason` that a pause caused.
-        given_up: it was cut, and could not be resumed.
+        state: changes by `TRANSITIONS` only.
+        abort: the `finish_reason` of the last cut that a pause or a move caused; None if none did.
         prompt: the prompt ids, once they are known.
         shown_ids, shown_text: the ids and characters that the client of a stream has received.
         held_back: the text may be shorter than the text of the ids.
@@ -61,10 +103,8 @@ class ResumableGeneration:
     defaults: Mapping[str, Any] | None = None
     answer: dict[str, Any] | None = None
     incremental: bool | None = None
-    done: bool = False
-    opaque: bool = False
+    state: GenerationState = field(default=RUNNING, init=False)
     abort: dict[str, Any] | None = None
-    given_up: bool = False
     prompt: list[int] = field(default_factory=list)
     shown_ids: int = 0
     shown_text: int = 0
@@ -80,6 +120,53 @@ class ResumableGeneration:
     def __post_init__(self) -> None:
         body = self.client_request.body
         self.rows_from = {kind: fields.start_of(body) for kind, fields in ROW_FIELDS.items()}
+
+    # The state
+
+    def _on(self, event: GenerationEvent) -> None:
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise RuntimeError(f"impossible for a generation that is {self.state.value}: {event.value}") from None
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the last attempt was cut, and no further one has begun."""
+        return self.state is CUT
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is ENDED
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.state is GIVEN_UP
+
+    def cut(self, facts: Facts, finish: dict[str, Any] | None = None) -> None:
+        """Mark the attempt as cut. `finish` is the finish reason that the cut caused; None if the worker was lost.
+
+        Args:
+            facts: of the engine that sampled the attempt.
+        """
+        self._on(GenerationEvent.CUT)
+        self.facts, self.abort = facts, finish or self.abort
+
+    def end(self, answer: dict[str, Any] | None = None) -> None:
+        """Mark the generation as ended: by the current attempt, or with this joined answer."""
+        self._on(GenerationEvent.END)
+        if answer is not None:
+            self.drop_attempt()
+            self.answer = answer
+
+    def mark_unreadable(self, *, ended: bool = False) -> None:
+        """Note an unreadable event; `ended`: it has a finish reason."""
+        self._on(GenerationEvent.UNREADABLE)
+        if ended:
+            self.end()
+
+    def give_up(self) -> None:
+        """Note that no further attempt is made."""
+        self._on(GenerationEvent.GIVE_UP)
 
     # What was asked for
 
@@ -266,17 +353,13 @@ class ResumableGeneration:
             end = current["meta_info"].get("prompt_tokens", 0) + len(current["output_ids"]) - 1
             come = [kind for kind, fields in ROW_FIELDS.items() if fields.of(current["meta_info"]) is not None]
             self.rows_from |= dict.fromkeys(come, end)
+        self._on(GenerationEvent.ATTEMPT)
         self.drop_attempt()
         self.answer, self.attempt_rid = answer, uuid.uuid4().hex
 
     def drop_attempt(self) -> None:
         """Discard the answer of the current attempt."""
         self._attempt = GrowingAnswer()
-
-    def end(self, answer: dict[str, Any]) -> None:
-        """Mark the generation as done with this answer."""
-        self.drop_attempt()
-        self.answer, self.done = answer, True
 
     def verify(self, answer: Mapping[str, Any]) -> None:
         """Check that a joined answer has one logprob per token, of that token, and weight versions without gaps.

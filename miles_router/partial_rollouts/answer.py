@@ -24,7 +24,7 @@ class ResumableAnswer(ResumableRequest):
     async def run(self, body: bytes) -> None:
         with self.in_flight(self.exchange, body):
             opening = await self._opened(body)
-        cut = [generation for generation in self.generations if generation.abort is not None]
+        cut = [generation for generation in self.generations if generation.is_cut]
         if not cut:
             return
         self.answers = opening.answers
@@ -90,7 +90,7 @@ class _OpeningAnswer(Tap):
         for generation, answer in zip(generations, answers, strict=True):
             await self._read(generation, answer)
         self.answers = answers
-        return body if all(generation.done for generation in generations) else None
+        return body if all(generation.has_ended for generation in generations) else None
 
     def _parsed(self, body: bytes) -> list[Any]:
         try:
@@ -103,7 +103,7 @@ class _OpeningAnswer(Tap):
         try:
             meta = generation.add(answer)
         except UnreadableAnswer as error:
-            generation.done = True
+            generation.end()
             if await self.attempt.was_cut(finish_of(answer)):
                 self._request.give_up(error)
         else:

@@ -22,7 +22,7 @@ from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
 from miles_router.generation.attempt import LAYER, Attempt
 from miles_router.generation.continued_request import FollowingStream
-from miles_router.generation.generation import CannotResume, ResumableGeneration
+from miles_router.generation.generation import ENDED, OPAQUE, RUNNING, CannotResume, ResumableGeneration
 from miles_router.generation.joining import ROWS
 from miles_router.generation.seam import Seam
 from miles_router.partial_rollouts.request import ResumableRequest
@@ -38,19 +38,19 @@ class ResumableStream(ResumableRequest):
 
     async def run(self, body: bytes) -> None:
         self.opening = opening = _OpeningStream(self, self.attempt(self.exchange))
-        lost, running = False, list[ResumableGeneration]()
+        lost = False
         with self.in_flight(self.exchange, body):
             try:
                 await opening.attempt.ask(opening, self.scope, self.receive, body)
             except UpstreamBroken:
-                running = [each for each in self.generations if not each.done and each.abort is None]
-                unknown = any(each.opaque for each in running)
+                running = [each for each in self.generations if each.state in (RUNNING, OPAQUE)]
+                unknown = any(each.state is OPAQUE for each in running)
                 if opening.passing or (running and not self.services.resume_lost) or unknown:
                     raise
                 self._prepare_lost(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
-            await self.carry_on([each for each in self.generations if each.abort is not None] + running)
+            await self.carry_on([each for each in self.generations if each.is_cut])
             await opening.finish(LAST_EVENT)
 
     def _prepare_lost(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
@@ -66,14 +66,14 @@ class ResumableStream(ResumableRequest):
                 self.give_up(error)
                 raise UpstreamBroken("the worker was lost, and its events cannot be read") from error
             generation.mark_all_shown()
-            generation.facts = attempt.facts
+            generation.cut(attempt.facts)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """Relay the events of a continuation."""
         following = _CarriedOnStream(self, attempt, generation, seam)
         with suppress(_StreamNotNeeded):
             await attempt.ask(following, self.scope, self.receive, body)
-        if not following.has_end and not generation.done:
+        if not following.has_end and not generation.has_ended:
             raise CannotResume("the worker's stream ended without a finish reason")
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class _OpeningStream(Tap):
     @property
     def is_cut(self) -> bool:
         """Whether a pause has cut one of the generations."""
-        return any(generation.abort is not None for generation in self._generations)
+        return any(generation.is_cut for generation in self._generations)
 
     def passes(self, start: Message) -> bool:
         self.attempt.note_engine()
@@ -138,11 +138,13 @@ class _OpeningStream(Tap):
         The event may contain the expert ids of a long rollout, so collecting it here is avoided.
         """
         generation = self._generations[0]
-        if self.passing or generation.done or self._request.indexed:
+        if self.passing or generation.has_ended or self._request.indexed:
             return False
         (finish,) = finish_reasons(self.events.rest, 1, beginning=True) or (None,)
-        generation.done = finish is not None and not is_abort(finish)
-        return generation.done
+        if finish is None or is_abort(finish):
+            return False
+        generation.end()
+        return True
 
     async def event(self, event: Event) -> bytes:
         """Return the bytes for the client. Hold back the event of a cut, and the stream's end after one."""
@@ -150,13 +152,14 @@ class _OpeningStream(Tap):
             return b"" if self.is_cut else event.raw
         generation = self._generation(index_of(event.data) if self._request.indexed else 0)
         progress = progress_of(event.data)
-        if generation is not None and generation.opaque:
-            generation.done = generation.done or (progress is not None and progress.finish is not None)
+        if generation is not None and generation.state in (OPAQUE, ENDED):
+            if progress is not None and progress.finish is not None and not generation.has_ended:
+                generation.end()
             return event.raw
         if generation is None or progress is None or is_abort(progress.finish):
             return b"" if await self._read(event) else event.raw
         if progress.finish is not None:
-            generation.done = True
+            generation.end()
         elif generation.incremental is False:
             generation.keep(event.data, progress.version)
         else:
@@ -183,7 +186,9 @@ class _OpeningStream(Tap):
         if generation is None:
             if event.data:  # for example an error: later events cannot be resumed
                 for each in self._generations:
-                    each.opaque = True
+                    each.mark_unreadable()
+            return False
+        if generation.state in (OPAQUE, ENDED):
             return False
         finish = finish_of(answer)
         try:
@@ -193,7 +198,7 @@ class _OpeningStream(Tap):
                 generation.mark_all_shown()
             generation.add(answer)
         except UnreadableAnswer as error:
-            generation.opaque, generation.done = True, finish is not None
+            generation.mark_unreadable(ended=finish is not None)
             if await self.attempt.was_cut(finish):
                 self._request.give_up(error)
             else:
@@ -202,7 +207,7 @@ class _OpeningStream(Tap):
         self.attempt.exchange.flight.rids.update(generation.rids)
         if finish is not None:
             await self._request.note_end(self.attempt, generation, finish)
-        return generation.abort is not None
+        return generation.is_cut
 
 
 class _CarriedOnStream(FollowingStream):
@@ -238,10 +243,11 @@ class _CarriedOnStream(FollowingStream):
         if self.has_end and not stopped:
             await self.attempt.learn_engine()
             await self._request.note_end(self.attempt, generation, finish)
-            if not generation.done:
-                return  # cut again: the next continuation shows these tokens
-        if self.has_end or stopped:
-            generation.done = True
+            if generation.is_cut:
+                return  # the next continuation shows these tokens
+        elif stopped:
+            generation.end()
+        if generation.has_ended:
             await self._request.emit(generation, joined)
         else:
             await self._emit_certain(joined)

@@ -20,6 +20,7 @@ from miles_router.asgi.exchange import Scope, request_id
 from miles_router.asgi.outlet import SINK
 from miles_router.errors import RequestTimeout, RouterError, Unavailable
 from miles_router.forwarding.framing import CONTINUE, reply_head
+from miles_router.serving import client_states as states
 from miles_router.serving.client_request import ClientRequest
 from miles_router.serving.request_reader import BadMessage, RequestReader
 
@@ -58,7 +59,6 @@ class ClientConnection(asyncio.Protocol):
         self._reader: RequestReader
         self.sent = shared.sent
         self.flush_soon = shared.flush_soon
-        self.closing = False
         self.write_paused = False
         self._caught_up_before = False  # the client has caught up at least once
         self._backlog = 0  # this connection's share of `Backlog`
@@ -69,9 +69,14 @@ class ClientConnection(asyncio.Protocol):
         self._current: ClientRequest | None = None  # the request that is being answered
         self._waiting: deque[tuple[ClientRequest, Scope]] = deque()
         self._refusal: tuple[RouterError, str] | None = None  # the error to answer after all requests
-        self._half_closed = False  # the client has closed its sending side
+        self._state = states.OPEN
         self._checks = 0
-        self._input_ignored = False  # further bytes are ignored
+
+    def _on(self, event: states.ConnectionEvent) -> None:
+        try:
+            self._state = states.CONNECTION[self._state][event]
+        except KeyError:
+            raise states.InvalidTransition(self._state, event) from None
 
     # asyncio.Protocol
 
@@ -101,7 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self._server_state.connections.discard(self)
         self._shared.statistics.open -= 1
         self._start_timeout(None)
-        self._input_ignored = True
+        self._on(states.CLOSE)
         if self._current is not None:
             self._current.lost()
         for request, _ in self._waiting:
@@ -134,7 +139,7 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(False)
 
     def data_received(self, data: bytes) -> None:
-        if self._input_ignored:
+        if self._state not in states.READING:
             return
         try:
             self._reader.feed(data)
@@ -151,17 +156,12 @@ class ClientConnection(asyncio.Protocol):
         section 15.2), and the kernel of a client that has gone answers with a reset.
         """
         current = self._current
-        cut = self._reader.partial and self._refusal is None
-        if current is None or current.http_1_0 or cut or (current.begun and not self._has_more):
+        cut = self._state in states.READING and self._reader.partial
+        if current is None or current.http_1_0 or cut or (current.begun and not self._waiting):
             return False  # close
-        self._half_closed = True
+        self._on(states.CLIENT_FIN)
         self._start_timeout(self._shared.half_closed)
         return True
-
-    @property
-    def _has_more(self) -> bool:
-        """True if a further request, or a part of one, waits."""
-        return bool(self._waiting or self._reader.unread)
 
     def check_client(self) -> None:
         """Check a half-closed client: close the connection if the client has gone, else probe it from time to time."""
@@ -177,21 +177,22 @@ class ClientConnection(asyncio.Protocol):
         self._start_timeout(self._shared.half_closed)
 
     def _refuse_message(self, error: RouterError) -> None:
-        if self._input_ignored:  # bytes after the last request do not stop its reply
+        if self._state not in states.READING:  # bytes after the last request do not stop its reply
             self._choose_timeout()
             return
         if isinstance(error, BadMessage):
             self._count(error.reason)
         current, reader = self._current, self._reader
-        self._input_ignored = True
+        self._on(states.REFUSAL)
         self._refusal = error, request_id({"headers": reader.headers})
         self._start_timeout(None)
         self._drop_waiting(reader.request)
         if current is None:
             self.refuse(*self._refusal)
         elif current is reader.request:  # its body is invalid: `lost` makes the app's `receive` return a disconnect
+            begun = current.begun
             current.lost()
-            if current.begun:
+            if begun:
                 self.close()  # an error reply inside its reply would corrupt it
             else:
                 self.refuse(*self._refusal)
@@ -208,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
             self,
             scope["method"],
             http_1_0=http_1_0,
-            keep_alive=keep_alive and not http_1_0,
+            keep_alive=keep_alive and not http_1_0 and self._state is not states.STOPPING,
             awaits_continue=awaits_continue,
         )
         scope["state"] = self._app_state.copy()
@@ -228,7 +229,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _end(self, request: ClientRequest) -> None:
         if not request.keep_alive:
-            self._input_ignored = True
+            self._on(states.LAST_REQUEST)
 
     # Called by requests
 
@@ -251,7 +252,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._reading_paused and not self._reader.full:
             return
         self._reader.full = False
-        if not self._input_ignored:
+        if self._state in states.READING:
             try:
                 self._reader.go_on()
             except RouterError as error:
@@ -271,7 +272,7 @@ class ClientConnection(asyncio.Protocol):
     def reply_ended(self, request: ClientRequest) -> None:
         """Start the next request, or close: the last byte of the reply to `request` was written."""
         self._current = None
-        if not request.keep_alive or self.closing:
+        if not request.keep_alive:
             if request.whole:
                 self.close()
             else:
@@ -280,11 +281,11 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting:
             self._start(*self._waiting.popleft())
         self.resume_reading()
-        if self._current is not None or self.closing:
+        if self._current is not None or self._state is states.LINGERING:
             return
         if self._refusal is not None:
             self.refuse(*self._refusal)
-        elif self._half_closed:
+        elif self._state is states.HALF_CLOSED:
             self.close()
         else:
             self._choose_timeout()
@@ -295,6 +296,7 @@ class ClientConnection(asyncio.Protocol):
         If the end of the connection marks the end of the body, the connection is reset (RST) instead.
         """
         request.flush()
+        request.lost()
         if request.ends_with_connection:
             sock = self.transport.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
@@ -316,14 +318,14 @@ class ClientConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Close in two steps, because the client may still be sending: send FIN, then read and drop for `LINGER` s."""
-        self.closing = self._input_ignored = True
+        self._on(states.OWN_FIN)
         self.resume_reading()
         self.transport.write_eof()
         self._start_timeout(self._shared.lingering)
 
     def close(self) -> None:
         """Close the connection after all written bytes were sent."""
-        self.closing = self._input_ignored = True
+        self._on(states.CLOSE)
         self._start_timeout(None)
         self.transport.close()
 
@@ -331,29 +333,32 @@ class ClientConnection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Stop gracefully: finish the present request, or one that is arriving, and take no further ones."""
-        if self._current is None and self._deadline is not self._shared.arriving:
-            self.close()
-            return
-        self.closing = True
-        if self._current is None:  # the request may be on its way: a close now would leave its outcome unknown
+        current = self._current
+        if current is not None:
+            current.keep_alive = False
+            if current.whole and self._state in states.READING:
+                self._on(states.LAST_REQUEST)
+                self._choose_timeout()
+            if (task := current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
+                self._server_state.tasks.add(task)
+                task.add_done_callback(self._server_state.tasks.discard)
+        elif self._deadline is self._shared.arriving:  # a close now would leave the outcome of its request unknown
+            self._on(states.STOP)
             self._start_timeout(self._shared.lingering)
-            return
-        if (task := self._current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
-            self._server_state.tasks.add(task)
-            task.add_done_callback(self._server_state.tasks.discard)
+        else:
+            self.close()
 
     # Timeouts
 
     def _choose_timeout(self) -> None:
         """Choose the timeout for the present state: of an arriving request, of an idle connection, or none while a
         request is answered."""
-        if self._half_closed:
-            return
-        if self._reader.partial and not self._input_ignored:
-            if self._deadline is not self._shared.arriving:
-                self._start_timeout(self._shared.arriving)
-        else:
-            self._start_timeout(self._shared.idle if self._current is None and not self._input_ignored else None)
+        if self._state is states.FINISHING:
+            self._start_timeout(None)
+        elif self._state in states.READING and not self._reader.partial:
+            self._start_timeout(self._shared.idle if self._current is None else None)
+        elif self._state in states.READING and self._deadline is not self._shared.arriving:
+            self._start_timeout(self._shared.arriving)
 
     def _start_timeout(self, deadline: Deadlines[ClientConnection] | None) -> None:
         if self._deadline is not None:

@@ -129,11 +129,6 @@ class RequestReader:
         except InvalidFraming as error:
             raise _refusal(error) from None
 
-    @property
-    def unread(self) -> memoryview:
-        """The stored bytes that are not parsed yet."""
-        return self._unread
-
     def close(self) -> None:
         """Drop the parser, which breaks a reference cycle, and the stored bytes."""
         self._parser = None

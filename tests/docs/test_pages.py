@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.pages import (
     KINDS,
@@ -27,7 +28,6 @@ from tests.docs.pages import (
 LINE_LENGTH = 120
 HEADING_LENGTH = 60
 FRAMEWORKS = {"miles", "slime", "verl", "prime-rl", "SkyRL", "TRL", "Dressage"}
-CALLS_PAGE = "docs/drop-in.md"
 GUARANTEES = [heading for headings in guarantees().values() for heading in headings]
 
 
@@ -64,7 +64,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def named_tests() -> list[str]:
     """Return the tests that guarantees and frameworks' calls name."""
-    of_calls = re.findall(r"`(tests/[\w/]+\.py::\w+)`", read(CALLS_PAGE))
+    of_calls = re.findall(r"tests/[\w/]+\.py::\w+", read("tests/frameworks.yaml"))
     return list(dict.fromkeys(chain(*guarantee_tests().values(), of_calls)))
 
 
@@ -94,11 +94,11 @@ def test_the_page_of_guarantees_names_no_tests() -> None:
 
 
 def test_every_call_of_a_framework_has_a_test() -> None:
-    calls: dict[str, list[str]] = {}
-    for line in read(CALLS_PAGE).splitlines():
-        if line.startswith("## "):
-            framework = calls.setdefault(re.split(r"[# :]+", line)[1], [])
-        elif line.startswith("| ") and not line.startswith(("| call |", "| --- |")):
-            framework.append(line)
-    assert {name for name, rows in calls.items() if len(rows) > 3} == FRAMEWORKS
-    assert [row for rows in calls.values() for row in rows if not re.search(r"`tests/[^`|]+::test_\w+` \|$", row)] == []
+    calls: dict[str, int] = {}
+    for section in read("docs/frameworks.md").split("\n## ")[1:]:
+        name, _, text = section.partition("\n")
+        calls[name] = len(re.findall(r"^\| (?!call \||---)", text, re.MULTILINE))
+    tests = yaml.safe_load(read("tests/frameworks.yaml"))["rows"]
+    assert set(calls) == FRAMEWORKS
+    assert calls == {name: len(rows) for name, rows in tests.items()}
+    assert all(row for rows in tests.values() for row in rows)

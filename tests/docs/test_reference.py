@@ -168,7 +168,7 @@ def test_every_route_of_a_middleware_is_documented(text_cache: RadixTreeMiddlewa
     ("middleware", "page"),
     [
         (RadixTreeMiddleware, "docs/text-rollouts.md"),
-        (OpenAISessionMiddleware, "docs/agents.md"),
+        (OpenAISessionMiddleware, "docs/sessions-reference.md"),
         (RoutedExpertsMiddleware, "docs/moe-r3.md"),
     ],
 )

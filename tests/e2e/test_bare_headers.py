@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.restarts import StateDirectories
-from tests.support.session_apis import MESSAGES, RESPONSES
+from tests.support.session_apis import RESPONSES
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
@@ -21,7 +22,7 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 NAMES = ("chan42/thread-7", "a b", "née", "x" * 129, "..", ".", "{uuid}", "1,2", "agent#3", '"quoted"')
-SAID = [user("Hi")]
+SAID, SHORT = [user("Hi")], {"max_new_tokens": 4}
 TWO: dict[str, Any] = {"options": {"max_sessions": 2}, "token_latency_s": 0.0}
 
 
@@ -45,21 +46,16 @@ async def held(trial: SessionTrial) -> set[str]:
     return {each["session_id"] for each in (await trial.ask("GET", "/sessions")).json()["sessions"]}
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", [CHAT, "/generate"])
-async def test_a_name_that_no_session_can_have_is_affinity(
-    stage: Stage, workers: list[SimulatedWorker], path: str, stream: bool
-) -> None:
+async def test_a_name_that_no_session_can_have_is_affinity(stage: Stage, workers: list[SimulatedWorker]) -> None:
     trial = await session_trial(stage, *workers)
-    for name in NAMES:
+    for name, (path, stream) in itertools.product(NAMES, ((CHAT, True), (CHAT, False), ("/generate", True))):
         homes = set()
         for _ in range(3):
             for worker in workers:
                 worker.door.clear()
-            body: Any = {"model": "m", "messages": SAID, "max_tokens": 4, "stream": stream}
-            if path == "/generate":
-                body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}, "stream": stream}
-            assert (await trial.ask("POST", path, body, [("X-Session-Id", name)])).status == 200, name
+            body = {"model": "m", "messages": SAID, "max_tokens": 4, "text": "Hi", "sampling_params": SHORT}
+            answer = await trial.ask("POST", path, {**body, "stream": stream}, [("X-Session-Id", name)])
+            assert answer.status == 200, name
             homes.add(next(worker.url for worker in workers if worker.door.at(path)))
         assert len(homes) == 1, name
     assert await held(trial) == set()
@@ -73,7 +69,7 @@ async def test_beside_the_headers_of_a_trainer_such_a_name_is_refused(stage: Sta
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
 async def test_bare_headers_never_block_a_session_that_is_made(
     stage: Stage, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

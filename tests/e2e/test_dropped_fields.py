@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-import pytest
-
-from tests.e2e.test_session_media import prompt_of
-from tests.support.session_trial import ADD, SessionTrial, message_of, simulated_sessions, user
+from tests.support.session_apis import BOTH, Api, case, given
+from tests.support.session_trial import ADD, CHAT, SessionTrial, message_of, prompt_of, simulated_sessions, user
 from tests.support.stage import Stage
 
 WORDS = "Bananas."
@@ -15,7 +14,6 @@ ADDS: Any = {"name": "add", "arguments": {"a": 17, "b": 25}}
 SCRIPT: Any = [{"calls": [ADDS]}, {"calls": [ADDS]}, {"text": "Done."}]
 ADD_FUNCTION = {"name": "add", "arguments": '{"a": 17, "b": 25}'}
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
-both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 #: Fields of an answer in a history whose text the template is given, and its content beside them.
 SAID: dict[str, tuple[Any, dict[str, Any]]] = {
     "a refusal": (None, {"refusal": WORDS}),
@@ -59,38 +57,28 @@ NOTHING: dict[str, dict[str, Any]] = {
 
 async def refused(trial: SessionTrial, session: str, messages: list[Any], **fields: Any) -> str:
     """The reason of a 400 that has recorded nothing and asked no engine."""
-    before, asked = await trial.records(session), len(trial.door)
-    reply = await trial.turn(session, messages, **fields)
-    assert reply.status == 400, reply.body
-    assert (await trial.records(session), len(trial.door)) == (before, asked)
-    return str(reply.json()["error"]["message"])
+    return str((await Api(CHAT).refused(trial, session, messages, **fields))["message"])
 
 
-@both
-@pytest.mark.parametrize("kind", SAID)
-async def test_what_an_answer_said_in_another_field_reaches_the_prompt(
-    stage: Stage, kind: str, *, stream: bool
-) -> None:
-    content, fields = SAID[kind]
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        history = [user("Hi"), {"role": "assistant", "content": content, **fields}, user("Go")]
-        assert (await trial.turn(session, history, stream=stream)).status == 200
-        assert f"{WORDS}<|im_end|>" in await prompt_of(trial, session)
-        (record,) = await trial.records(session)
-        assert "unread_fields" not in record
-
-
-@pytest.mark.parametrize("kind", THOUGHT)
-async def test_reasoning_under_another_name_reaches_the_prompt(stage: Stage, kind: str) -> None:
+async def test_what_an_answer_said_in_another_field_reaches_the_prompt(stage: Stage) -> None:
     call = {"id": "c1", "type": "function", "function": ADD_FUNCTION}
-    said = {"role": "assistant", "content": "", "tool_calls": [call], **THOUGHT[kind]}
     async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        await trial.chat(session, [user("Hi"), said, {"role": "tool", "tool_call_id": "c1", "content": "42"}])
-        assert (await prompt_of(trial, session)).count(f"<think>\n{WORDS}\n</think>") == 1
-        (record,) = await trial.records(session)
-        assert "unread_fields" not in record
+        for (kind, (content, fields)), stream in itertools.product(SAID.items(), BOTH):
+            with case(kind, stream):
+                session = await trial.create()
+                history = [user("Hi"), {"role": "assistant", "content": content, **fields}, user("Go")]
+                await Api(CHAT).turn(trial, session, history, 4, stream=stream)
+                assert f"{WORDS}<|im_end|>" in await prompt_of(trial, session)
+                (record,) = await trial.records(session)
+                assert "unread_fields" not in record
+        for kind, fields in THOUGHT.items():
+            with case(kind):
+                session = await trial.create()
+                said = {"role": "assistant", "content": "", "tool_calls": [call], **fields}
+                await trial.chat(session, [user("Hi"), said, {"role": "tool", "tool_call_id": "c1", "content": "42"}])
+                assert (await prompt_of(trial, session)).count(f"<think>\n{WORDS}\n</think>") == 1
+                (record,) = await trial.records(session)
+                assert "unread_fields" not in record
 
 
 async def test_audio_without_words_follows_the_policy_for_media(stage: Stage) -> None:
@@ -104,124 +92,104 @@ async def test_audio_without_words_follows_the_policy_for_media(stage: Stage) ->
         assert [record.get("media_replaced") for record in await trial.records(session)] == [None, {"audio": 1}]
 
 
-@pytest.mark.parametrize("kind", PARSE_ERRORS)
-async def test_the_record_names_fields_that_no_template_is_given(stage: Stage, kind: str) -> None:
-    message, names = PARSE_ERRORS[kind]
+async def test_the_record_names_fields_that_no_template_is_given(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
-        session, history = await trial.create(), [user("Hi"), message, user("Go")]
-        answer = message_of(await trial.chat(session, history))
-        await trial.chat(session, [*history, answer, user("On")])
-        assert [record["unread_fields"] for record in await trial.records(session)] == [names, names]
-        assert await trial.reasons(session) == [None, None]
+        for kind, (message, names) in PARSE_ERRORS.items():
+            with case(kind):
+                session, history = await trial.create(), [user("Hi"), message, user("Go")]
+                answer = message_of(await trial.chat(session, history))
+                await trial.chat(session, [*history, answer, user("On")])
+                assert [record["unread_fields"] for record in await trial.records(session)] == [names, names]
+                assert await trial.reasons(session) == [None, None]
+        for kind, fields in NOTHING.items():
+            with case(kind):
+                session, history = await trial.create(), [{**user("Hi"), **fields}]
+                history += [{**message_of(await trial.chat(session, history)), **fields}, user("Go")]
+                await trial.chat(session, history)
+                assert all("unread_fields" not in record for record in await trial.records(session))
+                assert await trial.reasons(session) == [None, None]
 
 
-@pytest.mark.parametrize("kind", NOTHING)
-async def test_fields_that_say_nothing_are_not_named(stage: Stage, kind: str) -> None:
-    async with simulated_sessions(stage) as trial:
-        session, history = await trial.create(), [{**user("Hi"), **NOTHING[kind]}]
-        history += [{**message_of(await trial.chat(session, history)), **NOTHING[kind]}, user("Go")]
-        await trial.chat(session, history)
-        assert all("unread_fields" not in record for record in await trial.records(session))
-        assert await trial.reasons(session) == [None, None]
+# The API's old functions
 
 
-@both
-@pytest.mark.parametrize("arguments", ['{"a": 17, "b": 25}', {"a": 17, "b": 25}], ids=["text", "object"])
-async def test_function_call_of_an_answer_reaches_the_prompt(stage: Stage, arguments: Any, *, stream: bool) -> None:
-    called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": arguments}}
-    history = [user("Add."), called, {"role": "function", "name": "add", "content": "42"}, user("Go")]
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        assert (await trial.turn(session, history, stream=stream)).status == 200
-        prompt = await prompt_of(trial, session)
-        assert f"<|im_start|>assistant\n{CALLED}<|im_end|>" in prompt
-        assert "<tool_response>\n42\n</tool_response>" in prompt
-
-
-@pytest.mark.parametrize("arguments", ["", None, ..., "{}"], ids=["empty", "null", "missing", "object"])
-async def test_function_call_without_arguments_reaches_the_prompt(stage: Stage, arguments: Any) -> None:
-    function = {"name": "now"} if arguments is ... else {"name": "now", "arguments": arguments}
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        history = [user("When?"), {"role": "assistant", "function_call": function}]
-        await trial.chat(session, [*history, {"role": "function", "name": "now", "content": "Noon."}])
-        assert '{"name": "now", "arguments": {}}' in await prompt_of(trial, session)
-
-
-async def test_functions_of_a_foreign_history_stay_in_one_segment(stage: Stage) -> None:
-    called = {"role": "assistant", "content": None, "function_call": ADD_FUNCTION}
+async def test_function_call_of_an_answer_reaches_the_prompt(stage: Stage) -> None:
     result = {"role": "function", "name": "add", "content": "42"}
     async with simulated_sessions(stage) as trial:
+        for arguments, stream in itertools.product(('{"a": 17, "b": 25}', {"a": 17, "b": 25}), BOTH):
+            with case(arguments, stream):
+                session = await trial.create()
+                called = {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {**ADD_FUNCTION, "arguments": arguments},
+                }
+                await Api(CHAT).turn(trial, session, [user("Add."), called, result, user("Go")], 4, stream=stream)
+                prompt = await prompt_of(trial, session)
+                assert f"<|im_start|>assistant\n{CALLED}<|im_end|>" in prompt
+                assert "<tool_response>\n42\n</tool_response>" in prompt
+        nothing: tuple[Any, ...] = ("", None, ..., "{}")
+        for none in nothing:
+            with case(none):
+                session = await trial.create()
+                function = given({"name": "now"}, "arguments", none)
+                said: list[Any] = [user("When?"), {"role": "assistant", "function_call": function}]
+                await trial.chat(session, [*said, {"role": "function", "name": "now", "content": "Noon."}])
+                assert '{"name": "now", "arguments": {}}' in await prompt_of(trial, session)
         session = await trial.create()
-        history: list[Any] = [user("Add."), called, result]
+        foreign: Any = {"role": "assistant", "content": None, "function_call": ADD_FUNCTION}
+        history = [user("Add."), foreign, result]
         for _ in range(3):
-            history += [message_of(await trial.chat(session, history)), user("Again."), called, result]
+            history += [message_of(await trial.chat(session, history)), user("Again."), foreign, result]
         assert await trial.reasons(session) == [None, None, None]
-        (sample,) = await trial.samples(session)
-        assert len(sample["metadata"]["turns"]) == 3
 
 
-@both
-async def test_a_sampled_call_that_comes_back_as_a_function_call_is_held(stage: Stage, *, stream: bool) -> None:
+async def test_a_sampled_call_that_comes_back_as_a_function_call_is_held(stage: Stage) -> None:
     async with simulated_sessions(stage, script=SCRIPT) as trial:
-        session, history = await trial.create(), [user("Add.")]
-        for number in range(2):
-            await trial.chat(session, history, tools=[ADD], max_tokens=200)
-            history.append({"role": "assistant", "content": "", "function_call": ADD_FUNCTION})
-            history.append({"role": "function", "name": "add", "content": f"4{number}"})
-        assert (await trial.turn(session, history, tools=[ADD], stream=stream)).status == 200
-        assert await trial.reasons(session) == [None, None, None]
-        prompt = await prompt_of(trial, session)
-        assert [prompt.count(f"<tool_response>\n4{number}\n") for number in range(2)] == [1, 1]
-
-
-async def test_a_call_in_both_forms_is_one_call(stage: Stage) -> None:
-    async with simulated_sessions(stage, script=SCRIPT) as trial:
+        for stream in BOTH:
+            session, history = await trial.create(), [user("Add.")]
+            for number in range(2):
+                await trial.chat(session, history, tools=[ADD], max_tokens=200)
+                history.append({"role": "assistant", "content": "", "function_call": ADD_FUNCTION})
+                history.append({"role": "function", "name": "add", "content": f"4{number}"})
+            await Api(CHAT).turn(trial, session, history, tools=[ADD], stream=stream)
+            assert await trial.reasons(session) == [None, None, None]
+            prompt = await prompt_of(trial, session)
+            assert [prompt.count(f"<tool_response>\n4{number}\n") for number in range(2)] == [1, 1]
         session, history = await trial.create(), [user("Add.")]
         answer = message_of(await trial.chat(session, history, tools=[ADD], max_tokens=200))
         function = answer["tool_calls"][0]["function"]
         history.append({**answer, "function_call": {"name": "add", "arguments": function["arguments"]}})
         history.append({"role": "function", "name": "add", "content": "42"})
         await trial.chat(session, history, tools=[ADD])
-        assert await trial.reasons(session) == [None, None]
+        assert await trial.reasons(session) == [None, None], "a call in both forms is one call"
 
 
-@pytest.mark.parametrize("called", ["add", {"arguments": "{}"}, {"name": None, "arguments": "{}"}, ["add"]], ids=str)
-async def test_a_function_call_that_is_none_is_refused_in_a_first_turn(stage: Stage, called: Any) -> None:
-    said = {"role": "assistant", "content": "", "function_call": called}
+async def test_functions_that_cannot_be_read_are_refused_in_a_first_turn(stage: Stage) -> None:
+    hi, go, on = user("Hi"), user("Go"), user("On")
     async with simulated_sessions(stage) as trial:
-        session, history = await trial.create(), [user("Hi")]
-        assert "messages[1].function_call" in await refused(trial, session, [*history, said, user("Go")])
-        history += [message_of(await trial.chat(session, history)), user("Go"), said, user("On")]
-        await trial.chat(session, history)
-        assert [record.get("unread_fields") for record in await trial.records(session)] == [None, ["function_call"]]
-
-
-@pytest.mark.parametrize("name", ["other", "add"])
-async def test_a_function_s_result_without_its_call_is_refused(stage: Stage, name: str) -> None:
-    called = {"role": "assistant", "content": "", "function_call": ADD_FUNCTION}
-    answered = [called, {"role": "function", "name": "add", "content": "42"}] if name == "add" else [called]
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        messages = [user("Add."), *answered, {"role": "function", "name": name, "content": "42"}]
-        assert f"messages[{len(messages) - 1}]" in await refused(trial, session, messages)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("functions", [{"name": "add", "parameters": {"type": "object"}}]),
-        ("function_call", {"name": "add"}),
-    ],
-    ids=["functions", "function_call"],
-)
-async def test_functions_of_a_request_are_refused_in_a_first_turn(stage: Stage, name: str, value: Any) -> None:
-    async with simulated_sessions(stage) as trial:
-        session, history = await trial.create(), [user("Hi")]
-        reason = await refused(trial, session, history, **{name: value})
-        assert reason.startswith(f"{name}: ")
-        assert "tools" in reason
-        quiet: dict[str, Any] = {"functions": [], "function_call": "auto"}
-        history += [message_of(await trial.chat(session, history, **quiet)), user("Go")]
-        await trial.chat(session, history, **{name: value})
-        assert [record.get("unread_fields") for record in await trial.records(session)] == [None, [name]]
+        for called in ("add", {"arguments": "{}"}, {"name": None, "arguments": "{}"}, ["add"]):
+            with case(called):
+                session, said = await trial.create(), {"role": "assistant", "content": "", "function_call": called}
+                assert "messages[1].function_call" in await refused(trial, session, [hi, said, go])
+                await trial.chat(session, [hi, message_of(await trial.chat(session, [hi])), go, said, on])
+                unread = [record.get("unread_fields") for record in await trial.records(session)]
+                assert unread == [None, ["function_call"]]
+        named: Any = {
+            "functions": [{"name": "add", "parameters": {"type": "object"}}],
+            "function_call": {"name": "add"},
+        }
+        for name, value in named.items():
+            with case(name):
+                session = await trial.create()
+                reason = await refused(trial, session, [hi], **{name: value})
+                assert (reason.startswith(f"{name}: "), "tools" in reason) == (True, True)
+                quiet: dict[str, Any] = {"functions": [], "function_call": "auto"}
+                history = [hi, message_of(await trial.chat(session, [hi], **quiet)), go]
+                await trial.chat(session, history, **{name: value})
+                assert [record.get("unread_fields") for record in await trial.records(session)] == [None, [name]]
+        of_add: Any = {"role": "assistant", "content": "", "function_call": ADD_FUNCTION}
+        result = {"role": "function", "name": "add", "content": "42"}
+        for messages in ([of_add, {**result, "name": "other"}], [of_add, result, result]):
+            reason = await refused(trial, await trial.create(), [user("Add."), *messages])
+            assert f"messages[{len(messages)}]" in reason, "it has no call"

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply, ask
 from tests.support.metrics import metric, metrics, samples, total
@@ -68,49 +66,6 @@ async def test_a_worker_that_never_answered_is_shown_as_unreached(stage: Stage) 
     text = await metrics(router.url)
     assert [each.value for each in samples(text, "miles_router_worker_routable", worker=silent.url)] == [0]
     assert total(text, "miles_router_workers", state="unreached") == 1
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/get_model_info", "/any/path"])
-async def test_requests_are_told_503_while_no_worker_has_answered(stage: Stage, path: str) -> None:
-    silent = await refusing(stage)
-    router = await stage.router(silent)
-    answer = await router.ask("GET" if path == "/get_model_info" else "POST", path, body=b"{}")
-    assert (answer.status, answer.error_type) == (503, "no_worker_available")
-    assert "1 unreached" in answer.json()["error"]["message"]
-    assert int(answer.value("retry-after") or 0) >= 1
-
-
-@pytest.mark.parametrize("readmit", ["same-weights", "healthy", "never"])
-async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage, readmit: str) -> None:
-    late = await refusing(stage)
-    router = await stage.router(late, readmit=readmit, health_check_failure_threshold=1)
-    while not (await shown(router, late.url))["failures"]:  # noqa: ASYNC110
-        await asyncio.sleep(STEP)
-    await late.listen()
-    record = await in_state(router, late.url, "ready")
-    assert (record["reason"], record["failures"]) == ("registered", 0)
-    assert (await post(router, "/generate", **SHORT)).status == 200
-    assert "unreached" not in await got(router, "/list_workers")
-
-
-@pytest.mark.parametrize("answer", ["hangs", "answers 500"])
-async def test_a_worker_that_listens_and_says_nothing_good_gets_no_request(stage: Stage, answer: str) -> None:
-    starting, well = await stage.worker(), await stage.worker()
-    starting.model_info = script(HANG) if answer == "hangs" else script(reply(b"", 500))
-    router = await stage.router(starting, well, health_check_timeout=0.2)
-    answers = [(await post(router, "/generate", **SHORT)).status for _ in range(6)]
-    assert answers == [200] * 6
-    assert (starting.requests, len(well.requests)) == ([], 6)
-    starting.model_info = script(reply(b'{"weight_version": "1"}'))
-    await in_state(router, starting.url, "ready")
-
-
-async def test_no_request_is_sent_to_an_address_where_nobody_listens(stage: Stage) -> None:
-    silent, well = await refusing(stage), await stage.worker()
-    router = await stage.router(silent, well)
-    for _ in range(6):
-        assert (await post(router, "/generate", **SHORT)).status == 200
-    assert await metric(router, "miles_router_retries_total") == 0
 
 
 async def test_a_router_whose_workers_are_up_takes_requests_at_once(stage: Stage) -> None:
@@ -180,17 +135,39 @@ async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: S
             await in_state(router, url, "ready")
 
 
-async def test_a_worker_that_missed_an_unnamed_update_takes_no_requests(stage: Stage) -> None:
-    late, well = await refusing(stage), await stage.worker()
-    router = await stage.router(late, well)
-    assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
-    await late.listen()
-    record = await in_state(router, late.url, "outdated")
-    assert "missed the fleet's last weight update" in record["reason"]
-
-
 async def test_a_worker_that_never_answered_can_be_drained_and_removed(stage: Stage) -> None:
     silent = await refusing(stage)
     router = await stage.router(silent)
     assert (await ask(router.url, "POST", f"/remove_worker?url={silent.url}&drain=true")).status == 200
     assert (await got(router, "/health"))["workers_total"] == 0
+
+
+async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage) -> None:
+    for readmit in ("same-weights", "never"):
+        late = await refusing(stage)
+        router = await stage.router(late, readmit=readmit, health_check_failure_threshold=1)
+        for path in ("/generate", "/get_model_info"):
+            answer = await router.ask("GET" if path == "/get_model_info" else "POST", path, body=b"{}")
+            assert (answer.status, answer.error_type) == (503, "no_worker_available")
+            assert "1 unreached" in answer.json()["error"]["message"]
+            assert int(answer.value("retry-after") or 0) >= 1
+        while not (await shown(router, late.url))["failures"]:  # noqa: ASYNC110
+            await asyncio.sleep(STEP)
+        await late.listen()
+        record = await in_state(router, late.url, "ready")
+        assert (record["reason"], record["failures"]) == ("registered", 0), readmit
+        assert (await post(router, "/generate", **SHORT)).status == 200
+        assert "unreached" not in await got(router, "/list_workers")
+
+
+async def test_no_request_goes_where_nothing_good_has_answered(stage: Stage) -> None:
+    hanging, failing, well = [await stage.worker() for _ in range(3)]
+    silent = await refusing(stage)
+    hanging.model_info, failing.model_info = script(HANG), script(reply(b"", 500))
+    router = await stage.router(hanging, failing, silent, well, health_check_timeout=0.2)
+    assert [(await post(router, "/generate", **SHORT)).status for _ in range(6)] == [200] * 6
+    assert (hanging.requests, failing.requests, len(well.requests)) == ([], [], 6)
+    assert await metric(router, "miles_router_retries_total") == 0
+    for starting in (hanging, failing):
+        starting.model_info = script(reply(b'{"weight_version": "1"}'))
+        await in_state(router, starting.url, "ready")

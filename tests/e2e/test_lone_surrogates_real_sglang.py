@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.sglang_worker import RealWorker
-from tests.support.bare_calls import DATED, MESSAGES, RESPONSES, request
+from tests.support.bare_calls import DATED, NAMES
 from tests.support.real_sessions import real_sessions, write_script
-from tests.support.session_trial import CHAT, IM_END, qwen3
+from tests.support.session_apis import TALKS
+from tests.support.session_trial import IM_END, qwen3, user
 
 pytestmark = pytest.mark.sglang
 SPOILED = DATED.replace("UTC", r"\ud83d")
@@ -21,14 +21,12 @@ async def test_a_real_engine_s_failure_at_an_escape_is_made_up_for(tmp_path: Pat
     said = tmp_path / "script"
     with RealWorker.start("--script-file", str(said), "--chunked-prefill-size", "-1") as worker:
         async with real_sessions(worker) as (trial, _):
-            for path in (CHAT, MESSAGES, RESPONSES):
+            for api in TALKS:
                 # What fails, and what is asked for once more.
                 write_script(said, SPOILED, "x", SPOILED)
                 session = await trial.create()
-                body: Any = request(path, [{"role": "user", "content": "When?"}], stream=False)
-                reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
-                assert reply.status == 200, reply.body
-                assert "\ufffd" in json.dumps(reply.json(), ensure_ascii=False)
+                answer = await api.turn(trial, session, [user("When?")], tools=api.tools(*NAMES))
+                assert "\ufffd" in json.dumps(answer.items, ensure_ascii=False)
                 (sample,) = await trial.samples(session)
                 sampled = [*qwen3().encode(SPOILED), IM_END]
                 assert sample["tokens"][-len(sampled) :] == sampled

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,58 +12,13 @@ import pytest
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.restarts import StateDirectories
-from tests.support.session_apis import MESSAGES, RESPONSES
-from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, chunks_of, qwen3, simulated_sessions, user
+from tests.support.session_apis import BOTH, TALKS, Api, case
+from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, qwen3, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 
-LIST = {CHAT: "messages", MESSAGES: "messages", RESPONSES: "input"}
-LENGTH = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
-TOOLS: dict[str, Any] = {
-    CHAT: ADD,
-    MESSAGES: {"name": "add", "input_schema": ADD["function"]["parameters"]},
-    RESPONSES: {"type": "function", **ADD["function"]},
-}
 History = list[dict[str, Any]]
-
-
-@pytest.fixture
-async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
-    async with simulated_sessions(stage, token_latency_s=0.0) as made:
-        yield made
-
-
-class Agent:
-    """Asks one API of one session, and keeps its history."""
-
-    def __init__(self, trial: SessionTrial, session: str, path: str, *, stream: bool = False) -> None:
-        self.trial, self.session, self.path, self.stream = trial, session, path, stream
-
-    async def ask(self, history: History, most: int = 8, *, tools: bool = True) -> History:
-        """One turn; gives the history with its answer."""
-        body = {"model": "m", LIST[self.path]: history, LENGTH[self.path]: most, "stream": self.stream}
-        if tools:
-            body["tools"] = [TOOLS[self.path]]
-        reply = await self.trial.ask("POST", f"/sessions/{self.session}{self.path}", body)
-        assert reply.status == 200, reply.body
-        return [*history, *self._answer(reply)]
-
-    def _answer(self, reply: Any) -> History:
-        if not self.stream:
-            said = reply.json()
-            if self.path == RESPONSES:
-                return list(said["output"])
-            if self.path == MESSAGES:
-                return [{"role": "assistant", "content": said["content"]}]
-            return [said["choices"][0]["message"]]
-        if self.path == CHAT:
-            deltas = [each["delta"] for chunk in chunks_of(reply.body) for each in chunk["choices"]]
-            return [{"role": "assistant", "content": "".join(delta.get("content") or "" for delta in deltas)}]
-        events = [json.loads(line[6:]) for line in reply.body.split(b"\n") if line.startswith(b"data: {")]
-        if self.path == RESPONSES:
-            return list(events[-1]["response"]["output"])
-        texts = [each["delta"].get("text", "") for each in events if each["type"] == "content_block_delta"]
-        return [{"role": "assistant", "content": "".join(texts)}]
+ASKED = user("What is 17 plus 25?")
 
 
 def remark(history: History) -> History:
@@ -74,6 +29,19 @@ def remark(history: History) -> History:
 def without_the_first_answer(history: History) -> History:
     """The first answer was empty: the harness drops it, and puts both questions into one message."""
     return [user(f"{history[0]['content']}\n{history[2]['content']}"), *history[3:]]
+
+
+class Agent:
+    """Asks one API of one session."""
+
+    def __init__(self, trial: SessionTrial, session: str, api: Api, *, stream: bool = False) -> None:
+        self.trial, self.session, self.api, self.stream = trial, session, api, stream
+
+    async def ask(self, history: History, most: int = 8, *, tools: bool = True) -> History:
+        """One turn; gives the history with its answer."""
+        fields: dict[str, Any] = {"tools": self.api.tools("add")} if tools else {}
+        said = await self.api.turn(self.trial, self.session, history, most, stream=self.stream, **fields)
+        return [*history, *said.items]
 
 
 async def main_turns(trial: SessionTrial, session: str) -> list[list[int]]:
@@ -89,58 +57,55 @@ async def main_turns(trial: SessionTrial, session: str) -> list[list[int]]:
     return kept
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", LIST)
-async def test_a_warm_up_request_is_not_the_main_line(trial: SessionTrial, path: str, stream: bool) -> None:
-    session = await trial.create()
-    agent = Agent(trial, session, path, stream=stream)
-    await agent.ask([user("ping")], 1)
-    history = await agent.ask([user("What is 17 plus 25?")])
-    await agent.ask([*history, user("And now?")])
-    assert await main_turns(trial, session) == [[1, 2]]
+async def test_a_warm_up_request_or_a_dropped_answer_is_not_the_main_line(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api, stream in itertools.product(TALKS, BOTH):
+            with case(api, stream):
+                session = await trial.create()
+                agent = Agent(trial, session, api, stream=stream)
+                await agent.ask([user("ping")], 1)
+                history = await agent.ask([ASKED])
+                await agent.ask([*history, user("And now?")])
+                assert await main_turns(trial, session) == [[1, 2]]
+        for api in TALKS:
+            with case(api):
+                session = await trial.create()
+                agent = Agent(trial, session, api)
+                history = await agent.ask([ASKED], 1)
+                history = await agent.ask(without_the_first_answer([*history, user("Well?")]))
+                await agent.ask([*history, user("Again")])
+                assert await main_turns(trial, session) == [[1, 2]]
 
 
-@pytest.mark.parametrize("tools", [True, False], ids=["tools", "no tools"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", LIST)
-async def test_a_remark_at_the_first_question_keeps_all_turns(
-    trial: SessionTrial, path: str, stream: bool, tools: bool
-) -> None:
-    session = await trial.create()
-    agent = Agent(trial, session, path, stream=stream)
-    history = await agent.ask([user("What is 17 plus 25?")], tools=tools)
-    history = await agent.ask([*history, user("And now?")], tools=tools)
-    history = await agent.ask(remark([*history, user("Go on")]), tools=tools)
-    await agent.ask([*history, user("Again")], tools=tools)
-    await agent.ask([user("Write a title.")], 2, tools=False)
-    assert await trial.reasons(session) == [None, None, "edited_history", None, "sub_agent"]
-    assert await main_turns(trial, session) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("path", LIST)
-async def test_an_answer_that_the_agent_drops_leaves_the_rest(trial: SessionTrial, path: str) -> None:
-    session = await trial.create()
-    agent = Agent(trial, session, path)
-    history = await agent.ask([user("What is 17 plus 25?")], 1)
-    history = await agent.ask(without_the_first_answer([*history, user("Well?")]))
-    await agent.ask([*history, user("Again")])
-    assert await main_turns(trial, session) == [[1, 2]]
+async def test_a_remark_at_the_first_question_keeps_all_turns(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api, stream, tools in itertools.product(TALKS, BOTH, BOTH):
+            with case(api, stream, tools):
+                session = await trial.create()
+                agent = Agent(trial, session, api, stream=stream)
+                history = await agent.ask([ASKED], tools=tools)
+                history = await agent.ask([*history, user("And now?")], tools=tools)
+                history = await agent.ask(remark([*history, user("Go on")]), tools=tools)
+                await agent.ask([*history, user("Again")], tools=tools)
+                await agent.ask([user("Write a title.")], 2, tools=False)
+                assert await trial.reasons(session) == [None, None, "edited_history", None, "sub_agent"]
+                assert await main_turns(trial, session) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("change", [remark, without_the_first_answer])
 async def test_the_main_line_is_the_same_after_a_restart(tmp_path: Path, change: Callable[[History], History]) -> None:
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", token_latency_s=0.0) as worker:
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
         directories = StateDirectories(worker, tmp_path)
         layer, model = MiddlewareSpec(SESSIONS, {}), tokenizer_directory("qwen3")
         async with directories.router(layer, hf_checkpoint=model) as router:
             trial = SessionTrial(router, [worker])
-            agent = Agent(trial, await trial.create("s"), CHAT)
-            history = await agent.ask([user("What is 17 plus 25?")], 1)
+            agent = Agent(trial, await trial.create("s"), Api(CHAT))
+            history = await agent.ask([ASKED], 1)
             history = await agent.ask(change([*history, user("Well?")]))
             before = await main_turns(trial, "s")
         async with directories.router(layer, hf_checkpoint=model) as router:
             trial = SessionTrial(router, [worker])
             assert await main_turns(trial, "s") == before
-            await Agent(trial, "s", CHAT).ask([*history, user("Again")])
+            await Agent(trial, "s", Api(CHAT)).ask([*history, user("Again")])
             kept = await main_turns(trial, "s")
             assert kept == [*before[:-1], [*before[-1], 2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import json
 import math
 import re
@@ -67,21 +68,18 @@ async def never(*_: Any, **__: Any) -> Any:
     raise AssertionError("the value is refused before this is called")
 
 
-@pytest.mark.parametrize("name", ["reward", "label", "metadata"])
-async def test_collect_refuses_it_by_name(trial: SessionTrial, client: RouterClient, name: str) -> None:
+async def test_collect_refuses_it_by_name(trial: SessionTrial, client: RouterClient) -> None:
     session = client.session(await trial.create())
     await trial.chat(session.id, [user("Hi")])
-    for number in NUMBERS:
-        for make, place in DEPTHS:
-            given: Any = {name: make(number)}
-            with pytest.raises(ValueError, match="^" + re.escape(name + place)):
-                await session.collect(**given)
+    for name, number, (make, place) in itertools.product(("reward", "label", "metadata"), NUMBERS, DEPTHS):
+        given: Any = {name: make(number)}
+        with pytest.raises(ValueError, match="^" + re.escape(name + place)):
+            await session.collect(**given)
     (sample,) = await session.collect(reward=np.float32(0.5), metadata={"none": None})
     assert (sample.reward, sample.metadata["none"]) == (0.5, None)
 
 
-@pytest.mark.parametrize("judge", ["plain", "coroutine"])
-async def test_an_agents_reward_is_refused_by_name(trial: SessionTrial, client: RouterClient, judge: str) -> None:
+async def test_nothing_is_started_for_values_that_are_refused(trial: SessionTrial, client: RouterClient) -> None:
     async def agent(base_url: str) -> float:
         await trial.chat(base_url.split("/")[-2], [user("Hi")])
         return math.nan
@@ -89,67 +87,52 @@ async def test_an_agents_reward_is_refused_by_name(trial: SessionTrial, client: 
     async def coroutine(outcome: float) -> float:
         return outcome
 
-    with pytest.raises(ValueError, match=r"^reward is nan"):
-        await agentic(client, agent, reward=coroutine if judge == "coroutine" else lambda outcome: outcome)
+    judges: Any = (coroutine, lambda outcome: outcome)
+    for judge in judges:
+        with pytest.raises(ValueError, match=r"^reward is nan"):
+            await agentic(client, agent, reward=judge)
+    given: Any
+    for name in ("label", "metadata"):
+        given = {name: {"a": math.inf}}
+        with pytest.raises(ValueError, match=rf"^{name}\.a is inf"):
+            await agentic(client, never, **given)
+    for name in ("metadata", "contract"):
+        given = {name: {"budget": {"deadline_s": math.inf}}}
+        with pytest.raises(ValueError, match=rf"^{name}\.budget\.deadline_s is inf"):
+            await client.create_session(**given)
+    rollouts: Any = ((single_turn, ()), (multi_turn, (never,)))
+    for (rollout, more), name in itertools.product(rollouts, ("reward", "label", "metadata")):
+        given = {name: {"a": [Decimal("NaN")]}}
+        with pytest.raises(ValueError, match=rf"^{name}\.a\[0\] is NaN"):
+            await rollout(client, "Once", *more, **given)
     assert await client.sessions() == []
 
 
-@pytest.mark.parametrize("name", ["label", "metadata"])
-async def test_an_agent_is_not_started_for_values_that_are_refused(client: RouterClient, name: str) -> None:
-    given: Any = {name: {"a": math.inf}}
-    with pytest.raises(ValueError, match=rf"^{name}\.a is inf"):
-        await agentic(client, never, **given)
-    assert await client.sessions() == []
+#: Bodies with a literal, and the place that a refusal names.
+PLACES = [
+    ("/sessions", '{"session_id": "new", "metadata": {"a": [1, %s]}}', "metadata.a[1]"),
+    ("/sessions", '{"session_id": "new", "contract": {"budget": {"deadline_s": %s}}}', "contract.budget.deadline_s"),
+    ("/sessions/held/samples", '{"reward": %s}', "reward"),
+    ("/sessions/held/samples", '{"format": "miles", "metadata": {"reward": {"é": %s}}}', "metadata.reward.é"),
+    ("/session/finalize", '{"session_id": "held", "label": {"NaN": "NaN", "b": %s}}', "label.b"),
+    ("/sessions/held/v1/chat/completions", '{"messages": [], "temperature": %s}', "temperature"),
+]
 
 
-@pytest.mark.parametrize("rollout", [single_turn, multi_turn])
-@pytest.mark.parametrize("name", ["reward", "label", "metadata"])
-async def test_a_text_rollout_is_not_started_for_them(client: RouterClient, rollout: Any, name: str) -> None:
-    given: Any = {name: {"a": [Decimal("NaN")]}}
-    with pytest.raises(ValueError, match=rf"^{name}\.a\[0\] is NaN"):
-        await rollout(client, "Once", *([never] if rollout is multi_turn else []), **given)
-
-
-@pytest.mark.parametrize("name", ["metadata", "contract"])
-async def test_a_session_is_not_made_with_them(client: RouterClient, name: str) -> None:
-    given: Any = {name: {"budget": {"deadline_s": math.inf}}}
-    with pytest.raises(ValueError, match=rf"^{name}\.budget\.deadline_s is inf"):
-        await client.create_session(**given)
-    assert await client.sessions() == []
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "place"),
-    [
-        ("/sessions", '{"session_id": "new", "metadata": {"a": [1, %s]}}', "metadata.a[1]"),
-        (
-            "/sessions",
-            '{"session_id": "new", "contract": {"budget": {"deadline_s": %s}}}',
-            "contract.budget.deadline_s",
-        ),
-        ("/sessions/held/samples", '{"reward": %s}', "reward"),
-        ("/sessions/held/samples", '{"format": "miles", "metadata": {"reward": {"é": %s}}}', "metadata.reward.é"),
-        ("/session/finalize", '{"session_id": "held", "label": {"NaN": "NaN", "b": %s}}', "label.b"),
-        ("/sessions/held/v1/chat/completions", '{"messages": [], "temperature": %s}', "temperature"),
-    ],
-)
-async def test_the_router_refuses_the_literal_by_name(trial: SessionTrial, path: str, body: str, place: str) -> None:
+async def test_the_router_refuses_the_literal_by_name(trial: SessionTrial) -> None:
     await trial.create("held")
     await trial.chat("held", [user("Hi")])
-    for literal, number in LITERALS.items():
+    for (path, body, place), (literal, number) in itertools.product(PLACES, LITERALS.items()):
         answer = await trial.ask("POST", path, (body % literal).encode())
-        assert answer.status == 400
+        assert answer.status == 400, (path, literal)
         assert f"{place} is {number}" in json.dumps(answer.json(), ensure_ascii=False)
+    large = b'{"metadata": {"a": "%b", "b": NaN}}' % (b"x" * (1 << 20))
+    answer = await trial.ask("POST", "/sessions", large)
+    assert (answer.status, b"number at character" in answer.body) == (400, True)
     assert (await trial.ask("GET", "/sessions/new")).status == 404
     (sample,) = await trial.samples("held")
     assert sample["metadata"]["reason"] is None
     assert (await trial.turn("held", [user("Hi"), user("Again")])).status == 200  # it is not finalized
-
-
-async def test_a_large_body_names_the_position(trial: SessionTrial) -> None:
-    body = b'{"metadata": {"a": "%b", "b": NaN}}' % (b"x" * (1 << 20))
-    answer = await trial.ask("POST", "/sessions", body)
-    assert (answer.status, b"number at character" in answer.body) == (400, True)
 
 
 # Samples and their files
@@ -166,14 +149,14 @@ def test_a_sample_is_not_made_of_them(name: str) -> None:
             Sample(**GIVEN, status="completed", **given)
 
 
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-@pytest.mark.parametrize("literal", ["NaN", "-Infinity"])
-def test_a_file_with_them_is_refused_by_name(form: Format, literal: str) -> None:
-    data = WRITERS[form]([Sample(**GIVEN, status="completed", reward={"mark": 123.5})], {})
-    value = b"123.5"
-    spelled = data.replace(value, literal.encode().rjust(len(value)) if len(literal) < len(value) else b"1e999")
-    with pytest.raises(Malformed, match=r"reward\.mark is (nan|inf)"):
-        READERS[form](spelled)
+def test_a_file_with_them_is_refused_by_name() -> None:
+    forms: tuple[Format, ...] = ("json", "safetensors")
+    for form, literal in itertools.product(forms, ("NaN", "-Infinity")):
+        data = WRITERS[form]([Sample(**GIVEN, status="completed", reward={"mark": 123.5})], {})
+        value = b"123.5"
+        spelled = data.replace(value, literal.encode().rjust(len(value)) if len(literal) < len(value) else b"1e999")
+        with pytest.raises(Malformed, match=r"reward\.mark is (nan|inf)"):
+            READERS[form](spelled)
 
 
 # Framework dialects
@@ -185,15 +168,13 @@ class NotFinite(AgentLoop):
         return AgentLoopOutput([1], [2], [1], **fields["made"])
 
 
-@pytest.mark.parametrize(
-    ("made", "place"),
-    [
-        ({"reward_score": math.nan}, "reward_score is nan"),
-        ({"extra_fields": {"tool_rewards": [0.0, np.float32("inf")]}}, r"extra_fields\.tool_rewards\[1\] is inf"),
-    ],
-)
-async def test_a_loop_of_verl_gives_no_such_reward(made: Any, place: str) -> None:
+async def test_a_loop_of_verl_gives_no_such_reward() -> None:
     server: Any = SimpleNamespace()
     worker = AgentLoopWorker(server, ChatTemplate(family_tokenizer("qwen3")), RolloutConfig())
-    with pytest.raises(ValueError, match=place):
-        await asyncio.wait_for(worker.run({}, agent_name="not_finite", made=made), 10)
+    rewards: list[Any] = [0.0, np.float32("inf")]
+    for made, place in (
+        ({"reward_score": math.nan}, "reward_score is nan"),
+        ({"extra_fields": {"tool_rewards": rewards}}, r"extra_fields\.tool_rewards\[1\] is inf"),
+    ):
+        with pytest.raises(ValueError, match=place):
+            await asyncio.wait_for(worker.run({}, agent_name="not_finite", made=made), 10)

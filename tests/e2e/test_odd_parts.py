@@ -1,60 +1,117 @@
-"""Contents, results and nulls as agents' libraries write them: all text reaches the prompt, parts that SGLang refuses
-end no episode, and what is left out is counted."""
+"""Contents, results, media and nulls as agents' libraries write them: all text reaches the prompt; what is no text is
+refused or replaced by a fixed text, by the run's and the contract's policy; what is left out is counted."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from base64 import b64encode
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_session_media import SCRIPT, TEXTS, answered, prompt_of, turn
-from tests.support.bare_calls import MESSAGES, RESPONSES, request
-from tests.support.session_trial import CHAT, SessionTrial, simulated_sessions, user
+from miles_router.errors import ConfigError
+from tests.support.bare_calls import NAMES
+from tests.support.session_apis import BOTH, COMPLETIONS, MESSAGES, PLAIN, RESPONSES, TALKS, Api, case
+from tests.support.session_trial import CHAT, SessionTrial, prompt_of, simulated_sessions, user
 from tests.support.stage import Stage
 
-COMPLETIONS = "/v1/completions"
-APIS = (CHAT, MESSAGES, RESPONSES)
-apis = pytest.mark.parametrize("path", APIS)
-RESOURCE = {"type": "resource", "resource": {"uri": "file:///a", "mimeType": "text/plain", "text": "Words."}}
-#: Contents of a user's message that are text in every API.
-CONTENTS: dict[str, tuple[Any, str]] = {
-    "strings": (["Words."], "Words."),
-    "a part without a type": ([{"text": "Words."}], "Words."),
-    "a part whose type is null": ([{"type": None, "text": "Words."}], "Words."),
-    "a text that is null": ([{"type": "text", "text": None}, {"type": "text", "text": "Words."}], "Words."),
-    "a resource": ([RESOURCE], "Words."),
-    "a search result": ([TEXTS[MESSAGES, "search result"][0]], "T\nhttp://x\nWords."),
-    "a document": ([TEXTS[MESSAGES, "document"][0]], "T\nWords."),
+PNG, TEXT = "aGk=", b64encode(b"Words.").decode()
+SCRIPT: Any = [{"calls": [{"name": "get_date", "arguments": {"zone": "UTC"}}]}, "Seen.", "Done."]
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+#: Parts that are no text, by API, and the text in their place.
+MEDIA: dict[str, list[tuple[Any, str]]] = {
+    CHAT: [
+        (IMAGE, "[image omitted]"),
+        ({"type": "input_audio", "input_audio": {"data": PNG, "format": "wav"}}, "[audio omitted]"),
+        (
+            {"type": "file", "file": {"filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PNG}"}},
+            "[file omitted]",
+        ),
+        ({"type": "hologram", "hologram": "abc"}, "[content omitted]"),
+    ],
+    MESSAGES: [
+        ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}, "[image omitted]"),
+        (
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PNG}},
+            "[document omitted]",
+        ),
+        ({"type": "document", "source": {"type": "url", "url": "http://x/a.pdf"}}, "[document omitted]"),
+        ({"type": "hologram", "hologram": "abc"}, "[content omitted]"),
+    ],
+    RESPONSES: [
+        ({"type": "input_image", "image_url": "http://x/a.png"}, "[image omitted]"),
+        ({"type": "input_file", "file_id": "file-1"}, "[file omitted]"),
+        ({"type": "hologram", "hologram": "abc"}, "[content omitted]"),
+    ],
 }
-#: The same in chat, of parts that other APIs have.
-CHAT_CONTENTS: dict[str, tuple[Any, str]] = {
-    "input text": ([{"type": "input_text", "text": "Words."}], "Words."),
-    "output text": ([{"type": "output_text", "text": "Words.", "annotations": []}], "Words."),
-    "a refusal": ([{"type": "refusal", "refusal": "Words."}], "Words."),
+RESOURCE = {"type": "resource", "resource": {"uri": "file:///a", "mimeType": "text/plain", "text": "Words."}}
+DOCUMENT = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "Words."}}
+FOUND = {
+    "type": "search_result",
+    "title": "T",
+    "source": "http://x",
+    "content": [{"type": "text", "text": "Words."}],
+    "citations": {"enabled": True},
+}
+#: Contents of a user's message that are text in every API, and those of one.
+CONTENTS: list[tuple[Any, str]] = [
+    (["Words."], "Words."),
+    ([{"text": "Words."}], "Words."),
+    ([{"type": None, "text": "Words."}], "Words."),
+    ([{"type": "text", "text": None}, {"type": "text", "text": "Words."}], "Words."),
+    ([RESOURCE], "Words."),
+    ([FOUND], "T\nhttp://x\nWords."),
+    ([DOCUMENT], "T\nWords."),
+]
+OWN_CONTENTS: dict[str, list[tuple[Any, str]]] = {
+    CHAT: [
+        ([{"type": "input_text", "text": "Words."}], "Words."),
+        ([{"type": "output_text", "text": "Words.", "annotations": []}], "Words."),
+        ([{"type": "refusal", "refusal": "Words."}], "Words."),
+        ([{"type": "file", "file": {"file_data": f"data:text/plain;base64,{TEXT}"}}], "Words."),
+    ],
+    MESSAGES: [
+        (
+            [
+                {
+                    "type": "document",
+                    "source": {"type": "content", "content": [{"type": "text", "text": "Words."}]},
+                }
+            ],
+            "Words.",
+        ),
+        (
+            [{"type": "document", "source": {"type": "base64", "media_type": "text/markdown", "data": TEXT}}],
+            "Words.",
+        ),
+    ],
+    RESPONSES: [([{"type": "input_file", "file_data": f"data:text/csv;base64,{TEXT}"}], "Words.")],
 }
 #: What tools give back that is no text, and its text.
-RESULTS: dict[str, tuple[Any, str]] = {
-    "an object": ({"degrees": 21}, '{"degrees":21}'),
-    "an object with a type of its own": ({"type": "error", "message": "Gone."}, '{"type":"error","message":"Gone."}'),
-    "a number": (21.5, "21.5"),
-    "false": (False, "false"),
-    "numbers": ([1, 2], "[1,2]"),
-    "objects": ([{"degrees": 21}], '[{"degrees":21}]'),
-    "objects with a text and more": ([{"text": "Words.", "score": 1}], '[{"text":"Words.","score":1}]'),
-    "strings": (["Words."], "Words."),
-    "one part": ({"type": "text", "text": "Words."}, "Words."),
-    "a resource": ([RESOURCE], "Words."),
-}
+RESULTS: list[tuple[Any, str]] = [
+    ({"degrees": 21}, '{"degrees":21}'),
+    ({"type": "error", "message": "Gone."}, '{"type":"error","message":"Gone."}'),
+    (21.5, "21.5"),
+    (False, "false"),
+    ([1, 2], "[1,2]"),
+    ([{"degrees": 21}], '[{"degrees":21}]'),
+    ([{"text": "Words.", "score": 1}], '[{"text":"Words.","score":1}]'),
+    (["Words."], "Words."),
+    ({"type": "text", "text": "Words."}, "Words."),
+    ([RESOURCE], "Words."),
+    ([DOCUMENT], "T\nWords."),
+    (None, ""),
+]
 #: Thinking that comes back in the history of a chat, each with the part beside it.
-THOUGHTS: dict[str, dict[str, Any]] = {
-    "thinking": {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-    "reasoning": {"type": "reasoning", "text": "Hm."},
-    "reasoning under its own name": {"type": "reasoning", "reasoning": "Hm."},
-    "both names": {"type": "thinking", "thinking": "Hm.", "text": "Hm."},
-    "null": {"type": "thinking", "thinking": None, "signature": "s"},
-    "redacted": {"type": "redacted_thinking", "data": "abc"},
-}
+THOUGHTS: list[dict[str, Any]] = [
+    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+    {"type": "reasoning", "text": "Hm."},
+    {"type": "reasoning", "reasoning": "Hm."},
+    {"type": "thinking", "thinking": "Hm.", "text": "Hm."},
+    {"type": "thinking", "thinking": None, "signature": "s"},
+    {"type": "redacted_thinking", "data": "abc"},
+]
 #: Fields of chat and completions that SGLang refuses as null.
 NULLS = dict.fromkeys(
     (
@@ -62,217 +119,164 @@ NULLS = dict.fromkeys(
         *("max_tokens", "temperature", "top_p", "skip_special_tokens", "ignore_eos", "stream_options", "stop"),
     )
 )
+REQUIRED = {(MESSAGES, "model"), (MESSAGES, "max_tokens"), (RESPONSES, "model")}
 
 
-def with_result(path: str, answer: Any, content: Any) -> list[Any]:
-    """An answer with a call, and its result with this content."""
-    if path == CHAT:
-        message = answer["choices"][0]["message"]
-        return [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": content}]
-    if path == RESPONSES:
-        call_id = answer["output"][-1]["call_id"]
-        return [*answer["output"], {"type": "function_call_output", "call_id": call_id, "output": content}]
-    block = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": content}
-    return [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [block]}]
+async def with_result(trial: SessionTrial, session: str, api: Api, content: Any) -> list[Any]:
+    """A history whose last item is a result with this content."""
+    items = [user("When?")]
+    said = await api.turn(trial, session, items, tools=api.tools(*NAMES))
+    return [*items, *said.items, *api.results((said.calls[0][0], content))]
 
 
-async def refused(trial: SessionTrial, session: str, path: str, items: list[Any]) -> str:
-    """The reason of a 400 that has recorded nothing and asked no engine."""
-    before, asked = await trial.records(session), len(trial.door)
-    reply = await trial.ask("POST", f"/sessions/{session}{path}", request(path, items, stream=False))
-    assert reply.status == 400, reply.body
-    assert (await trial.records(session), len(trial.door)) == (before, asked)
-    return str(reply.json()["error"]["message"])
+async def test_media_are_replaced_once_an_episode_has_begun_and_refused_before(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=SCRIPT) as trial:
+        for api, part, text in ((each, *media) for each in TALKS for media in MEDIA[each.path]):
+            with case(api, part):
+                session = await trial.create()
+                error = await api.refused(trial, session, [api.says("Look:", part)])
+                assert "set media to 'replace'" in error["message"]
+                items = await with_result(trial, session, api, [part])
+                items += (await api.turn(trial, session, items, tools=api.tools(*NAMES))).items
+                await api.turn(trial, session, [*items, api.says("Look:", part)], tools=api.tools(*NAMES))
+                assert await trial.reasons(session) == [None, None, None]
+                name = text.strip("[]").split()[0]
+                marks = [record.get("media_replaced") for record in await trial.records(session)]
+                assert marks == [None, {name: 1}, {name: 2}]
+                assert (await prompt_of(trial, session)).count(text) == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [(path, kind) for path in APIS for kind in CONTENTS] + [(CHAT, kind) for kind in CHAT_CONTENTS],
-    ids=" ".join,
-)
-async def test_contents_of_text_reach_the_prompt_in_one_segment(stage: Stage, path: str, kind: str) -> None:
-    content, text = {**CONTENTS, **CHAT_CONTENTS}[kind]
-    async with simulated_sessions(stage, script=[{"text": "Seen."}]) as trial:
-        session = await trial.create()
-        items: list[Any] = [{"role": "user", "content": content}]
-        items += [*answered(path, await turn(trial, session, path, items)), {"role": "user", "content": content}]
-        await turn(trial, session, path, items)
-        assert await trial.reasons(session) == [None, None]
-        assert (await prompt_of(trial, session)).count(f"{text}<|im_end|>") == 2
-        assert all("media_replaced" not in record for record in await trial.records(session))
+async def test_the_policy_is_the_contract_s_before_the_run_s(stage: Stage) -> None:
+    for run, contract in (("replace", None), (None, "replace"), ("refuse", None), ("replace", "refuse")):
+        async with simulated_sessions(stage, options={"media": run} if run else {}, script=SCRIPT) as trial:
+            for api in TALKS:
+                with case(run, contract, api):
+                    (part, text), *_ = MEDIA[api.path]
+                    session = await trial.create(contract={"media": contract} if contract else None)
+                    if "refuse" in (run, contract):
+                        await api.refused(trial, session, await with_result(trial, session, api, [part]))
+                    else:
+                        await api.turn(trial, session, [api.says("Look:", part)])
+                        assert [record["media_replaced"] for record in await trial.records(session)] == [{"image": 1}]
+                        assert text in await prompt_of(trial, session)
+            answer = await trial.ask("POST", "/sessions", {"contract": {"media": "drop"}})
+            assert (answer.status, b"contract.media" in answer.body) == (400, True)
+    with pytest.raises(ConfigError, match="media: must be one of"):
+        async with simulated_sessions(stage, options={"media": "drop"}):
+            pass
 
 
-@apis
-async def test_a_text_that_is_missing_is_refused(stage: Stage, path: str) -> None:
+async def test_an_image_is_refused_in_a_session_alone(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        asked = request(path, [{"role": "user", "content": [{"type": "text"}]}], stream=False)
-        reply = await trial.ask("POST", f"/sessions/{session}{path}", asked)
-        assert reply.status == 400, reply.body
-        assert await trial.records(session) == []
+        body = Api(CHAT).body([Api(CHAT).says("See:", IMAGE)])
+        assert b"image_url" in (await Api(CHAT, named=True).post(trial, "other", body)).body
+        assert trial.door == []
+        await trial.ask("POST", CHAT, body)
+        assert trial.door[-1].json() == body
 
 
-@apis
-async def test_a_user_s_content_that_is_null_is_empty(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        await turn(trial, session, path, [{"role": "user", "content": None}])
-        assert "<|im_start|>user\n<|im_end|>" in await prompt_of(trial, session)
+async def test_contents_of_text_reach_the_prompt_in_one_segment(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=["Seen."]) as trial:
+        for api, content, text in ((each, *said) for each in TALKS for said in [*CONTENTS, *OWN_CONTENTS[each.path]]):
+            with case(api, content):
+                session, asked = await trial.create(), {"role": "user", "content": content}
+                said = await api.turn(trial, session, [asked])
+                await api.turn(trial, session, [asked, *said.items, asked], 4)
+                assert await trial.reasons(session) == [None, None]
+                assert (await prompt_of(trial, session)).count(f"{text}<|im_end|>") == 2
+                assert all("media_replaced" not in record for record in await trial.records(session))
+        for api in TALKS:
+            with case(api):
+                session = await trial.create()
+                reply = await api.post(trial, session, api.body([{"role": "user", "content": [{"type": "text"}]}]))
+                assert reply.status == 400, "the text is missing"
+                await api.turn(trial, session, [{"role": "user", "content": None}])
+                assert "<|im_start|>user\n<|im_end|>" in await prompt_of(trial, session)
 
 
-@apis
-@pytest.mark.parametrize("kind", RESULTS)
-async def test_results_that_are_no_text_are_their_json(stage: Stage, path: str, kind: str) -> None:
-    content, text = RESULTS[kind]
+async def test_results_that_are_no_text_are_their_json(stage: Stage) -> None:
     async with simulated_sessions(stage, script=SCRIPT) as trial:
+        for api, (content, text) in itertools.product(TALKS, RESULTS):
+            with case(api, content):
+                session = await trial.create()
+                items = await with_result(trial, session, api, content)
+                items += (await api.turn(trial, session, items, tools=api.tools(*NAMES))).items
+                await api.turn(trial, session, [*items, user("And now?")], tools=api.tools(*NAMES))
+                assert await trial.reasons(session) == [None, None, None]
+                assert (await prompt_of(trial, session)).count(f"<tool_response>\n{text}\n</tool_response>") == 1
+
+
+async def test_thinking_in_a_chat_s_history_keeps_the_segment(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=[{"text": "Seen.", "reasoning": "Hm."}] * 3) as trial:
+        for thought, stream in itertools.product(THOUGHTS, BOTH):
+            with case(thought, stream):
+                session, messages = await trial.create(), [user("Hi")]
+                said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Seen."}]}
+                for _ in range(3):
+                    await Api(CHAT).turn(trial, session, messages, stream=stream)
+                    messages += [said, user("Go on.")]
+                assert await trial.reasons(session) == [None, None, None]
+        # A summary alone is left out and counted; a prompt that the engine renders has the thought.
         session = await trial.create()
-        items = [user("When?")]
-        items += with_result(path, await turn(trial, session, path, items), content)
-        items += [*answered(path, await turn(trial, session, path, items)), user("And now?")]
-        await turn(trial, session, path, items)
-        assert await trial.reasons(session) == [None, None, None]
-        assert (await prompt_of(trial, session)).count(f"<tool_response>\n{text}\n</tool_response>") == 1
-
-
-@apis
-async def test_a_result_that_is_null_is_empty(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage, script=SCRIPT) as trial:
-        session = await trial.create()
-        items = [user("When?")]
-        items += with_result(path, await turn(trial, session, path, items), None)
-        await turn(trial, session, path, items)
-        assert await trial.reasons(session) == [None, None]
-        assert "<tool_response>\n\n</tool_response>" in await prompt_of(trial, session)
-
-
-@apis
-async def test_a_part_of_an_unknown_type_follows_the_policy_for_media(stage: Stage, path: str) -> None:
-    part = {"type": "hologram", "hologram": "abc"}
-    async with simulated_sessions(stage, script=SCRIPT) as trial:
-        session = await trial.create()
-        said = {"role": "user", "content": [part]}
-        assert "set media to 'replace'" in await refused(trial, session, path, [said])
-        items = [user("When?")]
-        items += with_result(path, await turn(trial, session, path, items), [part])
-        items += [*answered(path, await turn(trial, session, path, items)), said]
-        await turn(trial, session, path, items)
-        assert await trial.reasons(session) == [None, None, None]
-        marks = [record.get("media_replaced") for record in await trial.records(session)]
-        assert marks == [None, {"content": 1}, {"content": 2}]
-        assert (await prompt_of(trial, session)).count("[content omitted]") == 2
-
-
-@pytest.mark.parametrize("kind", THOUGHTS)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_thinking_in_a_chat_s_history_keeps_the_segment(stage: Stage, kind: str, stream: bool) -> None:
-    script = [{"text": "Seen.", "reasoning": "Hm."}] * 3
-    async with simulated_sessions(stage, script=script, reasoning_parser="qwen3") as trial:
-        session = await trial.create()
-        messages = [user("Hi")]
-        for _ in range(3):
-            if stream:
-                await trial.stream(session, messages, max_tokens=64)
-            else:
-                await trial.chat(session, messages, max_tokens=64)
-            said = {"role": "assistant", "content": [THOUGHTS[kind], {"type": "text", "text": "Seen."}]}
-            messages += [said, user("Go on.")]
-        assert await trial.reasons(session) == [None, None, None]
-        assert len(await trial.samples(session)) == 1
-
-
-async def test_thinking_of_a_summary_alone_is_left_out_and_counted(stage: Stage) -> None:
-    part = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
-    async with simulated_sessions(stage, script=[{"text": "Seen."}]) as trial:
-        session = await trial.create()
-        await trial.chat(session, [user("Hi")])
+        part = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+        await trial.chat(session, [user("Hi")], max_tokens=64)
         said = {"role": "assistant", "content": [part, {"type": "text", "text": "Seen."}]}
         await trial.chat(session, [user("Hi"), said, user("Go on.")])
-        assert await trial.reasons(session) == [None, None]
         assert (await trial.records(session))[1]["media_replaced"] == {"content": 1}
+        said = {"role": "assistant", "content": [THOUGHTS[3], {"type": "text", "text": "Seen."}]}
+        await trial.chat(await trial.create(), [user("Hi"), said, user("Go on.")])
+        assert trial.door[-1].json()["messages"][1]["content"][0] == {"type": "thinking", "thinking": "Hm."}
 
 
-async def test_thinking_reaches_a_prompt_that_the_engine_renders(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        said = {"role": "assistant", "content": [THOUGHTS["both names"], {"type": "text", "text": "Seen."}]}
-        await trial.chat(session, [user("Hi"), said, user("Go on.")])
-        (visit,) = trial.door
-        assert visit.json()["messages"][1]["content"][0] == {"type": "thinking", "thinking": "Hm."}
+async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage) -> None:
+    api = Api(RESPONSES)
+    async with simulated_sessions(stage, script=["Seen."]) as trial:
+        for kind in ("web_search_call", "mcp_call", "x_new_item"):
+            with case(kind):
+                session = await trial.create()
+                item: Any = {"type": kind, "id": "ws_1", "status": "completed"}
+                error = await api.refused(trial, session, [item, user("Hi")])
+                assert "set media to 'replace'" in error["message"]
+                items = [user("Hi")]
+                items += [*(await api.turn(trial, session, items)).items, item, user("Go on.")]
+                items += [*(await api.turn(trial, session, items, 4)).items, user("Go on.")]
+                await api.turn(trial, session, items, 4)
+                assert await trial.reasons(session) == [None, None, None]
+                marks = [record.get("media_replaced") for record in await trial.records(session)]
+                assert marks == [None, {"content": 1}, {"content": 1}]
+        for kind in ("text", "summary_text", "reasoning_text"):
+            with case("reasoning of", kind):
+                item = {"type": "reasoning", "summary": [], "content": [{"type": kind, "text": "Hm."}]}
+                said = {"role": "assistant", "content": [{"type": "output_text", "text": "Seen."}]}
+                await api.turn(trial, await trial.create(), [user("Hi"), item, said, user("Go on.")], 4)
+                assert trial.door[-1].json()["messages"][1]["reasoning_content"] == "Hm."
 
 
-@pytest.mark.parametrize("kind", ["web_search_call", "mcp_call", "x_new_item"])
-async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage, kind: str) -> None:
-    item = {"type": kind, "id": "ws_1", "status": "completed"}
-    async with simulated_sessions(stage, script=[{"text": "Seen."}]) as trial:
-        session = await trial.create()
-        assert "set media to 'replace'" in await refused(trial, session, RESPONSES, [item, user("Hi")])
-        items = [user("Hi")]
-        items += [*(await turn(trial, session, RESPONSES, items))["output"], item, user("Go on.")]
-        items += [*(await turn(trial, session, RESPONSES, items))["output"], user("Go on.")]
-        await turn(trial, session, RESPONSES, items)
-        assert await trial.reasons(session) == [None, None, None]
-        marks = [record.get("media_replaced") for record in await trial.records(session)]
-        assert marks == [None, {"content": 1}, {"content": 1}]
+async def test_null_is_not_given(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=["Seen."]) as trial:
+        for api in PLAIN:
+            items: Any = "Hi" if api.path == COMPLETIONS else [user("Hi")]
+            for name in NULLS:
+                if (api.path, name) not in REQUIRED:
+                    with case(api, name):
+                        session = await trial.create()
+                        reply = await api.post(trial, session, {**api.body(items, 4), name: None})
+                        assert reply.status == 200, reply.body
+                        assert len(await trial.records(session)) == 1
+            if api.path in (CHAT, COMPLETIONS):
+                session, body = await trial.create(), api.body(items)
+                nulls = {**body, **NULLS, "stream": True, **({"tools": None} if api.path == CHAT else {})}
+                reply = await api.post(trial, session, nulls)
+                assert (reply.status, reply.body[-14:]) == (200, b"data: [DONE]\n\n"), api
+                assert len(await trial.records(session)) == 1
+        assert (await Api(RESPONSES).ask(trial, session, 4, previous_response_id="")).status == 200
 
 
-@pytest.mark.parametrize("kind", ["text", "summary_text", "reasoning_text"])
-async def test_reasoning_of_responses_may_have_parts_of_other_names(stage: Stage, kind: str) -> None:
-    item = {"type": "reasoning", "summary": [], "content": [{"type": kind, "text": "Hm."}]}
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        said = {"role": "assistant", "content": [{"type": "output_text", "text": "Seen."}]}
-        await turn(trial, session, RESPONSES, [user("Hi"), item, said, user("Go on.")])
-        (record,) = await trial.records(session)
-        (visit,) = trial.door
-        assert visit.json()["messages"][1]["reasoning_content"] == "Hm."
-        assert "media_replaced" not in record
-
-
-async def test_an_empty_previous_response_id_is_not_given(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        asked = {**request(RESPONSES, [user("Hi")], stream=False), "previous_response_id": ""}
-        reply = await trial.ask("POST", f"/sessions/{session}{RESPONSES}", asked)
-        assert reply.status == 200, reply.body
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        (path, name)
-        for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
-        for name in NULLS
-        if (path, name) not in {(MESSAGES, "model"), (MESSAGES, "max_tokens"), (RESPONSES, "model")}  # required there
-    ],
-)
-async def test_null_is_not_given(stage: Stage, path: str, name: str) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        asked = {"model": "m", "prompt": "Hi"} if path == COMPLETIONS else request(path, [user("Hi")], stream=False)
-        reply = await trial.ask("POST", f"/sessions/{session}{path}", {**asked, name: None})
-        assert reply.status == 200, reply.body
-        assert len(await trial.records(session)) == 1
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_every_null_of_a_stream_is_not_given(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        named = {"prompt": "Hi"} if path == COMPLETIONS else {"messages": [user("Hi")], "tools": None}
-        reply = await trial.ask("POST", f"/sessions/{session}{path}", {**NULLS, **named, "stream": True})
-        assert reply.status == 200, reply.body
-        assert reply.body.endswith(b"data: [DONE]\n\n")
-        assert len(await trial.records(session)) == 1
-
-
-@apis
-async def test_a_byte_order_mark_before_a_body_is_skipped(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage, script=[{"text": "Seen."}]) as trial:
-        session = await trial.create()
-        items = [user("Hi")]
-        for _ in range(2):
-            body = b"\xef\xbb\xbf" + json.dumps(request(path, items, stream=False)).encode()
-            reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
-            assert reply.status == 200, reply.body
-            items += [*answered(path, reply.json()), user("Go on.")]
-        assert await trial.reasons(session) == [None, None]
+async def test_a_byte_order_mark_before_a_body_is_skipped(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=["Seen."]) as trial:
+        for api in TALKS:
+            session, items = await trial.create(), [user("Hi")]
+            for _ in range(2):
+                body = b"\xef\xbb\xbf" + json.dumps(api.body(items, 4)).encode()
+                items += [*api.read(await api.post(trial, session, body), stream=False).items, user("Go on.")]
+            assert await trial.reasons(session) == [None, None], api

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 
 from miles_router.engines.known import CONTROL
@@ -59,68 +57,6 @@ async def test_a_session_is_made_and_says_where_it_is(trial: SessionTrial) -> No
     assert made["session_id"] != await trial.create()
 
 
-@pytest.mark.parametrize("session", ["a", "task-7.attempt_2~x:y", "0" * 128, "..."])
-async def test_a_caller_may_name_its_session(trial: SessionTrial, session: str) -> None:
-    assert await trial.create(session) == session
-    assert (await trial.read(session))["session_id"] == session
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"session_id": name} for name in ("", "a/b", "a b", "ä", ".", "..", "0" * 129, "a%2Fb", "a\n", 7, ["a"])),
-        {"metadata": "text"},
-        {"metadata": [1]},
-        [],
-        b"{",
-        b"\xff",
-    ],
-    ids=repr,
-)
-async def test_a_session_that_cannot_be_made_is_refused(trial: SessionTrial, fields: Any) -> None:
-    status, kind, message = refused(await trial.ask("POST", "/sessions", fields))
-    assert (status, kind) == (400, "invalid_request")
-    assert message
-    assert (await trial.ask("GET", "/sessions")).json() == {"sessions": []}
-
-
-async def test_two_episodes_cannot_have_the_same_name(trial: SessionTrial) -> None:
-    await trial.create("taken")
-    status, kind, message = refused(await trial.ask("POST", "/sessions", {"session_id": "taken"}))
-    assert (status, kind) == (409, "conflict")
-    assert "taken" in message
-    await trial.ask("DELETE", "/sessions/taken")
-    await trial.create("taken")
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", ""),
-        ("DELETE", ""),
-        ("POST", "/samples"),
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
-        ("GET", "/v1/models"),
-    ],
-)
-async def test_an_unknown_session_is_not_found_by_its_name(
-    trial: SessionTrial, worker: ScriptedWorker, method: str, path: str
-) -> None:
-    status, kind, message = refused(await trial.ask(method, f"/sessions/nobody{path}", {"messages": HI}))
-    assert (status, kind) == (404, "not_found")
-    assert "nobody" in message
-    assert worker.requests == []
-
-
-async def test_an_agent_s_client_raises_what_the_router_says(trial: SessionTrial) -> None:
-    async with trial.agent("nobody") as client:
-        with pytest.raises(openai.NotFoundError) as caught:
-            await client.chat.completions.create(model="m", messages=HI)
-    error: Any = caught.value.body
-    assert error["type"] == "not_found"
-
-
 async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial) -> None:
     session = await simulated.create("s", metadata={"task": 7})
     first = await simulated.chat(session, HI)
@@ -141,18 +77,6 @@ async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial)
     assert about["created_at"] <= one["asked_at"] <= one["answered_at"] <= about["last_used_at"]
     assert (about["task"], about["turns"], about["roots"], about["leaves"], about["segments"]) == (7, 2, [0], [1], 1)
     assert (about["untraced"], about["in_flight"]) == ([], 0)
-
-
-async def test_sessions_are_listed(simulated: SessionTrial) -> None:
-    for name in ("a", "b"):
-        await simulated.create(name)
-    await simulated.chat("a", HI)
-    listed = {each["session_id"]: each for each in (await simulated.ask("GET", "/sessions")).json()["sessions"]}
-    assert set(listed) == {"a", "b"}
-    generation = simulated.door[0].generation
-    assert (listed["a"]["turns"], listed["a"]["tokens"]) == (1, len(generation.input_ids) + 8)
-    assert (listed["b"]["turns"], listed["b"]["tokens"]) == (0, 0)
-    assert listed["a"]["bytes"] > listed["b"]["bytes"] >= 0
 
 
 async def test_a_deleted_session_is_gone_and_its_memory_with_it(simulated: SessionTrial) -> None:
@@ -181,19 +105,6 @@ async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
 
 
 # Bounds
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_no_more_sessions_are_made_than_may_be_held(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, options={"max_sessions": 2})
-    await trial.create("a")
-    await trial.create("b")
-    answer = await trial.ask("POST", "/sessions")
-    status, kind, message = refused(answer)
-    assert (status, kind, answer.value("retry-after")) == (503, "unavailable", b"5")
-    assert "max_sessions" in message
-    await trial.ask("DELETE", "/sessions/a")
-    await trial.create()
 
 
 async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, worker: ScriptedWorker) -> None:
@@ -227,12 +138,6 @@ async def test_no_more_bytes_are_held_than_may_be(
     assert made.status == (503 if option == "max_bytes" else 200)
     await trial.ask("DELETE", f"/sessions/{session}")
     await trial.chat(await trial.create(), HI)
-
-
-@pytest.mark.parametrize("option", ["max_sessions", "max_turns", "max_bytes"])
-async def test_a_bound_that_lets_nothing_in_stops_the_start(stage: Stage, worker: ScriptedWorker, option: str) -> None:
-    with pytest.raises(ValueError, match=option):
-        await session_trial(stage, worker, options={option: 0})
 
 
 async def test_a_session_that_nobody_uses_is_forgotten_and_one_at_work_is_not(
@@ -283,136 +188,6 @@ async def test_what_agents_need_beside_their_turns_goes_to_the_sessions_worker_a
     assert (found["records"], found["metadata"]["untraced"]) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        *(("POST", path) for path in CONTROL),
-        ("GET", "/flush_cache"),
-        ("POST", "/update_weights_from_tensor"),
-        ("POST", "/v1/files"),
-        ("DELETE", "/v1/models/m"),
-        ("POST", "/v1/models"),
-        ("GET", "/v1/modelsx"),
-        ("PUT", "/generate"),
-        ("PUT", "/v1/chat/completions"),
-        ("OPTIONS", "/v1/chat/completions"),
-        ("GET", "/server_info"),
-        ("GET", "/health"),
-        ("POST", "/sessions/s/v1/chat/completions"),
-        ("GET", "/"),
-        ("POST", "/"),
-    ],
-)
-async def test_nothing_else_passes_through_a_session(
-    trial: SessionTrial, worker: ScriptedWorker, method: str, path: str
-) -> None:
-    await trial.create("s")
-    status, kind, _ = refused(await trial.ask(method, f"/sessions/s{path}", {"abort_all": True, "messages": HI}))
-    assert (status, kind) == (404, "not_found")
-    assert worker.requests == []
-
-
-@pytest.mark.parametrize("path", ["/s%2Fv1%2Fmodels", "/s%2fv1/models", "/s%2F", "/s%2Fv1%2fchat%2fcompletions"])
-async def test_no_escaped_slash_stands_around_a_sessions_name(
-    trial: SessionTrial, worker: ScriptedWorker, path: str
-) -> None:
-    await trial.create("s")
-    assert refused(await trial.ask("POST", f"/sessions{path}", {"messages": HI}))[:2] == (400, "invalid_request")
-    assert worker.requests == []
-
-
-async def test_a_name_may_be_escaped(trial: SessionTrial, worker: ScriptedWorker) -> None:
-    await trial.create("s~")
-    assert (await trial.ask("GET", "/sessions/s%7E/v1/models")).status == 200
-    assert worker.requests[-1].target == b"/v1/models"
-
-
-async def test_the_models_are_listed_within_a_session(simulated: SessionTrial) -> None:
-    session = await simulated.create()
-    async with simulated.agent(session) as client:
-        assert [model.id async for model in client.models.list()] == ["simulated-model"]
-
-
-RAW = b'{"model": "m",   "max_tokens": 3}'
-
-
-@pytest.mark.parametrize(
-    ("path", "raw", "reason"),
-    [
-        ("/generate", RAW, "not traced"),
-        ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
-    ],
-)
-async def test_what_generates_and_is_not_traced_is_passed_and_said_so(
-    stage: Stage, worker: ScriptedWorker, path: str, raw: bytes, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker.always(script(reply(b'{"odd":   1}')))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    answer = await trial.ask("POST", f"/sessions/{session}{path}", raw, [("X-Request-Id", "r-7")])
-    assert (answer.status, answer.body) == (200, b'{"odd":   1}')
-    assert (worker.requests[-1].path, worker.requests[-1].body) == (path, raw)
-    found = await trial.read(session)
-    (said,) = found["metadata"]["untraced"]
-    assert (said["path"], said["request_id"]) == (path, "r-7")
-    assert reason in said["reason"]
-    assert found["records"] == []
-    assert trial.statistics()["untraced"] == 1
-    assert [each.getMessage() for each in caplog.records if "traced" in each.getMessage()] == ["turn_not_traced"]
-
-
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
-    stage: Stage, worker: ScriptedWorker, form: str
-) -> None:
-    worker.always(script(reply(b"{}")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    for _ in range(2):
-        await trial.ask("POST", f"/sessions/{session}/generate", {})
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
-    assert (answer.status, answer.error_type) == (422, "invalid_sample")
-    assert "untraced: 2, the last to /generate: this endpoint is not traced" in answer.json()["error"]["message"]
-    refused = await trial.ask("POST", "/session/finalize", {"session_id": session})
-    assert (refused.status, "untraced: 2" in refused.json()["error"]["message"]) == (400, True)
-    empty = await trial.create()
-    assert (await trial.ask("POST", f"/sessions/{empty}/samples", {})).json()["samples"] == []
-
-
-def seen(part: Any, **fields: Any) -> Any:
-    """A request with an image, in one API's words."""
-    return {"model": "m", **fields, "messages": [{"role": "user", "content": [{"type": "text", "text": "See:"}, part]}]}
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
-SHOWN: Any = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "reason"),
-    [
-        (CHAT, seen(IMAGE), "messages[0]: 'image_url' is not text"),
-        ("/v1/messages", seen({"type": "image", "source": SOURCE}, max_tokens=4), "messages.0.content.1"),
-        (
-            "/v1/responses",
-            {"model": "m", "input": [{"role": "user", "content": [SHOWN]}]},
-            "'input_image' is not available",
-        ),
-    ],
-)
-async def test_an_image_is_refused_in_a_session_before_anything_is_generated(
-    trial: SessionTrial, worker: ScriptedWorker, path: str, body: Any, reason: str
-) -> None:
-    session, before = await trial.create(), len(worker.requests)
-    for where, headers in ((f"/sessions/{session}{path}", []), (path, [("X-Session-Id", "other")])):
-        refused = await trial.ask("POST", where, body, headers)
-        assert (refused.status, reason in refused.body.decode()) == (400, True), refused.body
-    assert len(worker.requests) == before
-    assert (await trial.ask("POST", path, body)).status == 200
-    assert json.loads(worker.requests[-1].body) == body
-
-
 async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:
     session = await simulated.create()
     await simulated.chat(session, HI)
@@ -423,47 +198,81 @@ async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: Sessi
     assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/generate"]
 
 
-async def test_chat_without_a_session_is_none_of_its_business(trial: SessionTrial, worker: ScriptedWorker) -> None:
-    raw = b'{"messages":   [{"role": "user", "content": "Hi"}]}'
-    for headers in ([], [("X-SMG-Routing-Key", "k")]):
-        assert (await trial.ask("POST", "/v1/chat/completions", raw, headers)).status == 200
-        assert worker.requests[-1].body == raw
-    assert trial.statistics()["sessions"] == 0
-
-
-# Keys
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/sessions"),
-        ("GET", "/sessions"),
-        ("GET", "/sessions/s"),
-        ("DELETE", "/sessions/s"),
-        ("POST", "/sessions/s/samples"),
-        ("POST", "/sessions/s/v1/chat/completions"),
-        ("GET", "/sessions/s/v1/models"),
-    ],
-)
-async def test_sessions_are_behind_the_key_of_the_data_plane(
-    stage: Stage, worker: ScriptedWorker, method: str, path: str
-) -> None:
-    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
-    for headers in ([], [("Authorization", "Bearer wrong")], [("Authorization", "Bearer admin")]):
-        assert refused(await trial.ask(method, path, {"messages": HI}, headers))[:2] == (401, "unauthorized")
+async def test_a_session_is_named_by_what_fits_into_a_path(trial: SessionTrial, worker: ScriptedWorker) -> None:
+    for name in ("a", "task-7.attempt_2~x:y", "0" * 128, "..."):
+        assert (await trial.read(await trial.create(name)))["session_id"] == name
+    status, kind, message = refused(await trial.ask("POST", "/sessions", {"session_id": "a"}))
+    assert (status, kind, "a" in message) == (409, "conflict", True)
+    await trial.ask("DELETE", "/sessions/a")
+    await trial.create("a")
+    names = ("", "a/b", "a b", "ä", ".", "0" * 129, "a%2Fb", "a\n", 7)
+    bodies: list[Any] = [*({"session_id": name} for name in names), {"metadata": "text"}, [], b"{", b"\xff"]
+    for body in bodies:
+        status, kind, message = refused(await trial.ask("POST", "/sessions", body))
+        assert (status, kind, bool(message)) == (400, "invalid_request", True), body
+    assert len((await trial.ask("GET", "/sessions")).json()["sessions"]) == 4
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/samples"), ("POST", CHAT), ("GET", "/v1/models")):
+        status, kind, message = refused(await trial.ask(method, f"/sessions/nobody{path}", {"messages": HI}))
+        assert (status, kind, "nobody" in message) == (404, "not_found", True), path
+    for path in ("/a%2Fv1%2Fmodels", "/a%2fv1/models", "/a%2F"):
+        assert refused(await trial.ask("POST", f"/sessions{path}", {"messages": HI}))[:2] == (400, "invalid_request")
     assert worker.requests == []
-    answer = await trial.ask(method, path, {"messages": HI}, [("Authorization", "Bearer data")])
-    assert answer.status in (200, 404)
+    await trial.create("s~")
+    assert (await trial.ask("GET", "/sessions/s%7E/v1/models")).status == 200
+    assert worker.requests[-1].target == b"/v1/models"
 
 
-async def test_an_agent_gives_the_key_as_openai_s_client_does_and_no_worker_sees_it(stage: Stage) -> None:
-    async with simulated_sessions(stage, settings={"api_key": "data-key"}) as trial:
-        made = await trial.ask("POST", "/sessions", {}, [("Authorization", "Bearer data-key")])
-        session = made.json()["session_id"]
-        async with trial.agent(session, api_key="data-key") as client:
-            await client.chat.completions.create(model="m", messages=HI, max_tokens=4)
-        async with trial.agent(session, api_key="none") as client:
-            with pytest.raises(openai.AuthenticationError):
-                await client.chat.completions.create(model="m", messages=HI)
-        assert b"data-key" not in b"".join(value for each in trial.door for _, value in each.headers)
+async def test_nothing_else_passes_through_a_session(trial: SessionTrial, worker: ScriptedWorker) -> None:
+    await trial.create("s")
+    closed = [
+        *(("POST", path) for path in (*CONTROL, "/update_weights_from_tensor", "/v1/files", "/v1/models", "/")),
+        *(("GET", path) for path in ("/flush_cache", "/v1/modelsx", "/server_info", "/health", "/")),
+        *(("PUT", "/generate"), ("PUT", CHAT), ("OPTIONS", CHAT), ("DELETE", "/v1/models/m")),
+        ("POST", "/sessions/s/v1/chat/completions"),
+    ]
+    for method, path in closed:
+        answer = await trial.ask(method, f"/sessions/s{path}", {"abort_all": True, "messages": HI})
+        assert answer.status == 404, (method, path)
+        assert answer.error_type == "not_found"
+    assert worker.requests == []
+
+
+async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
+    trial: SessionTrial, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.always(script(reply(b'{"odd":   1}')))
+    session = await trial.create()
+    for number, (path, raw, reason) in enumerate(
+        [
+            ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
+            ("/generate", b'{"model": "m",   "max_tokens": 3}', "not traced"),
+        ],
+        1,
+    ):
+        answer = await trial.ask("POST", f"/sessions/{session}{path}", raw, [("X-Request-Id", "r-7")])
+        assert (answer.status, answer.body) == (200, b'{"odd":   1}')
+        assert (worker.requests[-1].path, worker.requests[-1].body) == (path, raw)
+        found = await trial.read(session)
+        said = found["metadata"]["untraced"][-1]
+        assert (said["path"], said["request_id"], reason in said["reason"]) == (path, "r-7", True)
+        assert (found["records"], trial.statistics()["untraced"]) == ([], number)
+    assert [each.getMessage() for each in caplog.records if "traced" in each.getMessage()] == ["turn_not_traced"] * 2
+    for form in ("json", "safetensors"):
+        answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
+        assert (answer.status, answer.error_type) == (422, "invalid_sample")
+        assert "untraced: 2, the last to /generate: this endpoint is not traced" in answer.json()["error"]["message"]
+    final = await trial.ask("POST", "/session/finalize", {"session_id": session})
+    assert (final.status, "untraced: 2" in final.json()["error"]["message"]) == (400, True)
+    empty = await trial.create()
+    assert (await trial.ask("POST", f"/sessions/{empty}/samples", {})).json()["samples"] == []
+
+
+async def test_sessions_are_behind_the_key_of_the_data_plane(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
+    routes = [("POST", "/sessions"), ("GET", "/sessions"), ("GET", "/sessions/s"), ("DELETE", "/sessions/s")]
+    for method, path in [*routes, ("POST", "/sessions/s/samples"), ("POST", f"/sessions/s{CHAT}")]:
+        for headers in ([], [("Authorization", "Bearer wrong")], [("Authorization", "Bearer admin")]):
+            assert refused(await trial.ask(method, path, {"messages": HI}, headers))[:2] == (401, "unauthorized")
+        assert worker.requests == []
+        answer = await trial.ask(method, path, {"messages": HI}, [("Authorization", "Bearer data")])
+        assert answer.status in (200, 404), path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.events import events_of
 from tests.support.fleet import post
 from tests.support.http import CutReply, Pairs, RawReply
 from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import BOTH
 from tests.support.session_trial import CHAT, JSON, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -48,10 +50,6 @@ async def runs(worker: SimulatedWorker, count: int) -> None:
 
 def engine_names(worker: SimulatedWorker) -> list[str]:
     return [each.rid for exchange in worker.door for each in exchange.generations]
-
-
-def begin_none(names: list[str]) -> bool:
-    return not [one for one in names for other in names if one is not other and other.startswith(one)]
 
 
 async def nothing_ends(worker: SimulatedWorker, left: Sequence[asyncio.Task[Any]]) -> None:
@@ -88,61 +86,61 @@ async def test_an_agent_that_leaves_ends_no_turn_of_others(stage: Stage, stream:
         await nothing_ends(trial.worker, turns)
 
 
-@pytest.mark.parametrize("name", ["0", "deadbeef", "task-1", "r", "HEALTH_CHECK"])
-@both
-async def test_no_engine_sees_an_agent_s_name_and_its_answer_has_it(stage: Stage, name: str, stream: bool) -> None:
+async def test_no_engine_sees_an_agent_s_name_and_its_answer_has_it(stage: Stage) -> None:
+    """Short names, those of a health check, those like the router's own, and none."""
     async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        for path in PATHS:
-            wanted = {"messages": HI, "prompt": "Hi", "text": "Hi", "model": "m", "max_tokens": 3, "rid": name}
-            answer = await trial.ask("POST", f"/sessions/{session}{path}", {**wanted, "stream": stream})
-            assert answer.status == 200, answer.body
-            assert f'"id":"{name}"'.encode() in answer.body.replace(b'": "', b'":"'), answer.body
+        wanted = {"messages": HI, "prompt": "Hi", "text": "Hi", "model": "m", "max_tokens": 3, "sampling_params": SHORT}
+        own = ("0", "deadbeef", "HEALTH_CHECK", "a" * 32, "")
+        for name, stream, path in itertools.product(own, BOTH, PATHS):
+            if path == "/generate" and len(name) == 32:
+                continue  # there it passes as it came
+            for prefix in [f"/sessions/{await trial.create()}", *([""] if name == "" else [])]:
+                answer = await trial.ask("POST", f"{prefix}{path}", {**wanted, "rid": name, "stream": stream})
+                assert answer.status == 200, answer.body
+                assert name in own[3:] or f'"id":"{name}"'.encode() in answer.body.replace(b'": "', b'":"'), answer.body
         names = engine_names(trial.worker)
-        assert len({*names}) == 3
+        assert not {*names} & {*own}
+        assert len({*names}) == len(names)
         assert {len(each) for each in names} == {32}
-        assert begin_none(names)
 
 
-@pytest.mark.parametrize("spelled", [*SPELLED.values()], ids=[*SPELLED])
 @both
-async def test_short_names_of_generate_end_nobody_else(stage: Stage, spelled: str, stream: bool) -> None:
+async def test_short_names_of_generate_end_nobody_else(stage: Stage, stream: bool) -> None:
     async with SimulatedWorker(token_latency_s=0.005) as worker:
         router = await stage.router(worker.url)
         left = [spawn(post(router, "/generate", text="Hi", sampling_params=ENDLESS), name="left") for _ in range(6)]
         await runs(worker, 6)
-        for rid in "0123456789":
-            wanted = json.dumps({"text": "Hi", "sampling_params": ENDLESS, "stream": stream})
-            body = f"{wanted[:-1]}, {spelled % rid}}}".encode()
+        wanted = json.dumps({"text": "Hi", "sampling_params": ENDLESS, "stream": stream})
+        for number, spelled in enumerate([*SPELLED.values()] * 2):
+            body = f"{wanted[:-1]}, {spelled % number}}}".encode()
             await leave(router, "/generate", body, worker, 6)
         await nothing_ends(worker, left)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "rid", "shown"),
-    [("Hi", "a", ["a"]), (["Hi", "Ho"], "a", ["a_0", "a_1"]), (["Hi", "Ho"], ["a", "b2"], ["a", "b2"])],
-    ids=["one", "one for a list", "a list"],
-)
-@both
-async def test_a_client_is_shown_its_own_names(stage: Stage, prompt: Any, rid: Any, shown: Any, stream: bool) -> None:
+async def test_a_client_is_shown_its_own_names(stage: Stage) -> None:
+    cases: list[Any] = [
+        ("Hi", "a", ["a"]),
+        (["Hi", "Ho"], "a", ["a_0", "a_1"]),
+        (["Hi", "Ho"], ["a", "b2"], ["a", "b2"]),
+    ]
     async with SimulatedWorker() as worker:
         router = await stage.router(worker.url)
-        answer = await post(router, "/generate", text=prompt, sampling_params=SHORT, rid=rid, stream=stream)
-        assert answer.status == 200, answer.body
-        said = events_of(answer.body) if stream else answer.json()
-        told = said if isinstance(said, list) else [said]
-        assert {each["meta_info"]["id"] for each in told} == {*shown}
-        assert not {*engine_names(worker)} & {*shown}
-
-
-async def test_a_long_name_passes_as_it_came(stage: Stage) -> None:
-    body = b'{ "rid":"rollout-7",  "text":"Hi", "sampling_params":{"max_new_tokens":3} }'
-    async with SimulatedWorker() as worker:
-        router = await stage.router(worker.url)
-        answer = await router.ask("POST", "/generate", JSON, body)
-        assert answer.status == 200
-        (came,) = worker.door.at("/generate")
-        assert came.body == body
+        for (prompt, rid, shown), stream in itertools.product(cases, BOTH):
+            answer = await post(router, "/generate", text=prompt, sampling_params=SHORT, rid=rid, stream=stream)
+            assert answer.status == 200, answer.body
+            said = events_of(answer.body) if stream else answer.json()
+            told = said if isinstance(said, list) else [said]
+            assert {each["meta_info"]["id"] for each in told} == {*shown}
+            assert not {*engine_names(worker)} & {*shown}
+        answers = await asyncio.gather(
+            *(post(router, "/generate", text="Hi", sampling_params=SHORT, rid="ab") for _ in range(3))
+        )
+        assert [each.json()["meta_info"]["id"] for each in answers] == ["ab"] * 3, (
+            "used again at once, it is no duplicate"
+        )
+        body = b'{ "rid":"rollout-7",  "text":"Hi", "sampling_params":{"max_new_tokens":3} }'
+        assert (await router.ask("POST", "/generate", JSON, body)).status == 200
+        assert worker.door.at("/generate")[-1].body == body, "a long name passes as it came"
 
 
 @pytest.mark.parametrize("rid", ["a", "task-1"])
@@ -179,14 +177,6 @@ async def test_clients_of_several_keys_share_no_names(stage: Stage, tmp_path: Pa
         assert shown.json()["meta_info"]["id"] == "task-1"
 
 
-async def test_a_name_that_is_used_again_at_once_is_no_duplicate(stage: Stage) -> None:
-    async with SimulatedWorker(token_latency_s=0.002) as worker:
-        router = await stage.router(worker.url)
-        body = {"text": "Hi", "sampling_params": SHORT, "rid": "ab"}
-        answers = await asyncio.gather(*(post(router, "/generate", **body) for _ in range(3)))
-        assert [each.json()["meta_info"]["id"] for each in answers] == ["ab"] * 3
-
-
 async def test_a_cut_stream_of_a_renamed_generation_is_broken_off(stage: Stage) -> None:
     events = b'data: {"meta_info": {"id": "x"}}\n\n'
     worker = (await stage.worker()).always(script(reply(events, 200, [("Content-Type", "text/event-stream")])))
@@ -194,34 +184,3 @@ async def test_a_cut_stream_of_a_renamed_generation_is_broken_off(stage: Stage) 
     body = json.dumps({"text": "Hi", "sampling_params": SHORT, "rid": "a", "stream": True}).encode()
     with pytest.raises(CutReply):
         await router.ask("POST", "/generate", JSON, body)
-
-
-@both
-async def test_an_empty_name_is_no_engine_s_either(stage: Stage, stream: bool) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        for prefix in (f"/sessions/{session}", ""):
-            for path in PATHS:
-                wanted = {"messages": HI, "prompt": "Hi", "text": "Hi", "model": "m", "max_tokens": 3, "rid": ""}
-                answer = await trial.ask(
-                    "POST", f"{prefix}{path}", {**wanted, "sampling_params": SHORT, "stream": stream}
-                )
-                assert answer.status == 200, answer.body
-        names = engine_names(trial.worker)
-        assert {len(each) for each in names} == {32}
-        assert len({*names}) == len(names)
-
-
-@both
-async def test_a_name_like_the_router_s_own_is_another_at_the_engine(stage: Stage, stream: bool) -> None:
-    async with simulated_sessions(stage) as trial:
-        for _ in range(2):
-            session = await trial.create()
-            for path in PATHS[:2]:
-                wanted = {"messages": HI, "prompt": "Hi", "model": "m", "max_tokens": 3, "rid": "a" * 32}
-                answer = await trial.ask("POST", f"/sessions/{session}{path}", {**wanted, "stream": stream})
-                assert answer.status == 200, answer.body
-        names = engine_names(trial.worker)
-        assert "a" * 32 not in names
-        assert len({*names}) == len(names)
-        assert {len(each) for each in names} == {32}

@@ -3,20 +3,19 @@ agents of `openai-agents`, with tools and handoffs, whole and streamed. Their sa
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.testing.worker.model.constrained import spelled
-from tests.support.session_trial import ADD, IM_END, Message, SessionTrial, exactly, qwen3, simulated_sessions
-from tests.support.stage import Stage, staged
+from tests.support.session_trial import IM_END, SessionTrial, exactly, qwen3, simulated_sessions
+from tests.support.stage import staged
 
 #: Nothing of a run is reported to anybody.
 QUIET = RunConfig(tracing_disabled=True)
@@ -51,72 +50,6 @@ def generations(trial: SessionTrial) -> list[GenerationRecord]:
 
 
 # The official client
-
-
-async def tool_loop(client: AsyncOpenAI, question: str, *, streamed: bool, turns: int) -> str:
-    """The loop of every tutorial."""
-    history: list[Any] = [{"role": "system", "content": "Add with the tool."}, {"role": "user", "content": question}]
-    for _ in range(turns):
-        asked: dict[str, Any] = {"model": "m", "messages": history, "tools": [ADD]}
-        if streamed:
-            async with client.chat.completions.stream(**asked) as stream:
-                message: Any = (await stream.get_final_completion()).choices[0].message
-        else:
-            message = (await client.chat.completions.create(**asked)).choices[0].message
-        history.append(message.model_dump(exclude_none=True) if streamed else message)
-        if not message.tool_calls:
-            return str(message.content)
-        for each in message.tool_calls:
-            result = sum(json.loads(each.function.arguments).values())
-            history.append({"role": "tool", "tool_call_id": each.id, "content": str(result)})
-    raise AssertionError("no answer")
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_tool_loop_over_the_official_client_is_traced_exactly(trial: SessionTrial, streamed: bool) -> None:
-    session = await trial.create()
-    say(
-        trial,
-        call("add", a=17, b=25),
-        f"First this.\n{call('add', a=42, b=1)}\n{call('add', a=1, b=1)}",
-        "It is 43, naïve 世界.",
-    )
-    async with trial.agent(session) as client:
-        answer = await tool_loop(client, "17 + 25 + 1?", streamed=streamed, turns=5)
-    assert answer.strip() == "It is 43, naïve 世界."
-    (sample,) = await trial.samples(session)
-    exactly(sample, *generations(trial))
-    assert [each["finish_reason"] for each in sample["metadata"]["turns"]] == ["tool_calls", "tool_calls", "stop"]
-    assert await trial.reasons(session) == [None] * 3
-    shown = [record["messages"][-1]["content"] for record in await trial.records(session)]
-    assert shown == ["17 + 25 + 1?", "42", "2"]
-
-
-async def test_many_agents_at_once_do_not_mix(trial: SessionTrial) -> None:
-    """A forced call and then whatever the model says: random text."""
-
-    async def agent(session: str) -> None:
-        history: list[Any] = [{"role": "user", "content": f"I am {session}."}]
-        async with trial.agent(session) as client:
-            for turn in range(4):
-                asked: dict[str, Any] = {"model": "m", "messages": history, "tools": [ADD], "max_tokens": 120}
-                if turn % 2 == 0:
-                    asked["tool_choice"] = "required"
-                message = (await client.chat.completions.create(**asked)).choices[0].message
-                history.append(message)
-                results: list[Message] = [
-                    {"role": "tool", "tool_call_id": each.id, "content": "42"} for each in message.tool_calls or ()
-                ]
-                history += results or [{"role": "user", "content": "Go on"}]
-
-    sessions = [await trial.create() for _ in range(16)]
-    await asyncio.gather(*map(agent, sessions))
-    by_prompt = {tuple(each.input_ids): each for each in generations(trial)}
-    for session in sessions:
-        (sample,) = await trial.samples(session)
-        turns = sample["metadata"]["turns"]
-        assert len(turns) == 4
-        exactly(sample, *(by_prompt[tuple(sample["tokens"][: turn["start"]])] for turn in turns))
 
 
 # openai-agents
@@ -163,20 +96,6 @@ async def test_a_framework_s_tool_agent_is_traced_exactly(trial: SessionTrial, s
     assert "Rain in Köln." in sample["response"]
 
 
-async def test_a_conversation_goes_on_where_the_framework_s_last_run_ended(trial: SessionTrial) -> None:
-    session = await trial.create()
-    say(trial, call("add", a=1, b=2), "It is 3.", call("add", a=3, b=4), "It is 7.")
-    async with trial.agent(session) as client:
-        agent = Agent(name="a", instructions="Be brief.", model=model_in(trial, client), tools=[add])
-        first = await Runner.run(agent, "1 + 2?", run_config=QUIET)
-        history: list[Any] = [*first.to_input_list(), {"role": "user", "content": "And 4?"}]
-        second = await Runner.run(agent, history, run_config=QUIET)
-    assert str(second.final_output).strip() == "It is 7."
-    (sample,) = await trial.samples(session)
-    exactly(sample, *generations(trial))
-    assert len(sample["metadata"]["turns"]) == 4
-
-
 async def test_an_agent_that_hands_over_is_two_histories_in_one_session(trial: SessionTrial) -> None:
     session = await trial.create()
     say(trial, call("transfer_to_critic"), "Not good enough.")
@@ -190,30 +109,3 @@ async def test_an_agent_that_hands_over_is_two_histories_in_one_session(trial: S
     exactly(one, first)
     exactly(two, second)
     assert two["metadata"]["reason"] in ("changed_tools", "sub_agent")
-
-
-async def test_a_framework_s_settings_reach_the_worker(trial: SessionTrial) -> None:
-    settings = ModelSettings(
-        temperature=0.3, top_p=0.9, max_tokens=7, tool_choice="none", parallel_tool_calls=False, extra_body={"top_k": 5}
-    )
-    session = await trial.create()
-    trial.worker.say("</think>one two three four five six seven eight")
-    async with trial.agent(session) as client:
-        agent = Agent(name="a", model=model_in(trial, client), tools=[add], model_settings=settings)
-        await Runner.run(agent, "Hi", run_config=QUIET)
-    sent = trial.door[0].json()
-    asked = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 7, "tool_choice": "none", "top_k": 5}
-    assert {name: sent[name] for name in asked} == asked
-    (sample,) = await trial.samples(session)
-    assert (sample["status"], sum(sample["loss_mask"])) == ("truncated", 7)
-
-
-async def test_a_framework_s_agent_in_a_session_with_a_lost_worker_says_so(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        await trial.worker.kill()
-        async with trial.agent(session) as client:
-            agent = Agent(name="a", model=model_in(trial, client))
-            with pytest.raises(Exception, match="502"):
-                await Runner.run(agent, "Hi", run_config=QUIET)
-        assert await trial.records(session) == []

@@ -14,12 +14,10 @@ import pytest
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_events, chat_reply, streamed
-from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.scripted_worker import ScriptedWorker, script
 from tests.support.session_trial import (
-    ADD,
     Message,
     SessionTrial,
-    chunks_of,
     exactly,
     message_of,
     qwen3,
@@ -87,16 +85,6 @@ async def all_exact(trial: SessionTrial, session: str, *lines: list[int]) -> Non
 # Branches
 
 
-async def test_an_edited_question_is_a_branch_of_the_turn_before_it(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 3)
-    edited = [*history[:-2], user("Something else")]
-    await trial.chat(session, edited)
-    assert await parents(trial, session) == [None, 0, 1, 1]
-    assert await trial.reasons(session) == [None, None, None, "edited_history"]
-    await all_exact(trial, session, [0, 1, 2], [0, 1, 3])
-
-
 async def test_an_answer_in_other_words_is_given_as_words_behind_the_turn_before_it(trial: SessionTrial) -> None:
     session = await trial.create()
     history = await episode(trial, session, 2)
@@ -107,30 +95,6 @@ async def test_an_answer_in_other_words_is_given_as_words_behind_the_turn_before
     (sample,) = await trial.samples(session, branches="last")
     assert "I take that back." in sample["response"]
     assert sum(sample["loss_mask"]) == 16, "of two answers, and none of the agent's words"
-
-
-async def test_a_compacted_history_is_a_root_of_its_own(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, 3)
-    summary = [SYSTEM, user("So far: much was said.")]
-    answer = message_of(await trial.chat(session, summary))
-    await trial.chat(session, [*summary, answer, user("Go on")])
-    assert await parents(trial, session) == [None, 0, 1, None, 3]
-    assert await trial.reasons(session) == [None, None, None, "compaction", None]
-    await all_exact(trial, session, [0, 1, 2], [3, 4])
-    assert [sample["metadata"]["reason"] for sample in await trial.samples(session)] == [None, "compaction"]
-    assert (await trial.read(session))["metadata"]["segments"] == 2
-
-
-async def test_other_tools_are_another_prompt(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 2, tools=[ADD])
-    await trial.chat(session, [*history, user("Go on")], tools=[ADD, OTHER])
-    assert await parents(trial, session) == [None, 0, None]
-    assert await trial.reasons(session) == [None, None, "changed_tools"]
-    await trial.chat(session, [*history, user("Go on")], tools=[ADD])
-    assert (await parents(trial, session))[-1] == 1, "the tools of before go on from before"
-    await all_exact(trial, session, [2], [0, 1, 3])
 
 
 async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:
@@ -156,17 +120,6 @@ async def test_what_a_harness_calls_a_sub_agent_is_a_side_call(trial: SessionTri
         assert (await trial.ask("POST", path, body, headers)).status == 200
     labels = [sample["metadata"]["side_call"] for sample in await trial.samples(session)]
     assert labels == [False, aside], "although it begins as the main line does"
-
-
-async def test_a_question_that_is_asked_again_is_a_retry(trial: SessionTrial) -> None:
-    session = await trial.create()
-    for _ in range(2):
-        first = await trial.chat(session, HI)
-    for _ in range(3):
-        await trial.chat(session, [*HI, message_of(first), user("Go on")])
-    assert await parents(trial, session) == [None, None, 1, 1, 1]
-    assert await trial.reasons(session) == [None, "retry", None, "retry", "retry"]
-    await all_exact(trial, session, [0], [1, 2], [1, 3], [1, 4])
 
 
 async def test_the_choice_that_the_agent_took_goes_on(trial: SessionTrial) -> None:
@@ -201,13 +154,6 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
         assert sample["tokens"][begin:] == generation.output_ids
 
 
-async def test_a_session_of_its_own_may_begin_as_another_does(trial: SessionTrial) -> None:
-    one, two = await trial.create(), await trial.create()
-    for session in (one, two):
-        await episode(trial, session, 2)
-    assert await trial.reasons(one) == await trial.reasons(two) == [None, None]
-
-
 # Turn ids
 
 
@@ -223,16 +169,6 @@ async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionT
     assert (await trial.records(session))[0]["turn_id"] == "t1"
     assert (await trial.turn(session, HI, [("X-Turn-Id", "t2")])).body != first.body
     assert len(await trial.records(session)) == 2
-
-
-async def test_a_stream_that_is_repeated_is_the_same_stream(trial: SessionTrial) -> None:
-    session = await trial.create()
-    first = await trial.turn(session, HI, SAME, stream=True)
-    second = await trial.turn(session, HI, SAME, stream=True)
-    assert first.body == second.body
-    assert second.value("content-type") == b"text/event-stream; charset=utf-8"
-    assert chunks_of(second.body)
-    assert len(trial.door) == len(await trial.records(session)) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,42 +195,6 @@ async def _all(asking: list[Any]) -> list[RawReply]:
     return list(await asyncio.gather(*asking))
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        reply(b'{"error": {"message": "busy"}}', 503),
-        reply(b"garbage", headers=[("Content-Type", "application/json")]),
-    ],
-    ids=["refused", "garbage"],
-)
-async def test_a_turn_that_failed_may_be_tried_again(
-    worker: ScriptedWorker, scripted: SessionTrial, failure: bytes
-) -> None:
-    worker.next(script(failure)).always(script(chat_reply([7, 8])))
-    session = await scripted.create()
-    assert (await scripted.turn(session, HI, SAME)).status in (502, 503)
-    good = await scripted.turn(session, HI, SAME)
-    assert good.status == 200
-    assert (await scripted.turn(session, HI, SAME)).body == good.body
-    assert (len(worker.requests), len(await scripted.records(session))) == (2, 1)
-
-
-async def test_one_that_waited_for_a_turn_that_failed_runs_it_itself(
-    worker: ScriptedWorker, scripted: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    worker.next(script(gate, reply(b"{}", 500))).always(script(chat_reply([7, 8])))
-    session = await scripted.create()
-    async with under_way(_all([scripted.turn(session, HI, SAME) for _ in range(3)])) as turns:
-        await until(lambda: worker.requests, "one is at the worker")
-        while (await scripted.read(session))["metadata"]["in_flight"] < 3:
-            pass
-        gate.set()
-        answers = await turns
-    assert sorted(answer.status for answer in answers) == [200, 200, 500]
-    assert (len(worker.requests), len(await scripted.records(session))) == (2, 1)
-
-
 async def test_another_request_under_the_same_turn_id_is_another_step(trial: SessionTrial) -> None:
     session = await trial.create()
     first = await trial.turn(session, HI, SAME)
@@ -304,29 +204,6 @@ async def test_another_request_under_the_same_turn_id_is_another_step(trial: Ses
     assert (await trial.turn(session, history, SAME)).body == second.body
     assert [(each["turn_id"], each["parent"]) for each in await trial.records(session)] == [("t1", None), ("t1", 0)]
     assert len(trial.door) == 2
-
-
-async def test_steps_of_one_turn_that_run_at_once_do_not_wait_for_each_other(
-    worker: ScriptedWorker, scripted: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    refused = script(gate, reply(b'{"error": {"message": "busy"}}', 503))
-    worker.next(refused).always(script(chat_reply([7, 8])))
-    session = await scripted.create()
-    async with under_way(scripted.turn(session, HI, SAME)) as first:
-        await until(lambda: worker.requests, "it is at the worker")
-        assert (await scripted.turn(session, [user("Something else")], SAME)).status == 200
-        gate.set()
-        assert (await first).status == 503, "and what the other recorded is no answer of its own"
-    assert (await scripted.turn(session, HI, SAME)).status == 200
-    assert len(await scripted.records(session)) == 2
-
-
-async def test_turn_ids_belong_to_their_session(worker: ScriptedWorker, scripted: SessionTrial) -> None:
-    worker.always(script(chat_reply([7, 8])))
-    for _ in range(2):
-        await scripted.turn(await scripted.create(), HI, SAME)
-    assert len(worker.requests) == 2
 
 
 async def test_a_turn_id_without_end_is_refused(worker: ScriptedWorker, scripted: SessionTrial) -> None:

@@ -3,6 +3,7 @@ own words, whatever agents and templates make of the history on the way."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from miles_router.testing.worker.door import GenerationRecord
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import BOTH, Api, case
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
+    CHAT,
     IM_END,
     Message,
     SessionTrial,
@@ -102,27 +105,6 @@ async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial)
     assert "return_prompt_token_ids" not in sent
 
 
-async def test_an_answer_that_was_cut_is_closed_as_the_template_closes_it(trial: SessionTrial) -> None:
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI, max_tokens=5))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert IM_END not in one.output_ids
-    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-
-
-async def test_what_a_stop_string_cut_from_the_answer_stays_held(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say("one two#three")
-    message = message_of(await trial.chat(session, HI, stop=["#"], max_tokens=99))
-    assert message["content"] == "one two"
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-    (sample,) = await trial.samples(session)
-    exactly(sample, one, two)
-
-
 async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: SessionTrial) -> None:
     session = await trial.create()
     trial.worker.say([*qwen3().encode("Yes"), END_OF_TEXT])
@@ -140,65 +122,11 @@ async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: 
     assert [record["dropped_tokens"] for record in records] == [0, 1]
 
 
-@pytest.mark.parametrize("returned", [True, False], ids=["sent back", "left out"])
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(
-    stage: Stage, returned: bool, streamed: bool
-) -> None:
-    """Qwen3's template leaves the reasoning of earlier answers out: that would be another history."""
-    async with simulated_sessions(stage, reasoning_parser="qwen3") as trial:
-        session = await trial.create()
-        history = [*HI]
-        for turn in range(3):
-            trial.worker.say(f"<think>\nThought {turn}.\n</think>\n\nAnswer {turn}.")
-            if streamed:
-                await trial.stream(session, history, max_tokens=99)
-                message = (await trial.records(session))[-1]["response"]
-            else:
-                message = message_of(await trial.chat(session, history, max_tokens=99))
-            assert (message["reasoning_content"], message["content"]) == (f"\nThought {turn}.\n", f"\n\nAnswer {turn}.")
-            if not returned:
-                message = said(message["content"])
-            history += [message, user("Go on")]
-        (sample,) = await trial.samples(session)
-        exactly(sample, *generations(trial))
-        assert sample["response"].count("Thought") == 3
-
-
-@pytest.mark.parametrize(
-    "spell",
-    [
-        lambda message: {**message, "content": None} if not message["content"] else message,
-        lambda message: {name: value for name, value in message.items() if value},
-        lambda message: {**message, "content": [{"type": "text", "text": message["content"]}]},
-        lambda message: {**message, "refusal": None, "audio": None, "function_call": None, "annotations": []},
-        lambda message: {**message, "tool_calls": [{**call, "index": 7} for call in message["tool_calls"]]},
-    ],
-    ids=["null", "left out", "parts", "client fields", "index"],
-)
-async def test_other_spellings_of_a_message_are_the_same_message(trial: SessionTrial, spell: Any) -> None:
-    session = await trial.create()
-    trial.worker.say(ASK_ADD)
-    message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
-    result = tool_result(message["tool_calls"][0], "42")
-    await trial.chat(session, [*HI, spell(message), result], tools=[ADD])
-    one, two = generations(trial)
-    assert given_behind(two, one).startswith("\n<|im_start|>user\n<tool_response>\n42")
-    assert len(await trial.samples(session)) == 1
-
-
 SPACED = '{"a":17,   "b":25}'
 
 
 @pytest.mark.parametrize(
-    ("equality", "continues"),
-    [
-        ("strict", False),
-        (None, True),
-        ("meaning", True),
-        ("tool-arguments-as-json", True),
-        ("tests.support.session_trial.equal_roles", True),
-    ],
+    ("equality", "continues"), [("strict", False), (None, True), ("tests.support.session_trial.equal_roles", True)]
 )
 async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator_says_no(
     stage: Stage, equality: str | None, continues: bool
@@ -223,92 +151,6 @@ async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator
             assert [turn["edit"] for turn in sample["metadata"]["turns"]] in ([None], [None, None], [edit])
             last = generations(trial)[-1]
             assert sample["tokens"] in (held(last), held(generations(trial)[0]))
-
-
-@pytest.mark.parametrize("equality", ["loose", "no.such.module.function", "json.decoder"])
-async def test_an_equality_that_is_none_stops_the_start(stage: Stage, equality: str) -> None:
-    with pytest.raises(ValueError, match="message_equality"):
-        async with simulated_sessions(stage, options={"message_equality": equality}):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}),
-        ({"tools": [ADD]}, {"tools": [ADD], "tool_choice": "auto", "temperature": 0.3, "max_tokens": 4}),
-        ({}, {"response_format": {"type": "json_object"}}),
-        ({}, {"stream": True, "n": 2}),
-    ],
-    ids=["tool_choice", "parameters", "format", "choices"],
-)
-async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(
-    trial: SessionTrial, first: dict[str, Any], second: dict[str, Any]
-) -> None:
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI, **first))
-    answer = await trial.turn(session, [*HI, message, user("Go on")], **second)
-    assert answer.status == 200
-    assert {each["parent"] for each in (await trial.records(session))[1:]} == {0}
-    given_behind(generations(trial)[1], generations(trial)[0])
-
-
-@pytest.mark.parametrize(
-    ("field", "reason"),
-    [
-        ({"input_ids": [1, 2, 3]}, "own_input_ids"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        (
-            {
-                "messages": [
-                    user("See"),
-                    "ANSWER",
-                    {"role": "user", "content": [{"type": "tool_reference", "name": "f"}]},
-                ]
-            },
-            "not_text",
-        ),
-    ],
-    ids=["ids", "continue", "part"],
-)
-async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(
-    trial: SessionTrial, field: dict[str, Any], reason: str
-) -> None:
-    session = await trial.create()
-    asked = field.get("messages", HI)[:1]
-    message = message_of(await trial.chat(session, asked))
-    messages = [*asked, message, *field.get("messages", [None, None, user("Go on")])[2:]]
-    await trial.chat(session, messages, **{name: value for name, value in field.items() if name != "messages"})
-    assert await trial.reasons(session) == [None, reason]
-    one, two = await trial.samples(session)
-    exactly(one, generations(trial)[0])
-    exactly(two, generations(trial)[1])
-    assert (one["metadata"]["reason"], two["metadata"]["reason"]) == (None, reason)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"role": "user", "content": [{"type": "text"}]},
-        {"role": "user", "content": [{"type": "text", "text": 7}]},
-        {"role": "user", "content": [7]},
-        {"role": "user", "content": 7},
-        {"role": "assistant", "content": "", "tool_calls": [7]},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]},
-        {"role": "nobody", "content": "Hi"},
-    ],
-    ids=str,
-)
-async def test_messages_that_are_none_are_the_engine_s_to_refuse(stage: Stage, odd: Message) -> None:
-    worker = able(await stage.worker())
-    worker.next(script(chat_reply([7, 8]))).always(script(reply(b'{"message": "no"}', 400)))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI))
-    for stream in (False, True):
-        answer = await trial.turn(session, [*HI, message, odd, user("Go on")], stream=stream)
-        assert (answer.status, answer.body) == (400, b'{"message": "no"}')
-    assert len(await trial.records(session)) == 1
 
 
 async def test_an_answer_that_the_engine_aborted_is_held_and_can_be_continued(stage: Stage) -> None:
@@ -361,3 +203,83 @@ async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> 
 def test_the_template_s_words_are_those_of_this_file() -> None:
     text = qwen3().render_chat([*HI, said("Yes"), user("Go on")])
     assert text.endswith(f"Yes<|im_end|>{NEXT.format('Go on')}")
+
+
+async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(stage: Stage) -> None:
+    """Qwen3's template leaves the reasoning of earlier answers out: that would be another history."""
+    async with simulated_sessions(stage, reasoning_parser="qwen3") as trial:
+        for returned, stream in itertools.product(BOTH, BOTH):
+            with case(returned, stream):
+                trial.worker.door.clear()
+                session, history = await trial.create(), [*HI]
+                for turn in range(3):
+                    trial.worker.say(f"<think>\nThought {turn}.\n</think>\n\nAnswer {turn}.")
+                    told = await Api(CHAT).turn(trial, session, history, 99, stream=stream)
+                    assert (told.reasoning, told.text) == (f"\nThought {turn}.\n", f"\n\nAnswer {turn}.")
+                    history += [*(told.items if returned else [said(told.text)]), user("Go on")]
+                (sample,) = await trial.samples(session)
+                exactly(sample, *generations(trial))
+                assert sample["response"].count("Thought") == 3
+
+
+async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(trial: SessionTrial) -> None:
+    tools: dict[str, Any] = {"tools": [ADD]}
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (tools, {**tools, "tool_choice": "none"}),
+        (tools, {**tools, "tool_choice": "auto", "temperature": 0.3, "max_tokens": 4}),
+        ({}, {"response_format": {"type": "json_object"}}),
+        ({}, {"stream": True, "n": 2}),
+    ]
+    for first, second in changes:
+        with case(second):
+            trial.worker.door.clear()
+            session = await trial.create()
+            message = message_of(await trial.chat(session, HI, **first))
+            assert (await trial.turn(session, [*HI, message, user("Go on")], **second)).status == 200
+            assert {each["parent"] for each in (await trial.records(session))[1:]} == {0}
+            given_behind(generations(trial)[1], generations(trial)[0])
+
+
+async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(trial: SessionTrial) -> None:
+    part = {"role": "user", "content": [{"type": "tool_reference", "name": "f"}]}
+    cases: list[tuple[dict[str, Any], Message, str]] = [
+        ({"input_ids": [1, 2, 3]}, user("Go on"), "own_input_ids"),
+        ({"continue_final_message": True}, user("Go on"), "continue_final_message"),
+        ({}, part, "not_text"),
+    ]
+    for fields, appended, reason in cases:
+        with case(reason):
+            trial.worker.door.clear()
+            session = await trial.create()
+            message = message_of(await trial.chat(session, HI))
+            await trial.chat(session, [*HI, message, appended], **fields)
+            assert await trial.reasons(session) == [None, reason]
+            one, two = await trial.samples(session)
+            exactly(one, generations(trial)[0])
+            exactly(two, generations(trial)[1])
+            assert (one["metadata"]["reason"], two["metadata"]["reason"]) == (None, reason)
+
+
+async def test_messages_that_are_none_are_the_engine_s_to_refuse(stage: Stage) -> None:
+    worker = able(await stage.worker()).next(script(chat_reply([7, 8])))
+    worker.always(script(reply(b'{"message": "no"}', 400)))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    call = {"function": {"name": "add", "arguments": "[1]"}}
+    contents: list[Any] = [[{"type": "text"}], [{"type": "text", "text": 7}], [7], 7]
+    odd: list[Message] = [
+        *({"role": "user", "content": content} for content in contents),
+        *({"role": "assistant", "content": "", "tool_calls": [each]} for each in (7, call)),
+        {"role": "nobody", "content": "Hi"},
+    ]
+    for each, stream in itertools.product(odd, BOTH):
+        answer = await trial.turn(session, [*HI, message, each, user("Go on")], stream=stream)
+        assert (answer.status, answer.body) == (400, b'{"message": "no"}'), each
+    assert len(await trial.records(session)) == 1
+
+
+async def test_an_equality_that_is_none_stops_the_start(stage: Stage) -> None:
+    for equality in ("loose", "no.such.module.function", "json.decoder"):
+        with pytest.raises(ValueError, match="message_equality"):
+            await session_trial(stage, options={"message_equality": equality})

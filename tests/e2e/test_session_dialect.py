@@ -18,21 +18,18 @@ from middleware_hub.openai_session.sessions.session import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
+from tests.support.session_apis import case
 from tests.support.session_trial import (
     CHAT,
     SessionTrial,
-    chunks_of,
     exactly,
     message_of,
     said,
     session_trial,
     simulated_sessions,
-    text_of,
     user,
 )
 from tests.support.stage import Stage
-from tests.support.under_way import under_way
-from tests.support.waiting import PATIENCE, until
 
 HI: list[Any] = [user("Hi")]
 
@@ -77,56 +74,6 @@ def named(session: str, instance: str | None = None, turn_id: str | None = None)
 
 
 # Turns
-
-
-async def test_a_session_is_made_by_its_first_turn_and_goes_on_by_its_name(trial: SessionTrial) -> None:
-    first = await good(await turn(trial, named("s", "task-7", "t1")))
-    second = await turn(trial, named("s", "task-7", "t2"), [*HI, message_of(first), user("Go on")], stream=True)
-    assert text_of(chunks_of(second.body))
-    assert set(first["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
-    (sample,) = await trial.samples("s")
-    exactly(sample, *(each.generation for each in trial.door))
-    found = await trial.read("s")
-    assert found["metadata"]["instance_id"] == "task-7"
-    assert [each["turn_id"] for each in found["records"]] == ["t1", "t2"]
-
-
-async def test_the_official_client_names_its_session_in_a_header(trial: SessionTrial) -> None:
-    headers = {"X-Session-Id": "s"}
-    async with AsyncOpenAI(
-        base_url=f"{trial.router.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=PATIENCE,
-        default_headers=headers,
-    ) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, max_tokens=4)
-        assert answer.choices[0].message.content
-    assert len(await trial.records("s")) == 1
-
-
-@pytest.mark.parametrize(
-    ("headers", "made"),
-    [
-        ({"X-Session-Id": "s"}, True),
-        ({"X-SMG-Routing-Key": "s", "X-Turn-Id": "1"}, True),
-        ({"X-SMG-Routing-Key": "s", "X-Instance-Id": "i"}, True),
-        ({"X-Session-Id": "s", "X-SMG-Routing-Key": "elsewhere", "X-Turn-Id": "1"}, True),
-        ({"X-SMG-Routing-Key": "s"}, False),
-        ({"X-Instance-Id": "i"}, False),
-        ({"X-Turn-Id": "1"}, False),
-        ({"X-Session-Id": ""}, False),
-        ({}, False),
-    ],
-    ids=str,
-)
-async def test_which_headers_name_a_session(
-    scripted: SessionTrial, worker: ScriptedWorker, headers: dict[str, str], made: bool
-) -> None:
-    assert (await turn(scripted, headers)).status == 200
-    sessions = [each["session_id"] for each in (await scripted.ask("GET", "/sessions")).json()["sessions"]]
-    assert sessions == (["s"] if made else [])
-    assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
 
 
 async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage) -> None:
@@ -179,12 +126,6 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
     assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
 
 
-async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:
-    answer = await turn(scripted, {"X-Session-Id": "a/b", "X-Turn-Id": "t1"})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert worker.requests == []
-
-
 async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
     session = await trial.create("s", metadata={"task": 7})
     first = await good(await turn(trial, named("s")))
@@ -197,12 +138,6 @@ async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(t
         "active_sessions": 1,
         "bytes": trial.statistics()["bytes"],
     }
-
-
-async def test_a_turn_id_that_is_repeated_gets_the_answer_of_before(trial: SessionTrial) -> None:
-    first = await turn(trial, named("s", turn_id="t"))
-    assert (await turn(trial, named("s", turn_id="t"))).body == first.body
-    assert len(trial.door) == 1
 
 
 async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worker: ScriptedWorker) -> None:
@@ -244,30 +179,6 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     samples = await trial.samples("s", reward=0.5, label="42")
     assert [{name: each[name] for name in sample} for each, sample in zip(segments, samples, strict=True)] == samples
     exactly(segments[0], *(each.generation for each in trial.door[:2]))
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ({"session_id": "nobody"}, (404, "not_found")),
-        ({"session_id": "empty"}, (400, "invalid_request")),
-        ({}, (400, "invalid_request")),
-        ({"session_id": 7}, (400, "invalid_request")),
-        ([], (400, "invalid_request")),
-        (b"{", (400, "invalid_request")),
-    ],
-    ids=repr,
-)
-async def test_what_cannot_be_finalized_is_refused(scripted: SessionTrial, body: Any, error: tuple[int, str]) -> None:
-    await scripted.create("empty")
-    answer = await scripted.ask("POST", "/session/finalize", body)
-    assert (answer.status, answer.error_type) == error
-
-
-async def test_a_trajectory_id_is_a_session_id(scripted: SessionTrial) -> None:
-    await turn(scripted, named("s"))
-    assert (await post(scripted, "/session/finalize", {"trajectory_id": "s", "instance_id": "i"}))["instance_id"] == "i"
-    assert len((await post(scripted, "/trajectory/read", {"trajectory_id": "s"}))["data"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -367,43 +278,7 @@ async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: Sess
     assert (await stats(scripted))["bytes"] == 0
 
 
-async def test_a_session_that_is_not_finalized_is_not_read(scripted: SessionTrial) -> None:
-    await turn(scripted, named("s"))
-    answer = await post(scripted, "/trajectory/read", {"session_id": "s", "drain": True})
-    assert (answer["success"], answer["data"]) == (False, [])
-    assert len(await scripted.records("s")) == 1, "and not forgotten either"
-
-
-@pytest.mark.parametrize("body", [{"max_groups": 0}, {"max_groups": "2"}, {"session_id": 7}, [], b"{"], ids=repr)
-async def test_what_is_no_request_to_read_is_refused(scripted: SessionTrial, body: Any) -> None:
-    answer = await scripted.ask("POST", "/trajectory/read", body)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-
-
 # Rollouts
-
-
-async def test_a_rollout_is_paused_and_goes_on_under_new_weights_with_nothing_lost(stage: Stage) -> None:
-    async with simulated_sessions(stage, token_latency_s=0.02) as trial:
-        endless = {"max_tokens": 60, "ignore_eos": True}
-        async with under_way(turn(trial, named("s"), **endless)) as asking:
-            await until(lambda: trial.worker.running, "it generates")
-            paused = await post(trial, "/v1/rollout/pause")
-            trial.worker.engine.token_latency_s = 0
-            assert (paused["status"], paused["paused"], paused["mode"]) == ("ok", True, "retract")
-            assert paused["paused_since"] > 0
-            async with under_way(turn(trial, named("t"), **endless)) as waiting:
-                await until(lambda: trial.router.app.router.gate.held, "it waits")
-                state = await good(await trial.ask("GET", "/v1/rollout/pause_state"))
-                assert (state["paused"], state["waiting"], state["version"]) == (True, 1, "1")
-                resumed = await post(trial, "/v1/rollout/resume", {"version": 2})
-                assert (resumed["paused"], resumed["version"]) == (False, "2")
-                assert {(await asking).status, (await waiting).status} == {200}
-        for session in ("s", "t"):
-            (sample,) = await trial.samples(session)
-            assert sum(sample["loss_mask"]) == 60
-            assert sample["weight_versions"][-1]["version"] == "2"
-        assert trial.worker.weight_version == "2"
 
 
 async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> None:
@@ -413,25 +288,11 @@ async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> N
     assert not trial.worker.door.at("/update_weight_version")
 
 
-async def test_a_mode_that_there_is_not_is_refused(trial: SessionTrial) -> None:
-    answer = await trial.ask("POST", "/v1/rollout/pause", {"mode": "gently"})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert trial.worker.engine.paused is None
-
-
 async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, worker: ScriptedWorker) -> None:
     worker.always(script(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n"))
     answer = await scripted.ask("POST", "/v1/rollout/pause", {})
     assert answer.status == 502
     assert worker.url in answer.json()["workers"]
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/rollout/pause"), ("POST", "/v1/rollout/other")])
-async def test_what_else_is_under_its_paths_is_forwarded(
-    scripted: SessionTrial, worker: ScriptedWorker, method: str, path: str
-) -> None:
-    await scripted.ask(method, path, {})
-    assert (worker.requests[-1].method, worker.requests[-1].path) == (method, path)
 
 
 async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:
@@ -449,59 +310,7 @@ async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, 
         assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
 
 
-@pytest.mark.alone("it reads trajectories without naming a session")
-async def test_many_sessions_at_once_do_not_mix(trial: SessionTrial) -> None:
-    async def one(session: str) -> None:
-        history = [user(f"I am {session}.")]
-        for _ in range(3):
-            answer = await good(await turn(trial, named(session, "group"), history))
-            history += [message_of(answer), user("Go on")]
-        await post(trial, "/session/finalize", {"session_id": session})
-
-    await asyncio.gather(*(one(f"s{number}") for number in range(12)))
-    answer = await post(trial, "/trajectory/read", {"instance_id": "group", "drain": True})
-    assert len(answer["data"]) == 12
-    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.door}
-    for segment in answer["data"]:
-        assert f"I am {segment['trajectory_id']}." in json.dumps(text_before(trial, segment))
-        for each in segment["metadata"]["turns"]:
-            generation = by_prompt[tuple(segment["tokens"][: each["start"]])]
-            assert segment["tokens"][each["start"] : each["end"]] == generation.output_ids
-    assert (await stats(trial))["bytes"] == 0
-
-
-def text_before(trial: SessionTrial, segment: Any) -> str:
-    begin = segment["metadata"]["turns"][0]["start"]
-    return trial.worker.tokenizer.decode(segment["tokens"][:begin])
-
-
 # Odd requests, and what a restart leaves
-
-
-@pytest.mark.alone("it reads trajectories without naming a session")
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/session/discard", {}),
-        ("/session/discard", {"session_id": ["s"]}),
-        ("/session/finalize", {"session_id": "s", "instance_id": ["i"]}),
-        ("/session/finalize", {"session_id": "s", "instance_id": "i" * 257}),
-        ("/session/finalize", {"session_id": "s", "label": "x" * (1 << 20)}),
-        ("/trajectory/read", {"instance_id": {}}),
-        ("/trajectory/read", {"drain": "false"}),
-        ("/trajectory/read", {"segment_view": 1}),
-        ("/v1/rollout/pause", {"mode": []}),
-        ("/v1/rollout/resume", {"version": [2]}),
-    ],
-)
-async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial, path: str, body: Any) -> None:
-    await good(await turn(trial, named("s", "task-7")))
-    before = await stats(trial)
-    answer = await trial.ask("POST", path, body)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert await stats(trial) == before
-    await post(trial, "/session/finalize", {"session_id": "s"})
-    assert len((await post(trial, "/trajectory/read"))["data"]) == 1
 
 
 @pytest.mark.alone("it reads trajectories without naming a session")
@@ -511,14 +320,6 @@ async def test_metadata_that_names_no_instance_breaks_no_batch(trial: SessionTri
     await post(trial, "/session/finalize", {"session_id": session})
     assert (await stats(trial))["groups"] == 1
     assert len((await post(trial, "/trajectory/read"))["data"]) == 1
-
-
-@pytest.mark.parametrize("body", [[], {"messages": []}, {"messages": [1]}])
-async def test_a_first_turn_that_is_refused_leaves_no_session(trial: SessionTrial, body: Any) -> None:
-    answer = await trial.ask("POST", CHAT, body, list(named("s", "task-7").items()))
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert (await stats(trial))["active_sessions"] == 0
-    assert trial.statistics()["bytes"] == 0
 
 
 async def test_a_session_begun_anew_says_that_its_history_was_not_recorded(trial: SessionTrial) -> None:
@@ -533,3 +334,59 @@ async def test_a_session_begun_anew_says_that_its_history_was_not_recorded(trial
     assert trial.statistics()["unrecorded_history"] == 1
     await good(await turn(trial, named("other")))
     assert [each["metadata"]["unrecorded_history"] for each in await trial.samples("other")] == [False]
+
+
+async def test_which_headers_name_a_session(scripted: SessionTrial, worker: ScriptedWorker) -> None:
+    cases: list[tuple[dict[str, str], bool]] = [
+        ({"X-Session-Id": "s"}, True),
+        ({"X-SMG-Routing-Key": "s", "X-Turn-Id": "1"}, True),
+        ({"X-SMG-Routing-Key": "s", "X-Instance-Id": "i"}, True),
+        ({"X-Session-Id": "s", "X-SMG-Routing-Key": "elsewhere", "X-Turn-Id": "1"}, True),
+        *((headers, False) for headers in ({"X-SMG-Routing-Key": "s"}, {"X-Instance-Id": "i"}, {"X-Turn-Id": "1"}, {})),
+        ({"X-Session-Id": ""}, False),
+    ]
+    for headers, made in cases:
+        with case(headers):
+            assert (await turn(scripted, headers)).status == 200
+            sessions = [each["session_id"] for each in (await scripted.ask("GET", "/sessions")).json()["sessions"]]
+            assert sessions == (["s"] if made else [])
+            assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
+            await scripted.ask("DELETE", "/sessions/s")
+
+
+async def test_a_first_turn_that_is_refused_leaves_no_session(trial: SessionTrial) -> None:
+    bodies: list[Any] = [[], {"messages": []}, {"messages": [1]}]
+    for body in bodies:
+        answer = await trial.ask("POST", CHAT, body, list(named("s", "task-7").items()))
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
+        assert (await stats(trial))["active_sessions"] == 0
+        assert trial.statistics()["bytes"] == 0
+
+
+@pytest.mark.alone("it reads trajectories without naming a session")
+async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial) -> None:
+    await good(await turn(trial, named("s", "task-7")))
+    await trial.create("empty")
+    before = await stats(trial)
+    names: list[Any] = [["i"], "i" * 257]
+    odd: dict[str, list[Any]] = {
+        "/session/discard": [{}, {"session_id": ["s"]}],
+        "/session/finalize": [
+            *({}, [], b"{", {"session_id": "empty"}, {"session_id": "s", "label": "x" * (1 << 20)}),
+            *({"session_id": "s", "instance_id": each} for each in names),
+        ],
+        "/trajectory/read": [
+            *({"max_groups": 0}, {"session_id": 7}, [], {"instance_id": {}}, {"drain": "false"}, {"segment_view": 1}),
+        ],
+        "/v1/rollout/pause": [{"mode": []}, {"mode": "gently"}],
+        "/v1/rollout/resume": [{"version": [2]}],
+    }
+    for path, body in ((path, body) for path, bodies in odd.items() for body in bodies):
+        answer = await trial.ask("POST", path, body)
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), (path, body)
+    missing = await trial.ask("POST", "/session/finalize", {"session_id": "nobody"})
+    assert (missing.status, missing.error_type) == (404, "not_found")
+    assert await stats(trial) == before
+    assert trial.worker.engine.paused is None
+    assert (await post(trial, "/session/finalize", {"trajectory_id": "s", "instance_id": "i"}))["instance_id"] == "i"
+    assert len((await post(trial, "/trajectory/read", {"trajectory_id": "s"}))["data"]) == 1

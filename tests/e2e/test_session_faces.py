@@ -3,8 +3,6 @@ streamed, continued in ids, and refused in its own words."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -18,10 +16,8 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from miles_router.engines.events import Event, write_event
 from miles_router.errors import BadRequest
-from tests.support.http import RawReply, request
-from tests.support.scripted_chat import JSON, able, chat_events, chat_reply, streamed
-from tests.support.scripted_worker import ScriptedWorker, reply, script
-from tests.support.session_trial import CHAT, SessionTrial, exactly, session_trial, simulated_sessions
+from tests.support.http import RawReply
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions, user
 from tests.support.stage import Stage
 
 PATH = "/v1/questions"
@@ -112,56 +108,14 @@ async def test_an_api_that_is_one_class_is_traced_exactly(trial: SessionTrial) -
 async def test_its_turns_are_those_of_every_api(trial: SessionTrial) -> None:
     session = await trial.create()
     answer = (await question(trial, session, "Hi")).json()["answer"]
-    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
-    await trial.chat(session, [*history, {"role": "user", "content": "Go on"}])
+    await trial.chat(session, [user("Hi"), {"role": "assistant", "content": answer}, user("Go on")])
     assert [record["parent"] for record in await trial.records(session)] == [None, 0]
     same = [("X-Turn-Id", "t")]
     asked = {"talk": ["Hi"], "live": True}
     replies = [await trial.ask("POST", f"/sessions/{session}{PATH}", asked, same) for _ in range(2)]
     assert replies[0].body == replies[1].body
     assert len(await trial.records(session)) == 3
-    assert (await question(trial, session)).status == 400
-    assert (await trial.ask("POST", f"/sessions/{session}{PATH}", {"talk": 3})).error_type == "invalid_request"
-
-
-async def test_the_agent_does_not_learn_of_the_end_before_the_turn_is_recorded(stage: Stage) -> None:
-    gate = asyncio.Event()
-    *before, finish, ids, done = chat_events([7, 8], ["Hel", "lo"])
-    worker = able(await stage.worker()).always(streamed(*before, finish, gate, ids, done))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    client = await stage.client(trial.router)
-    body = json.dumps({"talk": ["Hi"], "live": True}).encode()
-    await client.send(request("POST", f"/sessions/{session}{PATH}", JSON, body))
-    await client.read_head("POST")
-    seen = b""
-    while b'"lo"' not in seen:
-        seen += await client.read_part()
-    assert (b"end" in seen, await trial.records(session)) == (False, [])
-    gate.set()
-    while b"event: end" not in seen:
-        seen += await client.read_part()
-    assert len(await trial.records(session)) == 1
-    await client.read_body()
-    assert worker.requests[0].target == CHAT.encode(), "its own path and query are none of the engine's"
-
-
-async def test_an_engine_that_cannot_stream_ids_serves_it_by_a_buffered_stream(stage: Stage) -> None:
-    worker = able(await stage.worker(), "messages").always(script(chat_reply([7, 8], "Hello")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    live = await question(trial, session, "Hi", live=True)
-    assert events_of(live.body) == [(b"text", {"text": "Hello"}), (b"end", {"end": "length"})]
-    assert len(await trial.records(session)) == 1
-
-
-@pytest.mark.parametrize("live", [False, True])
-async def test_what_the_engine_refuses_comes_in_the_api_s_own_words(stage: Stage, live: bool) -> None:
-    worker: ScriptedWorker = able(await stage.worker())
-    worker.always(script(reply(b'{"object":"error","message":"too long"}', 400, JSON)))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    refused = await question(trial, session, "Hi", live=live)
-    assert (refused.status, refused.json()) == (400, {"refused": "too long"})
-    found = await trial.read(session)
-    assert (found["records"], found["metadata"]["untraced"]) == ([], [])
+    refused = await trial.ask("POST", f"/sessions/{session}{PATH}", {"talk": 3})
+    assert (refused.status, refused.error_type) == (400, "invalid_request")
+    long = await question(trial, session, "word " * 60_000)
+    assert (long.status, [*long.json()]) == (400, ["refused"]), "the engine's refusal comes in its own words"

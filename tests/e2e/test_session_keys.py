@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -53,25 +54,6 @@ async def worker(stage: Stage) -> Any:
 async def trial(stage: Stage, worker: SimulatedWorker) -> Keyed:
     made = await session_trial(stage, worker, api_key=DATA, admin_api_key=ADMIN)
     return Keyed(made.router, made.workers)
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", *ASKED, "/tokenize", "/v1/models"])
-@pytest.mark.parametrize("way", ["Authorization", "X-Api-Key"])
-async def test_it_opens_what_its_agent_asks_and_stays_with_the_router(trial: Keyed, path: str, way: str) -> None:
-    key = await trial.open("mine")
-    shown = bearer(key) if way == "Authorization" else [(way, key)]
-    method = "GET" if path.endswith("models") else "POST"
-    body = {"prompt": "Hi"} if path == "/tokenize" else ASKED.get(path, BODY)
-    answer = await trial.ask(method, f"/sessions/mine{path}", None if method == "GET" else body, shown)
-    assert answer.status == 200, answer.body
-    heads = [pair for exchange in trial.worker.door for pair in exchange.headers]
-    assert not [value for _, value in heads if key.encode() in value]
-
-
-async def test_the_clients_key_opens_it_as_before(trial: Keyed) -> None:
-    await trial.open("mine")
-    assert (await trial.turn("mine", HI, bearer(DATA))).status == 200
-    assert (await trial.ask("POST", "/sessions/mine/samples", {}, bearer(DATA))).json()["samples"]
 
 
 #: Everything else there is, with the methods that it has.
@@ -153,15 +135,6 @@ async def test_within_its_session_it_cannot_name_another(trial: Keyed) -> None:
         assert len(answer.json()["records"]) == turns
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/rollout/pause", "/v1/unheard_of", "/v1/models/../samples", "/v1/load_lora_adapter"]
-)
-async def test_within_its_session_there_is_nothing_but_what_agents_ask(trial: Keyed, path: str) -> None:
-    key = await trial.open("mine")
-    assert (await trial.ask("POST", f"/sessions/mine{path}", {}, bearer(key))).status in (400, 404)
-    assert {each.path for each in trial.worker.door} <= BY_ITSELF, "what a router asks by itself"
-
-
 async def test_a_key_is_shown_once_and_goes_with_its_session(trial: Keyed) -> None:
     key = await trial.open("mine", budget={"max_turns": 1})
     await trial.turn("mine", HI, bearer(key))
@@ -197,3 +170,23 @@ async def test_an_agent_is_handed_its_session_s_key_and_never_the_router_s(trial
         (sample,) = await agentic(client, agent, contract={"key": True})
     assert sample.metadata["contract"] == {"key": True}
     assert seen[0] != DATA
+
+
+async def test_it_opens_what_its_agent_asks_and_stays_with_the_router(trial: Keyed) -> None:
+    key = await trial.open("mine")
+    asked = {CHAT: BODY, "/v1/completions": BODY, **ASKED, "/tokenize": {"prompt": "Hi"}, "/v1/models": None}
+    for (path, body), way in itertools.product(asked.items(), ("Authorization", "X-Api-Key")):
+        shown = bearer(key) if way == "Authorization" else [(way, key)]
+        answer = await trial.ask("POST" if body else "GET", f"/sessions/mine{path}", body, shown)
+        assert answer.status == 200, (path, way, answer.body)
+    heads = [pair for exchange in trial.worker.door for pair in exchange.headers]
+    assert not [value for _, value in heads if key.encode() in value]
+    assert (await trial.turn("mine", HI, bearer(DATA))).status == 200, "the clients' key opens it as before"
+    assert (await trial.ask("POST", "/sessions/mine/samples", {}, bearer(DATA))).json()["samples"]
+
+
+async def test_within_its_session_there_is_nothing_but_what_agents_ask(trial: Keyed) -> None:
+    key = await trial.open("mine")
+    for path in ("/v1/rollout/pause", "/v1/unheard_of", "/v1/models/../samples", "/v1/load_lora_adapter"):
+        assert (await trial.ask("POST", f"/sessions/mine{path}", {}, bearer(key))).status in (400, 404), path
+    assert {each.path for each in trial.worker.door} <= BY_ITSELF, "what a router asks by itself"

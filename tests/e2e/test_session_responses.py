@@ -3,25 +3,17 @@ in one segment, whole and as real streams."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.scripted_chat import (
-    able,
-    chat_events,
-    chat_reply,
-    cut_answer,
-    failed_stream,
-    streamed,
-)
-from tests.support.scripted_worker import script
-from tests.support.session_trial import SessionTrial, exactly, session_trial, simulated_sessions
+from tests.support.session_apis import BOTH, RESPONSES, Api, case
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions, user
 from tests.support.stage import Stage
 
 ADD: Any = {
@@ -35,13 +27,11 @@ ADD: Any = {
         "required": ["a", "b"],
     },
 }
-FULL = "context_length_exceeded"
 GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}
 PATCH: Any = {"type": "custom", "name": "patch", "description": "Takes a patch.", "format": GRAMMAR}
 CRM: Any = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [{**ADD, "name": "find"}]}
 TOOLS = [ADD, PATCH, CRM, {"type": "local_shell"}, {"type": "web_search"}]
 TEXT = 'Two "lines":\n\ta \\ b, \U0001f600 and é\n'
-HELLO: Any = {"model": "m", "max_output_tokens": 2, "input": "Hi"}
 SCRIPT: Sequence[Any] = [
     {
         "reasoning": "Two things at once.",
@@ -137,7 +127,7 @@ async def episode(client: Any, live: Sequence[bool], **fields: Any) -> list[Any]
     return answers
 
 
-@pytest.mark.parametrize("live", [(False,) * 4, (True,) * 4, (True, False, True, False)])
+@pytest.mark.parametrize("live", [(False, True, False, True), (True, False, True, False)])
 async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool]) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
@@ -162,30 +152,19 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
         }
 
 
-async def test_what_an_agent_writes_anew_is_the_answer_it_got(stage: Stage) -> None:
+async def test_reasoning_that_is_sealed_or_left_out_is_the_answer_s_own(stage: Stage) -> None:
     """Without ids, without reasoning, with only what stands for it, with the results between the calls."""
-    steps = [*SCRIPT[:1], "So it is."]
-    async with scripted(stage, script=steps) as trial:
+    async with scripted(stage, script=[*SCRIPT[:1], "So it is."]) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
-            question: Any = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
-            first = await asked(client, question, live=True, include=["reasoning.encrypted_content"], store=False)
+            first = await asked(client, "Add.", live=True, include=["reasoning.encrypted_content"], store=False)
             items, results = plain(sent_back(first)), outputs(first)
-            assert items[0]["encrypted_content"].startswith("miles1.")
             bare = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in items]
             sealed = {"type": "reasoning", "summary": [], "encrypted_content": items[0]["encrypted_content"]}
             between = [one for pair in zip(items[2:], results, strict=True) for one in pair]
-            for spelling in (
-                [*items, *results],
-                [*bare[1:], *results],
-                [sealed, *bare[1:], *results],
-                [*items[:2], *between],
-                [{"role": "assistant", "content": bare[1]["content"][0]["text"]}, *bare[2:], *results],
-            ):
-                await asked(client, [*question, *spelling], live=False)
-        records = await trial.records(session)
-        assert [record["parent"] for record in records] == [None] + [0] * 5
-        assert {len({str(each["messages"]) for each in records[1:]}), len(records[1]["messages"])} == {1, 3}
+            for spelled in ([*bare[1:], *results], [sealed, *bare[1:], *results], [*items[:2], *between]):
+                await asked(client, [user("Add."), *spelled], live=False)
+        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 0, 0]
 
 
 async def test_a_response_goes_on_from_one_before_without_its_instructions(stage: Stage) -> None:
@@ -257,241 +236,80 @@ async def test_a_stored_response_is_its_turn_written_again(stage: Stage) -> None
         assert third.id != second.id
 
 
-@pytest.mark.parametrize("live", [False, True])
-async def test_usage_tells_what_the_prefix_cache_had(stage: Stage, live: bool) -> None:
-    async with scripted(stage) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            first = await asked(client, "Add.", live=live)
-            second = await asked(client, outputs(first), live=live, previous_response_id=first.id)
-        told = [(each.usage.input_tokens, each.usage.input_tokens_details.cached_tokens) for each in (first, second)]
-        records = await trial.records(session)
-        assert told == [(record["prompt_tokens"], record["cached_tokens"] or 0) for record in records]
-        assert told[1][1] > 0
-        assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
-
-
-async def test_stored_responses_take_little_beside_their_turns(stage: Stage) -> None:
-    steps = ["one", "two", "three", "four"]
-    async with scripted(stage, script=steps) as trial:
-        sessions = [await trial.create() for _ in range(2)]
-        tools = [{**ADD, "description": "word " * 5000}]
-        sizes = []
-        for session, stored in zip(sessions, (True, False), strict=True):
-            async with agent(trial, session) as client:
-                given: list[Any] = []
-                for _ in steps:
-                    given.append({"role": "user", "content": "x" * 1000})
-                    answer = await asked(client, given, live=True, tools=tools, store=stored)
-                    given += sent_back(answer)
-            sizes.append((await trial.read(session))["metadata"]["bytes"])
-        assert abs(sizes[0] - sizes[1]) < 5000
-        assert sizes[0] < 3 * 25_000 + 4 * 12_000, "tools are held once"
-
-
 # Errors
 
-
-@pytest.mark.parametrize(
-    ("given", "param", "message"),
-    [
-        ({"tools": [{"type": "file_search"}]}, "tools[0].type", "'file_search' is not available"),
-        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "'code_interpreter' is not available"),
-        ({"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]}, "tools[0].environment", "own"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "not found"),
-        ({"background": True}, "background", "not available in a traced session"),
-        ({"conversation": "conv_1"}, "conversation", "not available in a traced session"),
-        ({"prompt": {"id": "p"}}, "prompt", "not available in a traced session"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "not available in a traced session"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
-         "input[0].content[0].type", "'input_image' is not available"),
-        ({"input": [{"type": "computer_call_output", "call_id": "1", "output": {}}]}, "input[0].type", "not available"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "Item with id 'msg_1' not found"),
-        ({"input": 3}, "input", "Invalid type for 'input'"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "Invalid 'max_output_tokens'"),
-        ({"extra_body": {"verbosity": "low"}}, "verbosity", "Unknown parameter: 'verbosity'"),
-        ({"metadata": {"a": "x" * (1 << 20)}}, "metadata", "Invalid 'metadata'"),
-    ],
-)  # fmt: skip
-async def test_what_is_not_there_is_refused_by_name_before_anything_is_generated(
-    refusing: tuple[SessionTrial, str], given: Any, param: str, message: str
-) -> None:
-    trial, session = refusing
-    async with agent(trial, session) as client:
-        for live in (False, True):
-            with pytest.raises(openai.BadRequestError, match=message) as refused:
-                await client.responses.create(model="m", **{"input": "Hi", "stream": live, **given})
-            body: Any = refused.value.body
-            assert (refused.value.param, body["type"]) == (param, "invalid_request_error")
-    assert trial.door == []
+#: What is not there, the parameter that a refusal names, and its words.
+NOT_THERE: Sequence[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "file_search"}]}, "tools[0].type", "'file_search' is not available"),
+    ({"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]}, "tools[0].environment", "own"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "not found"),
+    ({"background": True}, "background", "not available in a traced session"),
+    ({"conversation": "conv_1"}, "conversation", "not available in a traced session"),
+    ({"prompt": {"id": "p"}}, "prompt", "not available in a traced session"),
+    ({"include": ["message.output_text.logprobs"]}, "include", "not available in a traced session"),
+    ({"input": [{"type": "computer_call_output", "call_id": "1", "output": {}}]}, "input[0].type", "not available"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "Item with id 'msg_1' not found"),
+    ({"input": 3}, "input", "Invalid type for 'input'"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "Invalid 'max_output_tokens'"),
+    ({"verbosity": "low"}, "verbosity", "Unknown parameter: 'verbosity'"),
+]
 
 
-@pytest.fixture
-async def refusing(stage: Stage) -> AsyncIterator[tuple[SessionTrial, str]]:
+async def test_what_is_not_there_is_refused_by_name_before_anything_is_generated(stage: Stage) -> None:
     async with scripted(stage) as trial:
-        yield trial, await trial.create()
-
-
-async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
-    async with scripted(stage, context_len=600) as trial:
         session = await trial.create()
-        async with agent(trial, session) as client:
-            for given, fields in (("Hi", {"max_output_tokens": 9000}), ("word " * 900, {})):
-                with pytest.raises(openai.BadRequestError, match="exceeds the context window") as refused:
-                    await client.responses.create(model="m", input=given, **fields)
-                assert (refused.value.code, refused.value.type) == (FULL, "invalid_request_error")
-                stream: Any = await client.responses.create(model="m", input=given, stream=True, **fields)
-                events = [event async for event in stream]
-                kinds = [event.type for event in events]
-                assert kinds == ["response.created", "response.in_progress", "response.failed"]
-                assert events[-1].response.error.code == FULL, "where Codex looks for it"
-        assert (await trial.read(session))["records"] == []
-        async with agent(trial, "nobody") as client:
-            for ask in (client.responses.create(model="m", input="Hi"), client.responses.retrieve("resp_1")):
-                with pytest.raises(openai.NotFoundError) as missing:
-                    await ask
-                assert (missing.value.type, missing.value.code) == ("invalid_request_error", "not_found")
+        for (given, param, message), live in itertools.product(NOT_THERE, BOTH):
+            with case(given, live):
+                error = await Api(RESPONSES).refused(trial, session, "Hi", stream=live, **given)
+                assert (error["param"], error["type"]) == (param, "invalid_request_error")
+                assert message in error["message"]
 
 
-@pytest.mark.parametrize("live", [False, True])
-async def test_a_call_that_was_cut_never_looks_complete(stage: Stage, live: bool) -> None:
-    steps = [
-        {"text": "Now.", "calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}], "when": "Add"},
-        {"calls": [{"name": "patch", "arguments": {"input": "a b c d e f"}}], "when": "Patch"},
-    ]
-    async with scripted(stage, script=steps) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            for word in ("Add", "Patch"):
-                full = await asked(client, word, live=live)
-                assert full.status == "completed"
-                for most in range(1, full.usage.output_tokens - 1):
-                    request: Any = {"model": "m", "input": word, "tools": TOOLS, "max_output_tokens": most}
-                    if live:
-                        events = [each async for each in await client.responses.create(**request, stream=True)]
-                        kinds = {each.type for each in events}
-                        assert not kinds & {
-                            "response.function_call_arguments.done",
-                            "response.custom_tool_call_input.done",
-                        }
-                        done = [each.item.type for each in events if each.type == "response.output_item.done"]
-                        cut = events[-1].response
-                        assert events[-1].type == "response.incomplete"
-                    else:
-                        cut = await client.responses.create(**request)
-                        done = [item.type for item in cut.output]
-                    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-                    assert set(done) <= {"reasoning", "message"}
-                    open_calls = [item for item in cut.output if item.type not in ("reasoning", "message")]
-                    assert all(item.type == "function_call" and item.status == "incomplete" for item in open_calls)
-                    assert not any(item.arguments.endswith("}") for item in open_calls)
-                    assert plain((await client.responses.retrieve(cut.id)).to_dict()) == plain(cut.to_dict())
+async def test_a_custom_call_that_was_cut_never_looks_complete(stage: Stage) -> None:
+    steps = [{"text": "Now.", "calls": [{"name": "patch", "arguments": {"input": "a b c d e f"}}]}]
+    async with scripted(stage, script=steps) as trial, agent(trial, await trial.create()) as client:
+        full = await asked(client, "Patch", live=True)
+        assert full.output[-1].input == "a b c d e f"
+        for most, live in itertools.product(range(1, full.usage.output_tokens - 1, 3), BOTH):
+            with case(most, live):
+                request: Any = {"model": "m", "input": "Patch", "tools": TOOLS, "max_output_tokens": most}
+                if live:
+                    events = [each async for each in await client.responses.create(**request, stream=True)]
+                    assert "response.custom_tool_call_input.done" not in {each.type for each in events}
+                    cut = events[-1].response
+                else:
+                    cut = await client.responses.create(**request)
+                assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+                open_calls = [item for item in cut.output if item.type not in ("reasoning", "message")]
+                assert all(item.type == "function_call" and item.status == "incomplete" for item in open_calls)
+                assert not any(item.arguments.endswith("}") for item in open_calls)
+                assert plain((await client.responses.retrieve(cut.id)).to_dict()) == plain(cut.to_dict())
 
 
-async def test_a_stream_that_fails_says_so_and_is_no_turn(stage: Stage) -> None:
-    worker = able(await stage.worker()).always(failed_stream("CUDA out of memory"))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    async with agent(trial, session) as client:
-        *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
-    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
-    assert "CUDA out of memory" in last.response.error.message
-    assert (await trial.read(session))["records"] == []
-
-
-@pytest.mark.parametrize("live", [False, True])
-async def test_an_answer_that_was_cut_off_has_failed_and_stays_recorded(stage: Stage, live: bool) -> None:
-    worker = able(await stage.worker()).always(cut_answer(stream=live))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    async with agent(trial, session) as client:
-        if live:
-            *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
-            assert (last.type, last.response.error.code) == ("response.failed", "server_error")
-            assert last.response.output[0].status == "incomplete"
-        else:
-            with pytest.raises(openai.InternalServerError) as failed:
-                await client.responses.create(**HELLO)
-            assert (failed.value.code, failed.value.type) == ("unavailable", "server_error")
-        (record,) = await trial.records(session)
-        assert (record["finish_reason"], (await client.responses.retrieve(record["response_id"])).status) == (
-            "abort",
-            "failed",
-        )
-
-
-# Streams
-
-
-async def test_response_events_stream_at_once_and_the_end_waits_for_the_record(stage: Stage) -> None:
-    first, last = asyncio.Event(), asyncio.Event()
-    role, one, two, finish, ids, done = chat_events([7, 8], ["Hel", "lo"])
-    worker = able(await stage.worker()).always(streamed(role, one, first, two, finish, last, ids, done))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    kinds, seen = [], ""
-    async with agent(trial, session) as client:
-        async for each in await client.responses.create(**HELLO, stream=True):
-            kinds.append(each.type)
-            if each.type == "response.output_text.delta":
-                seen += each.delta
-                assert await trial.records(session) == []
-                (first if seen == "Hel" else last).set()
-            elif each.type == "response.output_text.done":
-                assert len(await trial.records(session)) == 1
-    assert seen == "Hello"
-    assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
+async def test_the_events_of_a_stream_come_in_their_order(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=["One two"]) as trial, agent(trial, await trial.create()) as client:
+        stream = await client.responses.create(model="m", input="Hi", max_output_tokens=2, stream=True)
+        kinds = [each.type async for each in stream]
+    assert [*dict.fromkeys(kinds)] == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.incomplete"),
     ]
 
 
-async def test_an_engine_that_cannot_stream_ids_serves_it_by_a_buffered_stream(stage: Stage) -> None:
-    worker = able(await stage.worker(), "messages").always(script(chat_reply([7, 8], "Hello")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    async with agent(trial, session) as client:
-        *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
-    assert (last.response.output_text, last.type) == ("Hello", "response.incomplete")
-    assert len(await trial.records(session)) == 1
-
-
-async def test_a_turn_that_is_asked_for_again_is_answered_once(stage: Stage) -> None:
-    async with scripted(stage) as trial:
-        session = await trial.create()
-        async with agent(trial, session, default_headers={"X-Turn-Id": "1"}) as client:
-            one, other = [await asked(client, "Add.", live=True) for _ in range(2)]
-        assert (one, len(trial.door)) == (other, 1)
-
-
-async def test_the_apis_of_a_session_share_its_turns(stage: Stage) -> None:
-    async with scripted(stage, script=[SCRIPT[0] | {"calls": SCRIPT[0]["calls"][:1]}, "It is 43.", "Yes."]) as trial:
-        session = await trial.create()
-        function = {name: ADD[name] for name in ("name", "description", "parameters")}
-        async with agent(trial, session) as client:
-            first = await asked(client, "Add.", live=True, tools=[ADD], instructions="Be brief.")
-            answer = (await trial.records(session))[0]["response"]
-            done = [{"role": "tool", "tool_call_id": call["id"], "content": "43"} for call in answer["tool_calls"]]
-            history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add."}, answer, *done]
-            chat = await trial.chat(session, history, tools=[{"type": "function", "function": function}])
-            more: Any = [*outputs(first), {"role": "assistant", "content": chat["choices"][0]["message"]["content"]}]
-            await asked(
-                client,
-                [*more, {"role": "user", "content": "Go on"}],
-                live=False,
-                tools=[ADD],
-                previous_response_id=first.id,
-                instructions="Be brief.",
-            )
-        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 1]
+async def test_reasoning_that_comes_back_as_a_message_is_reasoning(stage: Stage) -> None:
+    steps = [{"reasoning": f"Thought {turn}.", "calls": [{"name": "add", "arguments": {"a": 1}}]} for turn in range(2)]
+    async with scripted(stage, script=[*steps, {"reasoning": "Enough.", "text": "Done."}, "Bye."]) as trial:
+        api, session, given = Api(RESPONSES), await trial.create(), [user("Go.")]
+        for _ in range(4):
+            for item in (await api.turn(trial, session, given, tools=[ADD])).items:
+                if item["type"] == "reasoning":
+                    text = item["content"][0]["text"].strip()
+                    item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+                given.append(item)
+                given += api.results((item["call_id"], "ok")) if item["type"] == "function_call" else []
+            given += [user("Go.")] if given[-1].get("role") == "assistant" else []
+        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 1, 2]
 
 
 # Settings

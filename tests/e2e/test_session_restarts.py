@@ -84,21 +84,6 @@ async def test_newest_unnamed_sessions_are_listed_without_a_damaged_part(
         assert [record.message for record in caplog.records].count("held_sessions_not_listed") == 1
 
 
-async def test_a_held_session_that_expires_leaves_the_list(restarts: Restarts) -> None:
-    async with restarts.started() as before:
-        await before.create("old")
-        await before.chat("old", [user("Hi")])
-    async with restarts.started(options={"idle_timeout": 0.2}) as after:
-
-        async def rows() -> list[Any]:
-            return list((await after.ask("GET", "/router/episodes")).json()["episodes"])
-
-        assert [row["id"] for row in await rows()] == ["old"]
-        while await rows():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        assert (await after.ask("GET", "/router/episodes/old")).status == 404
-
-
 async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Restarts) -> None:
     async with restarts.started() as before:
         session = await before.create(metadata={"task": "7"}, contract={"budget": {"max_turns": 40}})
@@ -339,18 +324,6 @@ async def _full(*args: Any, **named: Any) -> None:
     raise StateFull("no room is left on the disk")
 
 
-async def test_messages_of_anthropics_api_are_known_again(restarts: Restarts) -> None:
-    async with restarts.started() as before:
-        session = await before.create()
-        path = f"/sessions/{session}/v1/messages"
-        body: Any = {"model": "m", "max_tokens": 8, "messages": [user("Hello")]}
-        answer = (await before.ask("POST", path, body)).json()
-        body["messages"] += [{"role": "assistant", "content": answer["content"]}, user("Go on")]
-        async with restarts.started() as after:
-            assert (await after.ask("POST", path, {**body, "stream": True})).status == 200
-            assert await after.reasons(session) == [None, None]
-
-
 KEEPER = MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE})
 
 
@@ -384,17 +357,6 @@ async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path
                 await after.chat(session, messages)
                 last = (await after.samples(session))[-1]
                 assert np.array_equal(experts_of(last), truth(last["tokens"])), "what goes on has all of them"
-
-
-async def test_an_untraced_request_is_told_of_after_a_kill(restarts: Restarts) -> None:
-    async with restarts.started() as before:
-        session = await before.create()
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
-        await before.ask("POST", f"/sessions/{session}/generate", body)
-        told = (await before.read(session))["metadata"]["untraced"]
-        async with restarts.started() as after:
-            assert (await after.read(session))["metadata"]["untraced"] == told
-            assert [each["path"] for each in told] == ["/generate"]
 
 
 async def test_the_command_lists_what_is_held_and_writes_a_session(

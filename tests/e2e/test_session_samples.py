@@ -3,14 +3,11 @@ format, for the branches that were asked for; and never one that breaks an invar
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import load
 
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
@@ -19,6 +16,7 @@ from miles_router.trajectory import Piece
 from tests.support.audits import spoil
 from tests.support.scripted_chat import able, chat_reply, meta_of
 from tests.support.scripted_worker import script
+from tests.support.session_apis import case
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
@@ -83,12 +81,6 @@ async def branched(trial: SessionTrial) -> str:
     return session
 
 
-def corrupt(trial: SessionTrial, session: str, break_it: Callable[[Turn], None]) -> None:
-    """Break the last turn that is held."""
-    middleware: Any = trial.router.app.layers[0]
-    break_it(middleware.store.get(session).turns[-1])
-
-
 # What a sample is
 
 
@@ -122,62 +114,6 @@ async def test_a_sample_is_what_the_engine_was_given_and_sampled(trial: SessionT
     assert (whole["turns"], whole["segments"], whole["untraced"], whole["task"]) == (2, 1, [], 7)
 
 
-async def test_the_binary_form_says_the_same(trial: SessionTrial, tmp_path: Any) -> None:
-    session = await branched(trial)
-    want = {"reward": 0.5, "label": ["a", 1], "metadata": {"group": 3}}
-    spelled = (await trial.ask("POST", f"/sessions/{session}/samples", want)).json()
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {**want, "format": "safetensors"})
-    assert answer.value("content-type") == b"application/octet-stream"
-    arrays = load(answer.body)
-    assert len(spelled["samples"]) == 4
-    assert set(arrays) == {f"{i}.{name}" for i in range(4) for name in ("tokens", "loss_mask", "logprobs")}
-    for number, sample in enumerate(spelled["samples"]):
-        for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32)):
-            array = arrays[f"{number}.{name}"]
-            assert array.dtype == dtype
-            assert array.tolist() == np.array(sample.pop(name), dtype=dtype).tolist()
-    file = tmp_path / "samples.safetensors"
-    file.write_bytes(answer.body)
-    with safe_open(file, framework="numpy") as opened:
-        told = opened.metadata()
-    assert json.loads(told["samples"]) == spelled["samples"]
-    assert json.loads(told["metadata"]) == spelled["metadata"]
-
-
-async def test_reward_label_and_metadata_are_given_back_on_every_sample(trial: SessionTrial) -> None:
-    session = await trial.create(metadata={"task": 7, "group": 1})
-    for _ in range(2):
-        await trial.chat(session, HI)
-    label = {"answer": [42, None, "é"]}
-    samples = await trial.samples(session, reward=-0.5, label=label, metadata={"group": 3})
-    assert [(each["reward"], each["label"]) for each in samples] == [(-0.5, label)] * 2
-    assert [(each["metadata"]["task"], each["metadata"]["group"]) for each in samples] == [(7, 3)] * 2
-    (plain, _) = await trial.samples(session)
-    assert not {"reward", "label"} & set(plain)
-    (null, _) = await trial.samples(session, reward=None)
-    assert null["reward"] is None
-
-
-@pytest.mark.parametrize(
-    ("say", "fields", "status"),
-    [
-        ("Yes", {}, "completed"),
-        (ASK_ADD, {"tools": [ADD]}, "completed"),
-        ("one two three four five", {"max_tokens": 3}, "truncated"),
-        ("one#two", {"stop": ["#"]}, "completed"),
-    ],
-    ids=["stop", "tool calls", "length", "stop string"],
-)
-async def test_the_status_is_how_the_last_turn_ended(
-    trial: SessionTrial, say: str, fields: dict[str, Any], status: str
-) -> None:
-    session = await trial.create()
-    trial.worker.say(say)
-    await trial.chat(session, HI, **{"max_tokens": 99, **fields})
-    (sample,) = await trial.samples(session)
-    assert sample["status"] == status
-
-
 async def test_versions_are_those_that_sampled_each_token(stage: Stage) -> None:
     worker = able(await stage.worker())
     spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
@@ -202,19 +138,6 @@ async def test_versions_are_those_that_sampled_each_token(stage: Stage) -> None:
     ]
 
 
-async def test_an_episode_without_turns_has_no_samples(trial: SessionTrial) -> None:
-    assert await trial.samples(await trial.create()) == []
-
-
-async def test_samples_may_be_read_again_and_the_session_goes_on(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 1)
-    assert await trial.samples(session) == await trial.samples(session)
-    await trial.chat(session, [*history, user("Go on")])
-    (sample,) = await trial.samples(session)
-    exactly(sample, *generations(trial))
-
-
 # Which branches
 
 
@@ -236,20 +159,6 @@ async def test_every_branch_is_a_sample_and_a_shared_turn_is_trained_once(trial:
     assert trained == sum(len(each.output_ids) for each in made), "each sampled token once"
 
 
-@pytest.mark.parametrize(
-    ("policy", "leaves"),
-    [("all", [2, 3, 4, 5]), ("last", [5]), ("drop-superseded", [2, 4, 5]), (POLICY, [2])],
-)
-async def test_the_caller_chooses_the_branches(trial: SessionTrial, policy: str, leaves: list[int]) -> None:
-    session = await branched(trial)
-    samples = await trial.samples(session, branches=policy)
-    assert [each["metadata"]["leaf"] for each in samples] == leaves
-    lines = {2: [0, 1, 2], 3: [0, 1, 3], 4: [0, 1, 4], 5: [5]}
-    trained = {turn for leaf in leaves for turn in lines[leaf]}
-    made = generations(trial)
-    assert sum(sum(each["loss_mask"]) for each in samples) == sum(len(made[turn].output_ids) for turn in trained)
-
-
 async def test_a_policy_that_makes_up_turns_is_refused(stage: Stage) -> None:
     worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
     path = "tests.e2e.test_session_samples.nobody"
@@ -261,65 +170,10 @@ async def test_a_policy_that_makes_up_turns_is_refused(stage: Stage) -> None:
     assert "leaves_of_the_session" in answer.json()["error"]["message"]
 
 
-async def test_a_policy_that_is_none_stops_the_start(stage: Stage) -> None:
-    with pytest.raises(ValueError, match="branch_policies"):
-        await session_trial(stage, options={"branch_policies": ("no.such.policy",)})
-
-
 # How long
 
 
-async def test_a_sample_is_no_longer_than_was_asked(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, 3)
-    (whole,) = await trial.samples(session)
-    first, second, third = whole["metadata"]["turns"]
-    for length in (first["start"] + 1, second["start"] + 3, second["end"], third["start"] + 1):
-        (sample,) = await trial.samples(session, max_seq_len=length)
-        for name in ("tokens", "loss_mask", "logprobs"):
-            assert sample[name] == whole[name][:length]
-        assert sample["status"] == "truncated"
-        assert sample["response_length"] == length - first["start"]
-        assert sample["weight_versions"][-1]["end"] <= length
-        kept = [turn for turn in whole["metadata"]["turns"] if turn["start"] < length]
-        assert sample["metadata"]["turns"] == [{**turn, "end": min(turn["end"], length)} for turn in kept]
-    (sample,) = await trial.samples(session, max_seq_len=len(whole["tokens"]))
-    assert sample == whole
-
-
-async def test_a_sample_of_a_prompt_alone_is_refused(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await trial.chat(session, HI)
-    prompt = len(generations(trial)[0].input_ids)
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "json", "max_seq_len": prompt})
-    assert (answer.status, answer.error_type) == (422, "invalid_sample")
-    assert "has_a_response" in answer.json()["error"]["message"]
-
-
 # What is refused
-
-
-@pytest.mark.parametrize(
-    "want",
-    [
-        {"format": "parquet"},
-        {"format": None},
-        {"max_seq_len": 0},
-        {"max_seq_len": "9"},
-        {"max_seq_len": True},
-        {"branches": "some"},
-        {"branches": "tests.e2e.test_session_samples.nobody"},
-        {"branches": ["all"]},
-        {"metadata": "text"},
-        {"rewards": 1.0},
-        [],
-        b"{",
-    ],
-    ids=repr,
-)
-async def test_a_request_that_is_not_understood_is_refused(trial: SessionTrial, want: Any) -> None:
-    answer = await trial.ask("POST", f"/sessions/{await trial.create()}/samples", want)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
 def positive(piece: Piece) -> Piece:
@@ -342,37 +196,41 @@ def misaligned(piece: Piece) -> Piece:
     return Piece(piece.tokens, piece.logprobs[:-1] if piece.logprobs is not None else None, piece.version)
 
 
-@pytest.mark.parametrize(
-    ("break_it", "invariant"),
-    [
+async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(trial: SessionTrial) -> None:
+    broken: list[tuple[Callable[[Piece], Piece], str]] = [
         (positive, "logprobs_are_logprobs"),
         (not_a_number, "logprobs_are_logprobs"),
         (negative, "tokens_are_ids"),
         (versionless, "versions_cover_the_loss"),
         (misaligned, "aligned"),
-    ],
-)
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(
-    trial: SessionTrial, break_it: Callable[[Piece], Piece], invariant: str, form: str
-) -> None:
-    session = await trial.create()
-    await episode(trial, session, 2)
-
-    def broken(turn: Turn) -> None:
-        spoil(turn, "sampled", tuple(map(break_it, turn.sampled)))
-
-    assert len(await trial.samples(session)) == 1
-    corrupt(trial, session, broken)
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
-    assert (answer.status, answer.error_type) == (422, "invalid_sample")
-    assert invariant in answer.json()["error"]["message"]
-    assert b'tokens"' not in answer.body
+    ]
+    for break_it, invariant in broken:
+        with case(invariant):
+            session = await trial.create()
+            await episode(trial, session, 2)
+            assert len(await trial.samples(session)) == 1
+            middleware: Any = trial.router.app.layers[0]
+            turn = middleware.store.get(session).turns[-1]
+            spoil(turn, "sampled", tuple(map(break_it, turn.sampled)))
+            for form in ("json", "safetensors"):
+                answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
+                assert (answer.status, answer.error_type) == (422, "invalid_sample")
+                assert invariant in answer.json()["error"]["message"]
+                assert b'tokens"' not in answer.body
 
 
-async def test_one_broken_branch_refuses_them_all(trial: SessionTrial) -> None:
-    session = await branched(trial)
-    corrupt(trial, session, lambda turn: spoil(turn, "sampled", tuple(map(negative, turn.sampled))))
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
-    assert answer.status == 422
-    assert [each["metadata"]["leaf"] for each in await trial.samples(session, branches=POLICY)] == [2]
+async def test_the_caller_chooses_the_branches(trial: SessionTrial) -> None:
+    session, lines = await branched(trial), {2: [0, 1, 2], 3: [0, 1, 3], 4: [0, 1, 4], 5: [5]}
+    made = generations(trial)
+    for policy, leaves in (("last", [5]), ("drop-superseded", [2, 4, 5]), (POLICY, [2])):
+        samples = await trial.samples(session, branches=policy)
+        assert [each["metadata"]["leaf"] for each in samples] == leaves, policy
+        trained = {turn for leaf in leaves for turn in lines[leaf]}
+        loss = sum(sum(each["loss_mask"]) for each in samples)
+        assert loss == sum(len(made[turn].output_ids) for turn in trained), policy
+    wrong: list[Any] = [{"format": "parquet"}, {"max_seq_len": 0}, {"branches": "some"}, {"rewards": 1.0}, [], b"{"]
+    for want in wrong:
+        answer = await trial.ask("POST", f"/sessions/{session}/samples", want)
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), want
+    (whole, *_), (cut, *_) = await trial.samples(session), await trial.samples(session, max_seq_len=60, reward=0.5)
+    assert (cut["tokens"], cut["status"], cut["reward"]) == (whole["tokens"][:60], "truncated", 0.5)

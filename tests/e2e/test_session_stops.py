@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from miles_router.client import NotFound, RouterClient
+from miles_router.client import RouterClient
 from tests.support.fleet import post, posting
 from tests.support.http import RawReply, whole_or_cut
+from tests.support.session_apis import case
 from tests.support.session_trial import SessionTrial, chunks_of, exactly, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -52,7 +53,7 @@ def finish_of(answer: RawReply, *, stream: bool) -> str:
     return str(next(each for each in said if each is not None))
 
 
-async def the_partial_sample_stays(trial: SessionTrial, session: str, reason: str) -> None:
+async def the_partial_sample_stays(trial: SessionTrial, session: str, reason: str, ended: int = 1) -> None:
     """What was sampled until the end is a sample that says why it ended; and nothing begins any more."""
     (sample,) = await trial.samples(session)
     assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", reason)
@@ -61,26 +62,10 @@ async def the_partial_sample_stays(trial: SessionTrial, session: str, reason: st
     refused = await trial.turn(session, HI)
     assert (refused.status, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert refused.json()["error"]["reason"] == reason
-    assert trial.statistics()["ended"] == {reason: 1}
+    assert trial.statistics()["ended"] == {reason: ended}
 
 
 # A group that has enough
-
-
-@both
-@pytest.mark.parametrize(
-    "named", [{"contract": {"group": "g"}}, {"metadata": {"group": "g"}}], ids=["contract", "data"]
-)
-async def test_a_group_s_turns_end_at_their_engine_and_stay(
-    trial: SessionTrial, named: dict[str, Any], stream: bool
-) -> None:
-    session = await trial.create(**named)
-    async with under_way(trial.turn(session, HI, stream=stream, **ENDLESS)) as turn:
-        await it_samples(trial)
-        assert (await trial.ask("POST", "/abort_request", {"group": "g"})).status == 200
-        await gone(trial)
-        assert finish_of(await turn, stream=stream) == "abort"
-    await the_partial_sample_stays(trial, session, "aborted")
 
 
 async def test_an_abort_of_a_group_ends_nobody_else(trial: SessionTrial) -> None:
@@ -91,13 +76,6 @@ async def test_an_abort_of_a_group_ends_nobody_else(trial: SessionTrial) -> None
         await turn
         assert (left.done(), trial.worker.running) == (False, 1)
     assert (await trial.read(other))["metadata"].get("end_reason") is None
-
-
-async def test_a_member_without_a_turn_under_way_begins_none(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"group": "g"})
-    await trial.ask("POST", "/abort_request", {"group": "g"})
-    assert (await trial.turn(session, HI)).status == 400
-    assert trial.door == []
 
 
 async def test_several_choices_have_no_name_at_the_engine_and_are_broken_off(trial: SessionTrial) -> None:
@@ -119,21 +97,6 @@ async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monke
         await trial.ask("POST", "/abort_request", {"group": "g"})
         assert (await turn).status == 400
         await gone(trial)
-
-
-async def test_an_engine_that_is_silent_when_it_is_told_is_left(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.ABORT_GRACE", 0.01)
-    by_path = trial.router.app.router.control.by_path
-    monkeypatch.setitem(by_path, "/abort_request", replace(by_path["/abort_request"], timeout=3600.0))
-    session = await trial.create(contract={"group": "g"})
-    trial.worker.faults.hang(path="/abort_request", times=None)
-    async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
-        await it_samples(trial)
-        await trial.ask("POST", "/abort_request", {"group": "g"})
-        await gone(trial)
-        assert (await turn).status == 400
 
 
 async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial) -> None:
@@ -167,12 +130,6 @@ async def test_a_group_s_text_rollouts_end_too(trial: SessionTrial, named: bool)
         assert (answer.status, answer.error_type) == (409, "conflict")
 
 
-@pytest.mark.parametrize("group", ["", True, ["g"], 1.5])
-async def test_what_names_no_group_is_refused(trial: SessionTrial, group: Any) -> None:
-    answer = await trial.ask("POST", "/abort_request", {"group": group})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-
-
 # A deadline
 
 
@@ -196,53 +153,6 @@ async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: b
 # A session that is deleted
 
 
-@both
-async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: SessionTrial, stream: bool) -> None:
-    session = await trial.create()
-    async with under_way(whole_or_cut(trial.turn(session, HI, stream=stream, **ENDLESS))) as turn:
-        await it_samples(trial)
-        assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
-        await gone(trial)
-        answer = await turn
-        if stream:
-            assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
-        else:
-            assert (answer.status, answer.error_type) == (404, "not_found")
-    told = {exchange.json()["rid"] for exchange in trial.worker.door.at("/abort_request")}
-    assert told == {trial.door[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
-    assert trial.statistics()["ended"] == {"deleted": 1}
-
-
-async def test_without_abort_what_runs_in_a_deleted_session_finishes(trial: SessionTrial) -> None:
-    session = await trial.create()
-    async with under_way(trial.turn(session, HI, ignore_eos=True, max_tokens=300)) as turn:
-        await it_samples(trial)
-        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
-        assert (await turn).json()["usage"]["completion_tokens"] == 300
-
-
-async def test_what_is_no_flag_deletes_nothing(trial: SessionTrial) -> None:
-    session = await trial.create()
-    assert (await trial.ask("DELETE", f"/sessions/{session}?abort=yes")).status == 400
-    assert await trial.records(session) == []
-
-
-async def test_the_client_library_deletes_with_abort(trial: SessionTrial) -> None:
-    async with RouterClient(trial.router.url) as client:
-        session = await client.create_session(contract={"group": "g"})
-
-        async def refused() -> str | None:
-            with pytest.raises(NotFound) as error:
-                await session.chat(HI, **ENDLESS)
-            return error.value.type
-
-        async with under_way(refused()) as turn:
-            async with session:
-                await it_samples(trial)
-            await gone(trial)
-            assert await turn == "not_found"
-
-
 async def test_the_client_library_aborts_a_group(trial: SessionTrial) -> None:
     async with RouterClient(trial.router.url) as client, await client.create_session(contract={"group": 7}) as session:
         async with under_way(session.chat(HI, **ENDLESS)) as turn:
@@ -251,16 +161,6 @@ async def test_the_client_library_aborts_a_group(trial: SessionTrial) -> None:
             assert (await turn)["choices"][0]["finish_reason"] == "abort"
         (sample,) = await session.collect()
         assert (sample.status, sample.metadata["end_reason"]) == ("aborted", "aborted")
-
-
-async def test_under_resume_what_was_aborted_is_not_carried_on(stage: Stage) -> None:
-    async with simulated_sessions(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.002) as trial:
-        session = await trial.create(contract={"group": "g"})
-        async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
-            await it_samples(trial)
-            await trial.ask("POST", "/abort_request", {"group": "g"})
-            assert finish_of(await turn, stream=False) == "abort"
-        await the_partial_sample_stays(trial, session, "aborted")
 
 
 async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(trial: SessionTrial) -> None:
@@ -289,3 +189,49 @@ async def test_new_sessions_wait_for_room_where_that_is_switched_on(stage: Stage
                 await until(lambda: trial.router.app.router.gate.held == 2, "it would have room, and came later")
                 await trial.ask("DELETE", f"/sessions/{first}")
                 assert [(await each).status for each in (waiting, later)] == [200, 200]
+
+
+async def test_a_group_s_turns_end_at_their_engine_and_stay(trial: SessionTrial) -> None:
+    wrong: Any = ("", True, ["g"], 1.5)
+    for group in wrong:
+        answer = await trial.ask("POST", "/abort_request", {"group": group})
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), group
+    named: list[dict[str, Any]] = [{"contract": {"group": "g"}}, {"metadata": {"group": "g"}}]
+    for number, (fields, stream) in enumerate(itertools.product(named, (False, True)), 1):
+        with case(fields, stream):
+            trial.worker.door.clear()
+            session, idle = await trial.create(**fields), await trial.create(**fields)
+            async with under_way(trial.turn(session, HI, stream=stream, **ENDLESS)) as turn:
+                await it_samples(trial)
+                assert (await trial.ask("POST", "/abort_request", {"group": "g"})).status == 200
+                await gone(trial)
+                assert finish_of(await turn, stream=stream) == "abort"
+            await the_partial_sample_stays(trial, session, "aborted", 2 * number)
+            assert (await trial.turn(idle, HI)).status == 400, "a member without a turn begins none"
+            assert len(trial.door) == 1
+            for each in (session, idle):
+                await trial.ask("DELETE", f"/sessions/{each}")
+
+
+async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: SessionTrial) -> None:
+    for stream in (False, True):
+        trial.worker.door.clear()
+        session = await trial.create()
+        assert (await trial.ask("DELETE", f"/sessions/{session}?abort=yes")).status == 400, "no flag deletes nothing"
+        async with under_way(whole_or_cut(trial.turn(session, HI, stream=stream, **ENDLESS))) as turn:
+            await it_samples(trial)
+            assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
+            await gone(trial)
+            answer = await turn
+            if stream:
+                assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
+            else:
+                assert (answer.status, answer.error_type) == (404, "not_found")
+        told = {exchange.json()["rid"] for exchange in trial.worker.door.at("/abort_request")}
+        assert told == {trial.door[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
+    assert trial.statistics()["ended"] == {"deleted": 2}
+    session = await trial.create()
+    async with under_way(trial.turn(session, HI, ignore_eos=True, max_tokens=300)) as turn:
+        await it_samples(trial)
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+        assert (await turn).json()["usage"]["completion_tokens"] == 300, "without abort it finishes"

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.http import Client, CutReply, request, whole_or_cut
+from tests.support.http import Client, request, whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
-    EVENT_STREAM,
     IDS_FIELD,
     able,
     chat_answer,
@@ -22,7 +21,8 @@ from tests.support.scripted_chat import (
     event,
     streamed,
 )
-from tests.support.scripted_worker import RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
+from tests.support.session_apis import case
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
@@ -31,8 +31,6 @@ from tests.support.session_trial import (
     SessionTrial,
     chunks_of,
     exactly,
-    message_of,
-    said,
     session_trial,
     simulated_sessions,
     text_of,
@@ -71,58 +69,6 @@ def logged(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
 # Real streams
 
 
-async def test_every_chunk_is_given_on_when_it_comes(stage: Stage, worker: ScriptedWorker, trial: SessionTrial) -> None:
-    gates = [asyncio.Event() for _ in range(4)]
-    role, *texts, finish, ids, done = HELLO
-    worker.always(
-        streamed(role, gates[0], texts[0], gates[1], texts[1], gates[2], texts[2], gates[3], finish, ids, done)
-    )
-    session = await trial.create()
-    client = await begin(trial, stage, session)
-    assert (await client.read_head("POST")).status == 200
-    seen = []
-    for gate in gates:
-        (part,) = [json.loads(each.removeprefix(b"data: ")) for each in (await client.read_part()).split(b"\n\n")[:-1]]
-        seen.append(part["choices"][0]["delta"]["content"])
-        assert await trial.records(session) == [], "the worker has not ended"
-        gate.set()
-    assert seen == ["", "Hel", "l", "o"]
-    last = chunks_of((await client.read_body()).body)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in last] == ["length"]
-    assert len(await trial.records(session)) == 1
-
-
-async def test_the_turn_is_recorded_before_the_agent_learns_that_it_ended(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    *before, finish, ids, done = HELLO
-    worker.always(streamed(*before, finish, ids, gate, done))
-    session = await trial.create()
-    client = await begin(trial, stage, session)
-    await client.read_head("POST")
-    seen = b""
-    while b'"o"' not in seen:
-        seen += await client.read_part()
-    gate.set()
-    while b'finish_reason":"length' not in seen:
-        seen += await client.read_part()
-    assert len(await trial.records(session)) == 1
-    await client.read_body()
-
-
-@pytest.mark.parametrize("cut", [1, 7, 64, 5000])
-async def test_a_stream_is_understood_however_it_is_cut(worker: ScriptedWorker, trial: SessionTrial, cut: int) -> None:
-    whole = b"".join(chat_events([7, 8], ["né", "日本"]))
-    pieces = [chunk(whole[begin : begin + cut]) for begin in range(0, len(whole), cut)]
-    worker.always(script(chunked_head(EVENT_STREAM), *pieces, b"0\r\n\r\n"))
-    session = await trial.create()
-    assert text_of(await trial.stream(session, HI)) == "né日本"
-    (sample,) = await trial.samples(session)
-    assert sample["tokens"] == [1, 2, 3, 7, 8]
-    assert sample["logprobs"] == [0.0, 0.0, 0.0, -0.5, -0.5]
-
-
 async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker, trial: SessionTrial) -> None:
     role, text, *rest = chat_events([7], ["Hi"])
     ping, named = b": ping\n\n", b"event: odd\ndata: no json\n\n"
@@ -133,24 +79,8 @@ async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker,
     assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
 
 
-async def test_a_stream_of_a_real_engine_is_recorded_exactly(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        text = text_of(await trial.stream(session, HI, max_tokens=40, n=2))
-        history = [*HI, said(text), user("Go on")]
-        trial.worker.say(f"I add.\n{ASK_ADD}")
-        await trial.stream(session, history, max_tokens=99, tools=[ADD])
-        await trial.stream(session, history, max_tokens=12)
-        first, second, _, third = (each for exchange in trial.door for each in exchange.generations)
-        samples = await trial.samples(session)
-        exactly(samples[0], second)
-        exactly(samples[2], first, third)
-        assert [record["versions"] for record in await trial.records(session)] == ["engine"] * 4
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage, incremental: bool) -> None:
-    async with simulated_sessions(stage, incremental_streaming_output=incremental) as trial:
+async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage) -> None:
+    async with simulated_sessions(stage, incremental_streaming_output=True) as trial:
         trial.worker.say(f"I add.\n{ASK_ADD}\n{ASK_ADD}")
         session = await trial.create()
         async with trial.agent(session) as client:
@@ -191,21 +121,6 @@ async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
     ]
 
 
-@pytest.mark.parametrize(("says", "whose"), [("1", "engine"), ("2", "router"), (None, "router")])
-async def test_stream_weights_are_those_the_engine_confirms_at_the_end(
-    worker: ScriptedWorker, trial: SessionTrial, says: str | None, whose: str
-) -> None:
-    worker.always(streamed(*HELLO))
-    worker.model_info = script(reply(json.dumps({"weight_version": says}).encode(), headers=JSON))
-    trial.router.worker(worker).weight_version = "1"
-    session = await trial.create()
-    await trial.stream(session, HI)
-    (record,) = await trial.records(session)
-    assert record["versions"] == whose
-    (sample,) = await trial.samples(session)
-    assert sample["weight_versions"] == [{"version": "1", "start": 3, "end": 6}]
-
-
 # Streams that cannot be recorded
 
 
@@ -239,52 +154,6 @@ async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
     assert [(each["completion_tokens"], each["streamed"], each["versions"]) for each in records] == [
         (2, True, "engine")
     ] * 2
-
-
-async def test_a_buffered_stream_is_what_the_official_client_expects(stage: Stage) -> None:
-    async with simulated_sessions(stage, tool_call_parser=None, reasoning_parser=None) as trial:
-        session = await trial.create()
-        async with trial.agent(session) as client:
-            stream = await client.chat.completions.create(
-                model="m",
-                messages=HI,
-                n=2,
-                max_tokens=6,
-                logprobs=True,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-        assert "stream" not in trial.door[-1].json()
-        one, other = trial.door[-1].generations
-        for index, generation in enumerate((one, other)):
-            mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-            assert mine[0].delta.role == "assistant"
-            assert "".join(choice.delta.content or "" for choice in mine) == generation.text
-            tokens = [token for choice in mine if choice.logprobs for token in choice.logprobs.content or ()]
-            assert [token.logprob for token in tokens] == generation.logprobs
-            assert mine[-1].finish_reason == "length"
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == 12
-        (sample, _) = await trial.samples(session)
-        exactly(sample, one)
-
-
-async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Stage) -> None:
-    call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    message = {"role": "assistant", "content": "", "reasoning_content": "Why?", "tool_calls": [call]}
-    worker = able(await stage.worker(), "messages")
-    worker.always(script(chat_reply([7, 8], message=message, finish_reason="tool_calls")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    async with (
-        trial.agent(session) as client,
-        client.chat.completions.stream(model="m", messages=HI, tools=[ADD]) as stream,
-    ):
-        (choice,) = (await stream.get_final_completion()).choices
-    (seen,) = choice.message.tool_calls or []
-    assert (seen.id, seen.function.name, seen.function.arguments) == ("call_1", "add", '{"a": 1}')
-    assert (choice.finish_reason, choice.message.model_dump()["reasoning_content"]) == ("tool_calls", "Why?")
 
 
 @pytest.mark.parametrize(
@@ -375,58 +244,6 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
     assert [each["versions"] for each in await trial.records(session)] == ["engine", "engine"]
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        [*HELLO[:2], b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', DONE],
-        [*HELLO[:2], event([delta("x", index=1)]), *HELLO[-3:]],
-        [*HELLO[:2], b'data: {"choices": [7]}\n\n', *HELLO[3:]],
-        [*HELLO[:2], event([delta(None) | {"delta": {"content": 7}}]), *HELLO[3:]],
-        [*HELLO[:2], event([delta(None) | {"delta": {"tool_calls": [7]}}]), *HELLO[3:]],
-        [*HELLO[:2], event([delta(None) | {"delta": {"tool_calls": [{"index": 0, "id": "a"}]}}]), *HELLO[3:]],
-        [*HELLO[:2], event([delta(None) | {"index": "a"}]), *HELLO[3:]],
-    ],
-    ids=["error", "odd choice", "no choice", "odd text", "odd call", "nameless call", "odd index"],
-)
-async def test_a_stream_that_makes_no_sense_is_passed_and_said_to_be_untraced(
-    worker: ScriptedWorker, trial: SessionTrial, events: list[bytes]
-) -> None:
-    worker.next(streamed(*events)).always(streamed(*HELLO))
-    session = await trial.create()
-    body = (await trial.turn(session, HI, stream=True)).body
-    assert b"Hel" in body
-    assert body.endswith(DONE)
-    found = await trial.read(session)
-    assert found["records"] == []
-    (untraced,) = found["metadata"]["untraced"]
-    assert untraced["path"] == CHAT
-    assert await trial.stream(session, HI)
-    assert len(await trial.records(session)) == 1, "one bad answer says nothing of the next"
-    assert json.loads(worker.requests[-1].body)["stream"] is True
-
-
-@pytest.mark.parametrize(
-    "sglext",
-    [
-        {"input_ids": [1], "output_ids": [["a", "b", "c"]]},
-        {"input_ids": [1], "output_ids": [[-7, 8, 9]]},
-        {"output_ids": [[7, 8, 9]]},
-    ],
-    ids=["no ids", "negative", "no prompt"],
-)
-async def test_a_stream_whose_ids_are_none_is_an_error_as_a_whole_answer_is(
-    worker: ScriptedWorker, trial: SessionTrial, sglext: dict[str, Any]
-) -> None:
-    worker.next(streamed(*HELLO[:-2], event([], sglext=sglext), DONE)).always(streamed(*HELLO))
-    session = await trial.create()
-    got = await whole_or_cut(trial.turn(session, HI, stream=True))
-    assert b'"type":"upstream_error"' in got.body.replace(b" ", b"")
-    assert DONE not in got.body
-    assert (await trial.read(session))["records"] == []
-    assert await trial.stream(session, HI)
-    assert len(await trial.records(session)) == 1, "one bad answer says nothing of the next"
-
-
 async def test_a_fleet_without_workers_is_asked_once_it_has_one(
     stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -441,27 +258,60 @@ async def test_a_fleet_without_workers_is_asked_once_it_has_one(
     assert len(await trial.records(session)) == 1
 
 
-async def test_the_next_turn_sends_an_answer_that_was_streamed_back(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    worker.next(streamed(*HELLO)).always(script(chat_reply([17, 18], prompt_token_ids=None)))
-    session = await trial.create()
-    await trial.stream(session, HI)
-    answer = await trial.chat(session, [*HI, said("Hello"), user("Go on")])
-    assert json.loads(worker.requests[-1].body)["input_ids"][:6] == [1, 2, 3, 7, 8, 9]
-    assert message_of(answer) == said("ok")
-    (sample,) = await trial.samples(session)
-    assert sample["tokens"][-2:] == [17, 18]
-
-
-async def test_a_stream_that_is_cut_off_is_cut_off_for_the_agent_too(
+async def test_stream_weights_are_those_the_engine_confirms_at_the_end(
     worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:3]), RESET)).always(streamed(*HELLO))
-    session = await trial.create()
-    with pytest.raises(CutReply) as caught:
-        await trial.turn(session, HI, stream=True)
-    assert b"Hel" in caught.value.reply.body
-    assert await trial.records(session) == []
-    assert text_of(await trial.stream(session, HI)) == "Hello"
-    assert len(await trial.records(session)) == 1
+    worker.always(streamed(*HELLO))
+    for says, whose in (("1", "engine"), ("2", "router"), (None, "router")):
+        worker.model_info = script(reply(json.dumps({"weight_version": says}).encode(), headers=JSON))
+        trial.router.worker(worker).weight_version = "1"
+        session = await trial.create()
+        await trial.stream(session, HI)
+        (record,) = await trial.records(session)
+        assert record["versions"] == whose, says
+        (sample,) = await trial.samples(session)
+        assert sample["weight_versions"] == [{"version": "1", "start": 3, "end": 6}]
+
+
+def part(**fields: Any) -> bytes:
+    return event([{**delta(None), **fields}])
+
+
+NONSENSE = {
+    "error": [*HELLO[:2], b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', DONE],
+    "odd choice": [*HELLO[:2], part(index=1), *HELLO[-3:]],
+    "no choice": [*HELLO[:2], b'data: {"choices": [7]}\n\n', *HELLO[3:]],
+    "odd text": [*HELLO[:2], part(delta={"content": 7}), *HELLO[3:]],
+    "odd call": [*HELLO[:2], part(delta={"tool_calls": [7]}), *HELLO[3:]],
+    "nameless call": [*HELLO[:2], part(delta={"tool_calls": [{"index": 0, "id": "a"}]}), *HELLO[3:]],
+    "odd index": [*HELLO[:2], part(index="a"), *HELLO[3:]],
+}
+
+
+async def test_a_stream_that_makes_no_sense_is_untraced_and_one_without_ids_an_error(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    """One bad answer says nothing of the next."""
+    worker.always(streamed(*HELLO))
+    for name, events in NONSENSE.items():
+        with case(name):
+            worker.next(streamed(*events))
+            session = await trial.create()
+            body = (await trial.turn(session, HI, stream=True)).body
+            assert (b"Hel" in body, body.endswith(DONE)) == (True, True)
+            found = await trial.read(session)
+            assert (found["records"], [each["path"] for each in found["metadata"]["untraced"]]) == ([], [CHAT])
+            assert await trial.stream(session, HI)
+            assert len(await trial.records(session)) == 1
+            assert json.loads(worker.requests[-1].body)["stream"] is True
+    one, no = {"input_ids": [1], "output_ids": [["a", "b", "c"]]}, {"output_ids": [[7, 8, 9]]}
+    for sglext in (one, {**one, "output_ids": [[-7, 8, 9]]}, no):
+        with case(sglext):
+            worker.next(streamed(*HELLO[:-2], event([], sglext=sglext), DONE))
+            session = await trial.create()
+            got = await whole_or_cut(trial.turn(session, HI, stream=True))
+            assert b'"type":"upstream_error"' in got.body.replace(b" ", b"")
+            assert DONE not in got.body
+            assert (await trial.read(session))["records"] == []
+            assert await trial.stream(session, HI)
+            assert len(await trial.records(session)) == 1

@@ -7,17 +7,15 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
 
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply, ask
 from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import BOTH, case
 from tests.support.session_trial import (
     ADD,
-    ASK_ADD,
     CHAT,
     JSON,
     SessionTrial,
@@ -117,35 +115,6 @@ def steady(answer: Any) -> Any:
     return {name: None if name in passing else steady(value) for name, value in answer.items()}
 
 
-@pytest.mark.parametrize("asked", [*ASKED.values(), *OF_WHOLE.values()], ids=[*ASKED, *OF_WHOLE])
-async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(
-    pair: Pair, asked: dict[str, Any]
-) -> None:
-    body = {"model": "m", "messages": HI, "temperature": 0, "rid": next(rids), "max_tokens": 8, **asked}
-    through, direct = await both(pair, await pair[0].create(), body)
-    assert (through.status, direct.status) == (200, 200)
-    assert through.value("content-type") == direct.value("content-type")
-    told = direct.json()["metadata"]
-    told["weight_versions"] = json.dumps(told["weight_versions"], separators=(",", ":"))  # a text, as the API has it
-    assert steady(through.json()) == steady({**direct.json(), "metadata": told})
-    ChatCompletion.model_validate(through.json(), strict=True)
-
-
-@pytest.mark.parametrize("asked", [*ASKED.values(), *OF_STREAM.values()], ids=[*ASKED, *OF_STREAM])
-async def test_an_agent_is_given_the_worker_s_stream_and_nothing_it_did_not_ask_for(
-    pair: Pair, asked: dict[str, Any]
-) -> None:
-    body = {"model": "m", "messages": HI, "temperature": 0, "rid": next(rids), "max_tokens": 8, "stream": True, **asked}
-    through, direct = await both(pair, await pair[0].create(), body)
-    assert through.status == direct.status
-    assert through.value("content-type") == direct.value("content-type")
-    if direct.status != 200:
-        assert through.body == direct.body
-    else:
-        seen, expected = chunks_of(through.body), chunks_of(direct.body)
-        assert in_order(seen) == in_order(expected)
-
-
 def in_order(chunks: list[Any]) -> list[Any]:
     """By choice, and what tells logprobs apart: choices of one request interleave as they come, and a piece of a call
     waits until it is known that the answer does not end there."""
@@ -169,196 +138,56 @@ async def test_what_an_agent_asks_for_reaches_the_worker_as_it_is(trial: Session
         assert (sent["messages"], sent["model"], sent.get("stream", False)) == (HI, "m", stream)
 
 
-# Through the official client
+async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(pair: Pair) -> None:
+    cases = [
+        *((each, False) for each in (ASKED | OF_WHOLE).items()),
+        *((each, True) for each in (ASKED | OF_STREAM).items()),
+    ]
+    for (name, asked), stream in cases:
+        with case(name, stream):
+            asking = {"temperature": 0, "rid": next(rids), "max_tokens": 8, **({"stream": True} if stream else {})}
+            body = {"model": "m", "messages": HI, **asking, **asked}
+            through, direct = await both(pair, await pair[0].create(), body)
+            assert through.status == direct.status
+            assert through.value("content-type") == direct.value("content-type")
+            if direct.status != 200:
+                assert through.body == direct.body
+            elif stream:
+                assert in_order(chunks_of(through.body)) == in_order(chunks_of(direct.body))
+            else:
+                told = direct.json()["metadata"]  # with a text, as the API has it
+                told["weight_versions"] = json.dumps(told["weight_versions"], separators=(",", ":"))
+                assert steady(through.json()) == steady({**direct.json(), "metadata": told})
+                ChatCompletion.model_validate(through.json(), strict=True)
 
 
-async def test_the_official_client_reads_a_whole_answer(trial: SessionTrial) -> None:
-    trial.worker.say("Hello there!")
-    async with trial.agent(await trial.create()) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, n=1)
-    (choice,) = answer.choices
-    assert (choice.message.content, choice.finish_reason, choice.logprobs) == ("Hello there!", "stop", None)
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(trial.door[0].generation.input_ids)
-    assert answer.usage.completion_tokens == len(trial.door[0].generation.output_ids)
-
-
-async def test_the_official_client_reads_a_stream(trial: SessionTrial) -> None:
-    trial.worker.say("Hello there!")
-    async with trial.agent(await trial.create()) as client:
-        stream = await client.chat.completions.create(
-            model="m",
-            messages=HI,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Hello there!"
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == len(trial.door[0].generation.output_ids)
-    assert all("sglext" not in (chunk.model_extra or {}) for chunk in chunks)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_the_official_client_gets_the_tool_calls(trial: SessionTrial, streamed: bool) -> None:
-    trial.worker.say(f"I add them.\n{ASK_ADD}")
-    asked: dict[str, Any] = {"model": "m", "messages": HI, "tools": [ADD], "tool_choice": "auto"}
-    async with trial.agent(await trial.create()) as client:
-        if streamed:
-            async with client.chat.completions.stream(**asked) as stream:
-                answer: Any = await stream.get_final_completion()
-        else:
-            answer = await client.chat.completions.create(**asked)
-    (choice,) = answer.choices
-    (call,) = choice.message.tool_calls or []
-    assert (choice.message.content.strip(), choice.finish_reason) == ("I add them.", "tool_calls")
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 17, "b": 25})
-    assert call.id.startswith("call_")
-
-
-async def test_the_official_client_gets_several_choices(trial: SessionTrial) -> None:
-    session = await trial.create()
-    asked: dict[str, Any] = {"model": "m", "messages": HI, "n": 3, "max_tokens": 6}
-    async with trial.agent(session) as client:
-        answer = await client.chat.completions.create(**asked)
-        stream = await client.chat.completions.create(**asked, stream=True)
-        choices = [choice async for chunk in stream for choice in chunk.choices]
-    whole = [choice.message.content for choice in answer.choices]
-    streamed = ["".join(each.delta.content or "" for each in choices if each.index == index) for index in range(3)]
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({*whole, *streamed}) == 6
-    records = await trial.records(session)
-    assert [each["response"]["content"] for each in records] == [*whole, *streamed]
-    assert [each["choice"] for each in records] == [0, 1, 2, 0, 1, 2]
-
-
-class Place(BaseModel):
-    city: str
-    n: int
-
-
-async def test_the_official_client_parses_what_it_asked_to_be_formatted(trial: SessionTrial) -> None:
-    async with trial.agent(await trial.create()) as client:
-        answer = await client.chat.completions.parse(model="m", messages=HI, response_format=Place)
-    assert isinstance(answer.choices[0].message.parsed, Place)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_reasoning_comes_apart_where_the_worker_separates_it(stage: Stage, streamed: bool) -> None:
-    async with simulated_sessions(stage, reasoning_parser="qwen3") as trial:
-        trial.worker.say("<think>\nWhy?\n</think>\n\nBecause.")
-        session = await trial.create()
-        if streamed:
-            deltas = [chunk["choices"][0]["delta"] for chunk in await trial.stream(session, HI, max_tokens=99)]
-            message = {
-                name: "".join(delta.get(name) or "" for delta in deltas) for name in ("content", "reasoning_content")
-            }
-        else:
-            async with trial.agent(session) as client:
-                answer = await client.chat.completions.create(model="m", messages=HI)
-                message = answer.choices[0].message.model_dump()
-        assert (message["reasoning_content"], message["content"]) == ("\nWhy?\n", "\n\nBecause.")
-        (record,) = await trial.records(session)
-        assert record["response"]["reasoning_content"] == "\nWhy?\n"
-
-
-async def test_a_stop_string_ends_the_answer_and_its_tokens_are_kept(trial: SessionTrial) -> None:
-    trial.worker.say("one two#three")
-    session = await trial.create()
-    async with trial.agent(session) as client:
-        answer = await client.chat.completions.create(model="m", messages=HI, stop=["#"])
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one two", "stop")
-    (sample,) = await trial.samples(session)
-    sampled = trial.door[0].generation.output_ids
-    assert sample["tokens"][-len(sampled) :] == sampled
-    assert "#" in sample["response"]
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_the_logprobs_that_an_agent_asks_for_are_those_of_the_sample(trial: SessionTrial, streamed: bool) -> None:
-    session = await trial.create()
-    asked: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
-    async with trial.agent(session) as client:
-        if streamed:
-            stream = await client.chat.completions.create(**asked, stream=True)
-            found = [chunk.choices[0].logprobs async for chunk in stream]
-        else:
-            found = [(await client.chat.completions.create(**asked)).choices[0].logprobs]
-    tokens = [token for each in found if each for token in each.content or ()]
-    assert [token.logprob for token in tokens] == trial.door[0].generation.logprobs
-    assert all(len(token.top_logprobs) == 2 for token in tokens)
-
-
-async def test_completion_tokens_are_bounded_as_the_agent_says(trial: SessionTrial) -> None:
-    async with trial.agent(await trial.create()) as client:
-        for name in ("max_tokens", "max_completion_tokens"):
-            asked: dict[str, Any] = {"model": "m", "messages": HI, name: 5}
-            answer = await client.chat.completions.create(**asked)
-            assert answer.usage is not None
-            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
-
-
-# Errors
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"tool_choice": "required"}, {"tools": [ADD], "tool_choice": UNKNOWN}], ids=str
-)
-async def test_what_the_engine_refuses_comes_in_its_words_and_is_not_recorded(
-    pair: Pair, bad: dict[str, Any], stream: bool
-) -> None:
-    trial = pair[0]
-    session = await trial.create()
-    body = {"model": "m", "messages": HI, "stream": stream, **bad}
-    through, direct = await both(pair, session, body)
-    assert (through.status, through.body) == (400, direct.body)
-    async with trial.agent(session) as client:
-        with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(**body)
-    found = await trial.read(session)
+async def test_what_the_engine_refuses_comes_in_its_words_and_is_not_recorded(pair: Pair) -> None:
+    session = await pair[0].create()
+    wrong: list[Any] = [{"temperature": -1}, {"tool_choice": "required"}, {"tools": [ADD], "tool_choice": UNKNOWN}]
+    for bad, stream in itertools.product(wrong, BOTH):
+        through, direct = await both(pair, session, {"model": "m", "messages": HI, "stream": stream, **bad})
+        assert (through.status, through.body) == (400, direct.body), bad
+    found = await pair[0].read(session)
     assert (found["records"], found["metadata"]["untraced"]) == ([], [])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
-async def test_errors_of_workers_pass_byte_for_byte(stage: Stage, status: int, stream: bool) -> None:
+async def test_errors_of_workers_pass_byte_for_byte(stage: Stage) -> None:
     worker = await stage.worker()
     odd = b'{ "object":"error",   "message": "\\u00e9", "code": 1.50}'
     headers = [("Content-Type", "application/json"), ("X-Odd", "a"), ("X-Odd", "b"), ("Retry-After", "3")]
-    worker.always(script(reply(odd, status, headers)))
     worker.standing["/openapi.json"] = script(reply(b"{}", 404))
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    answer = await trial.turn(session, HI, stream=stream)
-    assert (answer.status, answer.body) == (status, odd)
-    assert (answer.values("x-odd"), answer.value("retry-after")) == ([b"a", b"b"], b"3")
+    for status, stream in itertools.product((400, 404, 429, 500, 503), BOTH):
+        worker.always(script(reply(odd, status, headers)))
+        answer = await trial.turn(session, HI, stream=stream)
+        assert (answer.status, answer.body) == (status, odd)
+        assert (answer.values("x-odd"), answer.value("retry-after")) == ([b"a", b"b"], b"3")
     assert await trial.records(session) == []
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"text"',
-        {},
-        {"messages": None},
-        {"messages": []},
-        {"messages": "Hi"},
-        {"messages": ["Hi"]},
-        {"messages": [{"content": "Hi"}]},
-        {"messages": [{"role": 7, "content": "Hi"}]},
-    ],
-    ids=repr,
-)
-async def test_what_is_no_chat_request_is_refused(stage: Stage, body: Any) -> None:
-    worker = await stage.worker()
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", body)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert worker.requests == []
+    asked = len(worker.requests)
+    bodies: list[Any] = [b"", b"{", b"[]", {}, {"messages": []}, {"messages": [{"role": 7}]}]
+    for body in bodies:
+        answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", body)
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
+    assert len(worker.requests) == asked
     assert (await trial.read(session))["metadata"]["in_flight"] == 0

@@ -17,9 +17,9 @@ from miles_router.middlewares.checkpoint import load_tokenizer
 from miles_router.settings.config import RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
-from tests.support.bare_calls import MESSAGES, RESPONSES, request
 from tests.support.cache_trial import checkpoint, trial_before
 from tests.support.fleet import PROBING, post
+from tests.support.session_apis import MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, IM_END, SessionTrial, qwen3, session_trial, user
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
@@ -34,7 +34,7 @@ TEXT = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
 
 async def ask(trial: SessionTrial, path: str, *, stream: bool = False) -> Any:
     session = await trial.create()
-    reply = await trial.ask("POST", f"/sessions/{session}{path}", request(path, HI, stream=stream))
+    reply = await Api(path).post(trial, session, Api(path).body(HI, stream=stream))
     return reply, (await trial.read(session))["records"]
 
 

@@ -3,15 +3,15 @@ and the setting, or recorded."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-import pytest
-
-from tests.support.bare_calls import MESSAGES, RESPONSES, events, request
+from tests.support.http import RawReply
+from tests.support.session_apis import BOTH, MESSAGES, RESPONSES, TALKS, Api, case
 from tests.support.session_trial import CHAT, SessionTrial, qwen3, simulated_sessions, user
 from tests.support.stage import Stage
 
-apis = pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+APIS = (Api(MESSAGES), Api(RESPONSES))
 #: Fields that say nothing, at any depth.
 NOTHING: dict[str, list[dict[str, Any]]] = {
     CHAT: [
@@ -55,128 +55,78 @@ SOMETHING: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-async def ask(trial: SessionTrial, session: str, path: str, fields: dict[str, Any]) -> Any:
-    body = {**request(path, [user("Hi")], stream=False), **fields}
-    return await trial.ask("POST", f"/sessions/{session}{path}", body)
+async def ask(trial: SessionTrial, session: str, api: Api, fields: dict[str, Any]) -> RawReply:
+    return await api.post(trial, session, {**api.body([user("Hi")], 4), **fields})
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [(path, fields) for path, each in NOTHING.items() for fields in each],
-    ids=lambda value: str(value)[:60],
-)
-async def test_fields_without_a_value_are_not_given(stage: Stage, path: str, fields: dict[str, Any]) -> None:
+async def test_fields_without_a_value_are_not_given(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api in TALKS:
+            for fields in NOTHING[api.path]:
+                with case(api, fields):
+                    session = await trial.create()
+                    reply = await ask(trial, session, api, fields)
+                    assert reply.status == 200, reply.body
+                    (record,) = await trial.records(session)
+                    assert "unknown_fields" not in record
+        contract = {"budget": {"max_turns": 1, "max_tokens": None}, "key": None, "media": None, "model": {"name": None}}
+        assert (await ask(trial, await trial.create(contract=contract), Api(CHAT), {})).status == 200
+
+
+async def test_a_field_with_a_value_is_refused_by_name_or_recorded(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         session = await trial.create()
-        reply = await ask(trial, session, path, fields)
-        assert reply.status == 200, reply.body
-        (record,) = await trial.records(session)
-        assert "unknown_fields" not in record
-
-
-@apis
-async def test_a_field_with_a_value_is_refused_and_the_setting_named(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        for fields, name in SOMETHING[path]:
-            reply = await ask(trial, session, path, fields)
-            assert reply.status == 400
-            assert name.removeprefix("include.") in reply.json()["error"]["message"]
-            assert "unknown_fields" in reply.json()["error"]["message"]
-        assert await trial.records(session) == []
-
-
-@apis
-async def test_a_field_with_a_value_may_be_recorded_instead(stage: Stage, path: str) -> None:
+        for api in APIS:
+            for fields, name in SOMETHING[api.path]:
+                with case(api, fields):
+                    error = await api.refused(trial, session, [user("Hi")], **fields)
+                    assert name.removeprefix("include.") in error["message"]
+                    assert "unknown_fields" in error["message"]
     async with simulated_sessions(stage, options={"unknown_fields": "record"}) as trial:
-        session = await trial.create()
-        for fields, _ in SOMETHING[path]:
-            reply = await ask(trial, session, path, fields)
-            assert reply.status == 200, reply.body
-        names = [record["unknown_fields"] for record in await trial.records(session)]
-        assert names == [[name] for _, name in SOMETHING[path]]
+        for api in APIS:
+            session = await trial.create()
+            for fields, _ in SOMETHING[api.path]:
+                reply = await ask(trial, session, api, fields)
+                assert reply.status == 200, (api, fields, reply.body)
+            many = {f"x_{number:04}" + "y" * 200: 1 for number in range(500)}
+            assert (await ask(trial, session, api, many)).status == 200
+            *names, bounded = [record["unknown_fields"] for record in await trial.records(session)]
+            assert names == [[name] for _, name in SOMETHING[api.path]], api
+            assert (len(bounded), max(map(len, bounded))) == (32, 64)
 
 
-@apis
-async def test_many_unknown_fields_are_recorded_within_bounds(stage: Stage, path: str) -> None:
-    async with simulated_sessions(stage, options={"unknown_fields": "record"}) as trial:
-        session = await trial.create()
-        fields = {f"x_{number:04}" + "y" * 200: 1 for number in range(500)}
-        assert (await ask(trial, session, path, fields)).status == 200
-        (record,) = await trial.records(session)
-        assert len(record["unknown_fields"]) == 32
-        assert max(map(len, record["unknown_fields"])) == 64
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("v" * 100_000, "v" * 100_000), (7, "7"), (True, "true"), ({"a": [1]}, '{"a":[1]}'), ("", "")],
-    ids=["long", "a number", "true", "an object", "empty"],
-)
-async def test_metadata_of_any_length_and_type_is_said_again(
-    stage: Stage, value: Any, text: str, *, stream: bool
-) -> None:
-    async with simulated_sessions(stage) as trial:
-        session, key = await trial.create(), "k" * 300
-        reply = await ask(trial, session, RESPONSES, {"metadata": {key: value, "b": None}, "stream": stream})
-        assert reply.status == 200, reply.body
-        answer = events(reply)[-1]["response"] if stream else reply.json()
-        assert answer["metadata"] == {key: text}
-        stored = await trial.ask("GET", f"/sessions/{session}/v1/responses/{answer['id']}")
-        assert stored.json()["metadata"] == {key: text}
-
-
-@pytest.mark.parametrize("metadata", [{"a": "v" * (1 << 20)}, {"v" * (1 << 20): "a"}, {"a": ["v" * (1 << 20)]}])
-async def test_metadata_beyond_its_bound_is_refused(stage: Stage, metadata: Any) -> None:
+async def test_metadata_of_responses_is_said_again_and_bounded(stage: Stage) -> None:
+    api, key = Api(RESPONSES), "k" * 300
+    values = [("v" * 100_000, "v" * 100_000), (7, "7"), (True, "true"), ({"a": [1]}, '{"a":[1]}'), ("", "")]
     async with simulated_sessions(stage) as trial:
         session = await trial.create()
-        reply = await ask(trial, session, RESPONSES, {"metadata": metadata})
-        assert reply.status == 400
-        assert reply.json()["error"]["param"] == "metadata"
-        assert await trial.records(session) == []
-
-
-def tool(path: str, description: str) -> dict[str, Any]:
-    """The tool `add`, as an API has it."""
-    told = {"name": "add", "description": description}
-    if path == MESSAGES:
-        return {**told, "input_schema": {"type": "object"}}
-    return {"type": "function", **told, "parameters": {"type": "object"}}
+        for (value, text), stream in itertools.product(values, BOTH):
+            with case(text[:10], stream):
+                reply = await ask(trial, session, api, {"metadata": {key: value, "b": None}, "stream": stream})
+                answer = api.answers(reply, stream=stream)[-1]
+                answer = answer.get("response", answer)
+                stored = await trial.ask("GET", f"/sessions/{session}/v1/responses/{answer['id']}")
+                assert answer["metadata"] == stored.json()["metadata"] == {key: text}
+        long = "v" * (1 << 20)
+        for metadata in ({"a": long}, {long: "a"}, {"a": [long]}):
+            assert (await api.refused(trial, session, [user("Hi")], metadata=metadata))["param"] == "metadata"
 
 
 async def prompts(trial: SessionTrial, session: str) -> str:
     return "".join(qwen3().decode(sample["tokens"]) for sample in await trial.samples(session))
 
 
-@apis
-async def test_equal_tools_of_one_name_are_one_tool(stage: Stage, path: str) -> None:
+async def test_tools_of_one_name_are_one_tool_or_refused_in_a_first_turn(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        reply = await ask(trial, session, path, {"tools": [tool(path, "Adds."), tool(path, "Adds.")]})
-        assert reply.status == 200, reply.body
-        assert (await prompts(trial, session)).count('"Adds."') == 1
-        (record,) = await trial.records(session)
-        assert "tools_left_out" not in record
-
-
-@apis
-async def test_different_tools_of_one_name_are_refused_in_a_first_turn(stage: Stage, path: str) -> None:
-    tools = [tool(path, "Adds."), tool(path, "Adds more.")]
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        reply = await ask(trial, session, path, {"tools": tools})
-        assert (reply.status, "'add'" in reply.json()["error"]["message"]) == (400, True)
-        assert not trial.door
-        assert (await ask(trial, session, path, {"tools": tools[:1]})).status == 200
-        assert (await ask(trial, session, path, {"tools": tools})).status == 200
-        left_out = [record.get("tools_left_out") for record in await trial.records(session)]
-        assert left_out == [None, ["add"]]
-        assert "Adds more." not in await prompts(trial, session)
-
-
-async def test_null_in_a_contract_is_not_given(stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        contract = {"budget": {"max_turns": 1, "max_tokens": None}, "key": None, "media": None, "model": {"name": None}}
-        session = await trial.create(contract=contract)
-        assert (await ask(trial, session, CHAT, {})).status == 200
+        for api in APIS:
+            (one,), (other,) = (api.tools("add", description=text) for text in ("Adds.", "Adds more."))
+            session = await trial.create()
+            assert (await ask(trial, session, api, {"tools": [one, one]})).status == 200
+            assert (await prompts(trial, session)).count('"Adds."') == 1, api
+            session = await trial.create()
+            assert "'add'" in (await api.refused(trial, session, [user("Hi")], tools=[one, other]))["message"]
+            for tools in ([one], [one, other]):
+                assert (await ask(trial, session, api, {"tools": tools})).status == 200
+            left_out = [record.get("tools_left_out") for record in await trial.records(session)]
+            assert left_out == [None, ["add"]], api
+            assert "Adds more." not in await prompts(trial, session)

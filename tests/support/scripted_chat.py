@@ -11,7 +11,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tests.support.scripted_worker import LAST_CHUNK, Behaviour, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import (
+    LAST_CHUNK,
+    Behaviour,
+    ScriptedWorker,
+    Visit,
+    chunk,
+    chunked_head,
+    reply,
+    script,
+)
 
 JSON = [("Content-Type", "application/json")]
 EVENT_STREAM = [("Content-Type", "text/event-stream; charset=utf-8")]
@@ -112,6 +121,26 @@ def streamed(*events: bytes | asyncio.Event) -> Behaviour:
     """A stream of events; it waits where it meets an `asyncio.Event`."""
     steps = [chunk(each) if isinstance(each, bytes) else each for each in events]
     return script(chunked_head(EVENT_STREAM), *steps, LAST_CHUNK)
+
+
+def answering(ids: Sequence[int], text: str = "ok", *, calls: Sequence[Any] = (), **fields: Any) -> Behaviour:
+    """An answer in the form in which it is asked for: whole or streamed, with the prompt's ids unless it was given ids.
+    `fields` of its message."""
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls else text, **fields}
+    if calls:
+        message["tool_calls"] = calls
+    finish = "tool_calls" if calls else "stop"
+
+    async def answer(visit: Visit) -> None:
+        asked = json.loads(await visit.read_body())
+        prompt = None if "input_ids" in asked else PROMPT
+        if not asked.get("stream"):
+            return await script(chat_reply(ids, message=message, finish_reason=finish, prompt_token_ids=prompt))(visit)
+        role, *_, extra, done = chat_events(ids, [], input_ids=prompt)
+        said = event([{**delta(None, len(ids)), "delta": message}])
+        return await streamed(role, said, finish_event(finish), extra, done)(visit)
+
+    return answer
 
 
 def failed_stream(message: str) -> Behaviour:

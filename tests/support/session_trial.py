@@ -174,6 +174,12 @@ async def simulated_sessions(
         yield await session_trial(stage, started, options=options, more=more, **(settings or {}))
 
 
+async def prompt_of(trial: SessionTrial, session: str) -> str:
+    """The only sample of a session, as text."""
+    (sample,) = await trial.samples(session)
+    return qwen3().decode(sample["tokens"])
+
+
 def by_ids(context_len: int) -> dict[str, Any]:
     """Settings of a simulated worker whose chat has no ids, and whose parsers are known."""
     parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from miles_router.asgi.flight import Flight
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.admission_queue import AdmissionQueue
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
@@ -106,9 +103,6 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-# Where there is room
-
-
 def test_a_session_begins_where_there_is_room() -> None:
     scene = Scene(MEMORY, MEMORY)
     assert scene.rules.most() > MEMORY, "a worker without sessions takes any"
@@ -130,82 +124,6 @@ def test_it_goes_where_the_room_is_whatever_the_policy_prefers() -> None:
     assert scene.turn("a", 450) is idle, "who has begun goes home"
 
 
-def test_where_admission_is_off_all_begin() -> None:
-    scene = Scene(MEMORY, share=0.0)
-    scene.turn("a", 1_000)
-    assert not scene.gate.queue.must_wait("b", 1_000)
-
-
-def test_text_rollouts_keep_no_session_away_from_a_worker_that_has_none() -> None:
-    scene = Scene(MEMORY)
-    scene.pool.lease(POLICY, tokens=900, generates=True)
-    assert not scene.gate.queue.must_wait("a", 400)
-    assert not scene.gate.queue.must_wait(None, 400), "and they wait for nobody"
-
-
-def test_what_asked_for_something_else_before_begins_with_its_first_generation() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    full = scene.lease("a", 0).unit
-    held = scene.lease("b", 400, preferred=full)
-    assert held.unit is full
-    assert scene.turn("c", 300) is not full
-    assert scene.gate.queue.must_wait("a", 300), "that it asked for the models is no beginning"
-    assert scene.turn("a", 200) is not full, "nothing of it is cached there"
-
-
-def test_a_prompt_for_which_no_worker_has_memory_waits_for_nothing() -> None:
-    """What is told from bytes may be wrong: its engine refuses it, and knows."""
-    scene = Scene(MEMORY, 2 * MEMORY)
-    for key in "ab":
-        scene.turn(key, 400)
-    assert scene.gate.queue.must_wait("c", 2 * MEMORY)
-    assert not scene.gate.queue.must_wait("c", 2 * MEMORY + 1)
-
-
-def test_memory_that_no_engine_names_bounds_nothing() -> None:
-    scene = Scene(None, MEMORY)
-    for key in "abcd":
-        scene.turn(key, 900)
-    assert not scene.gate.queue.must_wait("e", 900)
-
-
-def test_a_worker_whose_engine_was_not_asked_yet_takes_one_session() -> None:
-    scene = Scene(MEMORY)
-    scene.turn("a", 400)
-    newcomer = scene.pool.add(parse_worker_url("http://new"))
-    assert not scene.gate.queue.must_wait("b", 400)
-    assert scene.turn("b", 400) is newcomer.units[0]
-    assert scene.gate.queue.must_wait("c", 400), "nobody knows how many it may take"
-    newcomer.asked = True
-    assert not scene.gate.queue.must_wait("c", 400), "it was asked, and does not say"
-
-
-def test_a_worker_that_does_not_answer_for_once_has_the_memory_that_it_had() -> None:
-    scene = Scene(MEMORY)
-    scene.turn("a", 400)
-    (worker,) = scene.pool
-    for _ in range(2):
-        scene.pool.record_failure(worker, "refused")
-    assert worker.facts is None
-    assert scene.gate.queue.must_wait("b", 400)
-
-
-def test_both_halves_of_a_pair_need_room() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    prefill, decode = scene.pool
-    scene.pool.add(prefill.address, attributes={"worker_type": "prefill"})
-    scene.pool.add(decode.address, attributes={"worker_type": "decode"})
-    for key in "ab":
-        scene.turn(key, 100)
-    assert not scene.gate.queue.must_wait("c", 300)
-    scene.pool.lease_prefill(POLICY, "a", (), 300, b"")
-    assert scene.gate.queue.must_wait("c", 300)
-    assert not scene.gate.queue.must_wait("c", 200)
-
-
-# What gives room back
-
-
 @pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "beside another turn"])
 def test_a_first_turn_that_failed_holds_nothing(prompts: int) -> None:
     scene = Scene(MEMORY)
@@ -217,36 +135,6 @@ def test_a_first_turn_that_failed_holds_nothing(prompts: int) -> None:
     assert scene.tokens == [0]
     scene.turn("b", 300)
     assert scene.gate.queue.must_wait("a", 400), "it begins anew"
-
-
-def test_a_later_turn_that_failed_leaves_what_was_held() -> None:
-    scene = Scene(MEMORY)
-    scene.turn("a", 300)
-    scene.turn("a", 900, answered=False)
-    assert scene.tokens == [300]
-    assert not scene.gate.queue.must_wait("a", 400)
-
-
-def test_a_first_turn_that_was_lost_and_answered_elsewhere_has_begun_there() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    lost = scene.lease("a", 400)
-    lost.release(answered=False)
-    again = scene.pool.lease(POLICY, "a", [lost.worker], tokens=400, generates=True)
-    again.release()
-    assert (lost.unit.tokens, again.unit.tokens) == (0, 400)
-    assert scene.turn("a", 400) is again.unit
-    assert not scene.gate.queue.must_wait("a", 400)
-
-
-def test_a_session_whose_worker_is_gone_goes_on_at_once() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    home = scene.turn("a", 400)
-    scene.turn("b", 400)
-    scene.pool.remove(home.worker)
-    assert scene.gate.queue.must_wait("c", 400)
-    assert not scene.gate.queue.must_wait("a", 400)
-    scene.turn("a", 400)
-    assert scene.tokens == [800]
 
 
 def _ends(scene: Scene) -> None:
@@ -299,9 +187,6 @@ async def test_whatever_gives_room_is_noticed(happens: Callable[[Scene], None]) 
     happens(scene)
     await soon(waits)
     assert scene.gate.held == 0
-
-
-# In which order
 
 
 async def test_whoever_waits_for_room_gets_it_in_the_order_of_coming() -> None:
@@ -364,63 +249,6 @@ async def test_the_worker_that_is_kept_stays_the_same() -> None:
     assert (kept.tokens, other.tokens) == (500, 60)
 
 
-async def test_on_the_only_worker_nobody_goes_before_who_wants_much() -> None:
-    scene = Scene(MEMORY)
-    await scene.begin("a", 300)
-    large, small = scene.come("large", 500, Who(1)), scene.come("small", 50, Who(2))
-    await settled()
-    await soon(until(lambda: scene.gate.held == 2, "both wait"))
-    scene.end("a")
-    await soon(large)
-    scene.end("large")
-    await soon(small)
-    assert scene.began == ["a", "large", "small"]
-
-
-async def test_what_is_kept_is_free_again_when_its_session_waits_no_more() -> None:
-    scene = Scene(MEMORY)
-    await scene.begin("a", 300)
-    who = Who(1)
-    large, small = scene.come("large", 500, who), scene.come("small", 50, Who(2))
-    await settled()
-    who.aborted = True
-    scene.gate.release(who)
-    await soon(asyncio.gather(large, small))
-    assert scene.began == ["a", "small"]
-
-
-async def test_the_turns_of_a_session_begin_with_the_first_of_them() -> None:
-    scene = Scene(MEMORY)
-    await scene.begin("a", 500)
-    tasks = [scene.come("b", 300, Who(1)), scene.come("c", 300, Who(2)), scene.come("b", 400, Who(3))]
-    await settled()
-    scene.end("a")
-    await soon(asyncio.gather(tasks[0], tasks[2]))
-    await settled()
-    assert (scene.began, scene.gate.held, tasks[1].done()) == (["a", "b", "b"], 1, False)
-    tasks[1].cancel()
-
-
-# Who waits no longer
-
-
-async def test_who_is_aborted_or_leaves_lets_the_next_one_look() -> None:
-    scene = Scene(MEMORY)
-    await scene.begin("a", 500)
-    who = Who(1)
-    tasks = [scene.come("b", 600, who), scene.come("c", 600, Who(2)), scene.come("d", 200, Who(3))]
-    await settled()
-    who.aborted = True
-    scene.gate.release(who)
-    await soon(tasks[0])
-    tasks[1].cancel()
-    await asyncio.wait({tasks[1]})
-    assert scene.gate.held == 1
-    scene.end("a")
-    await soon(tasks[2])
-    assert scene.began == ["a", "d"]
-
-
 async def test_waiting_for_room_is_bounded_and_refused_with_the_reason() -> None:
     scene = Scene(MEMORY, max_held=1, timeout=0.05)
     scene.turn("a", 500)
@@ -467,46 +295,3 @@ async def test_nobody_begins_while_the_gate_is_closed() -> None:
     assert (scene.began, looks.done(), scene.gate.held) == ([], False, 1)
     scene.gate.resume()
     await soon(looks)
-
-
-# Many
-
-
-async def test_only_the_first_of_those_who_wait_looks_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_router.fleet.admission_queue.GLANCE", 0.001)
-    scene, looks = Scene(MEMORY), Counter[str]()
-    goes = AdmissionQueue._goes
-
-    def counted(self: AdmissionQueue, place: Any) -> bool:
-        looks[place.key] += 1
-        return goes(self, place)
-
-    monkeypatch.setattr(AdmissionQueue, "_goes", counted)
-    scene.turn("a", 500)
-    tasks = [scene.come(str(number), 500, Who(number)) for number in range(50)]
-    await until(lambda: looks["0"] > 20, "it looks again and again")
-    assert {looks[str(number)] for number in range(1, 50)} == {1}
-    for task in tasks:
-        task.cancel()
-
-
-async def test_a_thousand_waiters_are_woken_as_often_as_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each release wakes those that begin, not all that wait."""
-    scene, looks = Scene(MEMORY * 1_000), [0]
-    counted = Admission.most
-
-    def most(self: Admission, *, spare: bool = False) -> float:
-        looks[0] += 1
-        return counted(self, spare=spare)
-
-    monkeypatch.setattr(Admission, "most", most)
-    await scene.begin("a", 500_000)
-    tasks = [scene.come(str(number), 500, Who(number)) for number in range(1_000)]
-    await settled()
-    assert scene.gate.held == 1_000
-    looks[0] = 0
-    scene.end("a")
-    await soon(asyncio.gather(*tasks))
-    assert scene.began[1:] == [str(number) for number in range(1_000)]
-    assert looks[0] <= 3 * 1_000 + 100
-    assert scene.gate.held == 0

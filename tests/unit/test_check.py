@@ -11,7 +11,6 @@ from miles_router.check import check_path
 from miles_router.settings.config import RouterConfig
 from miles_router.testing import check_middleware
 from tests.support.cache_trial import checkpoint
-from tests.support.waiting import soon
 
 WORKING = "tests.support.plugins.working"
 
@@ -77,20 +76,6 @@ class _Leaking:
             await asyncio.shield(self.task)
         else:
             await self.app(scope, receive, send)
-
-
-class _Failing:
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        raise KeyError("mine")
-
-
-async def test_a_class_that_fails_is_told_its_own_error_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_router.testing.middleware_contract.PATIENCE", 3600.0)
-    verdicts = dict(await soon(check_middleware(_Failing)))
-    assert [problem for problem in verdicts.values() if problem != "KeyError: 'mine'"] == [None]
 
 
 @pytest.mark.parametrize(

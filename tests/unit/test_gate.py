@@ -1,17 +1,24 @@
-"""The gate: when it is closed, who waits, in which order they go, and what bounds them."""
+"""The gate: when it is closed, who waits and in which order, what bounds them, and whom an abort means."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from typing import cast
 
+import orjson
 import pytest
 
+from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
-from miles_router.errors import FleetPaused
-from miles_router.fleet.gate import REMEMBERED, Gate, endpoint, generates
+from miles_router.errors import FleetPaused, Unavailable
+from miles_router.fleet.gate import Gate, generates
+from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.pool import WorkerPool
-from tests.support.waiting import soon, until
+from miles_router.shards.membership import Membership
+from miles_router.tasks import spawn
+from tests.support.waiting import at_once, soon, until
 
 
 class Who(Flight):
@@ -33,39 +40,13 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/generate",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/responses",
-        "/sessions/7/generate",
-        "/sessions/a-b/v1/chat/completions",
-        "/api/chat",
-    ],
-)
+@pytest.mark.parametrize("path", ["/generate", "/v1/messages", "/sessions/a-b/v1/chat/completions", "/api/chat"])
 def test_paths_that_generate(path: str) -> None:
     assert generates(path)
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/",
-        "",
-        "/generate/",
-        "/generate/x",
-        "/v1/models",
-        "/model_info",
-        "/sessions",
-        "/sessions/7",
-        "/sessions/generate",
-        "/sessions/7/samples",
-        "/abort_request",
-        "/v1/tokenize",
-    ],
+    "path", ["", "/generate/", "/generate/x", "/v1/models", "/sessions/generate", "/abort_request"]
 )
 def test_paths_that_do_not(path: str) -> None:
     assert not generates(path)
@@ -106,44 +87,6 @@ def test_it_says_why_it_is_closed_and_whether_the_router_did_it(
     assert (gate.deliberate, gate.reason()) == (deliberate, reason)
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_asked_twice_it_is_closed_since_the_first_time(reason: str) -> None:
-    gate = made()
-    REASONS[reason][0](gate)
-    since = gate.describe()
-    REASONS[reason][0](gate)
-    assert {**gate.describe(), "pauses": since["pauses"]} == since
-
-
-def test_a_second_pause_has_the_second_mode_and_both_count() -> None:
-    gate = made()
-    gate.pause("abort")
-    gate.pause("in_place")
-    assert (gate.mode, gate.pauses) == ("in_place", 2)
-    gate.resume()
-    assert (gate.mode, gate.paused_since, gate.pauses) == (None, None, 2)
-
-
-async def test_an_open_gate_makes_nobody_wait() -> None:
-    await soon(made(max_held=0).wait(Who()))
-
-
-async def test_those_who_wait_go_in_the_order_they_came() -> None:
-    gate, went = made(), list[int]()
-
-    async def one(number: int) -> None:
-        await gate.wait(Who())
-        went.append(number)
-
-    gate.pause("abort")
-    tasks = [asyncio.ensure_future(one(number)) for number in range(5)]
-    await settled()
-    assert (gate.held, went) == (5, [])
-    gate.resume()
-    await asyncio.gather(*tasks)
-    assert (gate.held, went) == (0, [0, 1, 2, 3, 4])
-
-
 async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:
     gate, went = made(), list[int]()
 
@@ -159,16 +102,6 @@ async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:
     assert went == [1, 2, 3, 4]
 
 
-async def test_one_request_may_wait_for_several_of_its_generations() -> None:
-    gate, who = made(), Who()
-    gate.pause("abort")
-    tasks = [asyncio.ensure_future(gate.wait(who)) for _ in range(3)]
-    await settled()
-    assert gate.held == 3
-    gate.resume()
-    await soon(asyncio.gather(*tasks))
-
-
 async def test_a_gate_that_closes_again_at_once_keeps_them() -> None:
     gate = made()
     gate.pause("abort")
@@ -180,27 +113,6 @@ async def test_a_gate_that_closes_again_at_once_keeps_them() -> None:
     assert (task.done(), gate.held) == (False, 1)
     gate.resume()
     await soon(task)
-
-
-async def test_whoever_is_over_the_bound_is_refused_at_once_with_the_reason() -> None:
-    gate = made(max_held=1)
-    gate.pause("abort")
-    task = asyncio.ensure_future(gate.wait(Who()))
-    await settled()
-    with pytest.raises(
-        FleetPaused, match=r"the fleet is paused \(abort\); 1 requests wait already \(--gate-max-held\)"
-    ):
-        await gate.wait(Who())
-    gate.resume()
-    await soon(task)
-
-
-async def test_whoever_waits_too_long_is_refused_with_the_reason() -> None:
-    gate = made(timeout=0.02)
-    gate.sleep()
-    with pytest.raises(FleetPaused, match=r"asleep, and this request has waited 0.02 s \(--gate-timeout\)"):
-        await soon(gate.wait(Who()))
-    assert gate.held == 0
 
 
 async def test_a_gate_that_opens_and_closes_gives_nobody_more_time() -> None:
@@ -218,71 +130,123 @@ async def test_a_gate_that_opens_and_closes_gives_nobody_more_time() -> None:
         await task
 
 
-async def test_whoever_leaves_waits_no_longer() -> None:
-    gate = made()
-    gate.pause("abort")
-    task = asyncio.ensure_future(gate.wait(Who()))
-    await settled()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert gate.held == 0
-    gate.resume()
+class Lease:
+    """What a gate asks of a membership."""
+
+    def __init__(self) -> None:
+        self.is_fresh = True
+
+    def check(self) -> None:
+        if not self.is_fresh:
+            raise Unavailable("not fresh")
 
 
-async def test_an_aborted_request_is_let_through_a_closed_gate_and_no_other() -> None:
-    gate, aborted, other = made(), Who(), Who()
-    gate.pause("abort")
-    tasks = [asyncio.ensure_future(gate.wait(who)) for who in (aborted, aborted, other)]
-    await settled()
-    aborted.aborted = True
-    gate.release(aborted)
-    await soon(asyncio.gather(*tasks[:2]))
-    await settled()
-    assert (tasks[2].done(), gate.held) == (False, 1)
-    gate.release(Who())
-    gate.resume()
-    await tasks[2]
+def leased_made(lease: Lease) -> Gate:
+    gate = Gate(WorkerPool().admission, max_held=10, timeout=0.0)
+    gate.lease = cast(Membership, lease)
+    return gate
 
 
-def test_each_time_that_it_was_closed_is_remembered_by_its_reason() -> None:
-    gate = made()
-    assert gate.times() == []
-    gate.pause("abort")
-    gate.sleep()
-    gate.pause("retract")  # the same standstill in another mode
-    assert gate.times() == [(100.0, None, "paused", "retract"), (101.0, None, "asleep", None)]
-    gate.resume()
-    gate.resume()
-    gate.workers_paused(True)
-    gate.workers_paused(False)
-    gate.workers_paused(False)
-    assert gate.times() == [
-        (100.0, 102.0, "paused", "retract"),
-        (103.0, 104.0, "workers_paused", None),
-        (101.0, None, "asleep", None),
-    ]
-    gate.wake()
-    assert gate.times()[-1] == (101.0, 105.0, "asleep", None)
+async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
+    lease = Lease()
+    gate = leased_made(lease)
+    assert gate.is_open()
+    lease.is_fresh = False
+    assert gate.closed
+    assert not gate.is_open()
+    with pytest.raises(Unavailable):
+        await gate.wait(Who())
+    lease.is_fresh = True
+    assert not gate.closed
 
 
-def test_of_many_pauses_the_last_ones_are_remembered() -> None:
-    gate = made()
-    for _ in range(REMEMBERED + 3):
-        gate.pause("abort")
-        gate.resume()
-    times = gate.times()
-    assert (len(times), times[0].start) == (REMEMBERED, 106.0)
+def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:
+    exchange = Exchange("id")
+    exchange.flight.worker_url = at
+    exchange.flight.rids.update(rids)
+    in_flight.enter(exchange, body if isinstance(body, bytes) else orjson.dumps(body))
+    return exchange
 
 
 @pytest.mark.parametrize(
-    ("path", "engine_path"),
+    "body",
     [
-        ("/generate", "/generate"),
-        ("/sessions/a/v1/messages", "/v1/messages"),
-        ("/sessions/abc", "/sessions/abc"),
-        ("/sessions/", "/sessions/"),
+        b'{"rid": "caf\\u00e9/1"}',
+        '{"rid": "café\\/1"}'.encode(),
+        b'{"text": ["x", "y"], "rid" : [ "q]", "caf\\u00e9/1" ]}',
+        b'{"text": "x", "rid": "caf\\u00e9/1", "sampling_params": {}}',
     ],
 )
-def test_the_engine_path_of_a_session_request(path: str, engine_path: str) -> None:
-    assert endpoint(path) == engine_path
+def test_an_abort_finds_an_id_however_it_is_spelled(body: bytes) -> None:
+    in_flight = InFlight()
+    entered(in_flight, b'{"text": "caf\\u00e9/1", "rid": "caf\\u00e9/2"}')
+    meant = entered(in_flight, body)
+    assert list(at_once(in_flight.abort("café/1"))) == [meant]
+
+
+def test_an_abort_finds_a_prompt_of_a_list_by_the_id_that_the_engine_gives_it() -> None:
+    in_flight = InFlight()
+    batch = entered(in_flight, {"input_tokens": [[1], [2]], "rid": "r"})
+    samples = entered(in_flight, {"text": ["a", "b"], "rid": "r", "sampling_params": {"n": 2}})
+    chat = entered(in_flight, {"messages": [], "rid": "chat"})
+    assert list(at_once(in_flight.abort("r_1"))) == [batch]
+    assert list(at_once(in_flight.abort("r"))) == list(at_once(in_flight.abort("r_2"))) == []
+    assert list(at_once(in_flight.abort("chat"))) == [chat]
+    assert not samples.flight.aborted
+
+
+ODD_BODIES = {
+    "lists that never end": lambda size: b'{"rid":[' * (size // 8),
+    "texts that never end": lambda size: b'{"rid":"' * (size // 8),
+    "objects in objects": lambda size: b'{"rid":' * (size // 7),
+    "lists in lists": lambda size: b'{"rid":' + b"[" * size,
+    "a long list": lambda size: b'{"rid":[' + b'"a",' * (size // 4),
+    "a long text": lambda size: b'{"rid":"' + b'\\"' * (size // 2),
+    "one number": lambda size: b'{"rid":' + b"1" * size,
+    "names without values": lambda size: b'"rid" ' * (size // 6),
+    "spaces": lambda size: b'{"rid"' + b" " * size,
+    "an escape behind it all": lambda size: b'{"rid":["a"' * (size // 11) + b'"\\u0061"',
+}
+
+
+@pytest.mark.parametrize("odd", ODD_BODIES)
+def test_the_time_of_an_abort_grows_no_faster_than_the_bodies_in_flight(odd: str) -> None:
+    def seconds(size: int) -> float:
+        in_flight, best = InFlight(), 1.0
+        entered(in_flight, ODD_BODIES[odd](size))
+        for _ in range(10):
+            began = time.process_time()
+            assert list(at_once(in_flight.abort("zz"))) == []
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert seconds(1 << 17) / seconds(1 << 14) < 24, "8 times as long is in order, 64 times is not"
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b'["r"]', b'"r"', b'{"text": "\\"r\\""}', {"rid": None}, {"rid": 7}])
+def test_an_abort_leaves_alone_what_only_looks_like_it(body: object) -> None:
+    in_flight = InFlight()
+    exchange = entered(in_flight, body)
+    assert list(at_once(in_flight.abort("r"))) == []
+    assert not exchange.flight.aborted
+
+
+def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
+    in_flight = InFlight()
+    one, ten = entered(in_flight, {"rid": "r1"}), entered(in_flight, {"rid": "r10"})
+    elsewhere = entered(in_flight, {"rid": "r11"}, at="http://b")
+    assert at_once(in_flight.abort("r1")) == {one: {"r1"}, ten: {"r10"}}
+    assert not elsewhere.flight.aborted, "its worker has no r1, and there an abort of r1 does nothing"
+
+
+async def test_others_go_on_while_an_abort_looks_through_many_bodies() -> None:
+    in_flight, long = InFlight(), b'{"text": "%b"}' % (b"x" * (1 << 22))
+    for _ in range(50):
+        entered(in_flight, long)
+    meant = entered(in_flight, {"rid": "r"})
+    looking, others = spawn(in_flight.abort("r"), name="abort"), 0
+    while not looking.done():
+        others += 1
+        await asyncio.sleep(0)
+    assert list(looking.result()) == [meant]
+    assert others > 10

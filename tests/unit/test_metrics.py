@@ -1,20 +1,19 @@
-"""Numbers and their Prometheus text."""
+"""Numbers: what is declared once, intervals of a run, spans of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import pytest
-from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
-from miles_router.fleet.placement.policies import LeastInFlight
+from middleware_hub.dashboard.gathering import one_run
+from middleware_hub.traces.parts import parts_of
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.metrics import GateStatistics, Metrics, Statistics, counter, gauge, histogram
-from miles_router.metrics.metrics import route_class
-from miles_router.metrics.statistics import BUCKETS, Histogram
+from miles_router.metrics import Metrics, Statistics, counter, gauge, histogram
+from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
+from miles_router.middlewares.generation import Mark
 from tests.support.quiet_fleet import quiet_fleet
 
 URL = "http://a:1"
@@ -33,87 +32,6 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return samples(metrics)[f"miles_router_{name}", tuple(sorted(labels.items()))]
-
-
-@pytest.mark.parametrize(
-    ("path", "route"),
-    [
-        ("/generate", "generate"),
-        ("/v1/chat/completions", "chat_completions"),
-        ("/sessions", "sessions"),
-        ("/sessions/abc/v1/chat/completions", "sessions"),
-        ("/anything", "other"),
-        ("/generate/", "other"),
-        ("", "other"),
-    ],
-)
-def test_paths_fall_into_a_bounded_set_of_classes(path: str, route: str) -> None:
-    assert route_class(path) == route
-
-
-@pytest.mark.parametrize(("seconds", "bucket"), [(0.0, 0), (0.001, 0), (0.0011, 1), (1.0, 9), (3600, 19), (3601, 20)])
-def test_a_bucket_holds_what_is_up_to_its_bound(seconds: float, bucket: int) -> None:
-    histogram = Histogram()
-    histogram.observe(seconds)
-    assert histogram.counts[bucket] == 1
-    assert sum(histogram.counts) == 1
-    assert histogram.total == seconds
-
-
-def test_buckets_are_added_up_for_prometheus() -> None:
-    histogram = Histogram()
-    for seconds in (0.0005, 0.03, 0.03, 10_000):
-        histogram.observe(seconds)
-    cumulative = histogram.cumulative()
-    assert [bound for bound, _ in cumulative] == [*map(str, BUCKETS), "+Inf"]
-    assert (cumulative[0][1], dict(cumulative)["0.05"], cumulative[-2][1], cumulative[-1][1]) == (1, 3, 3, 4)
-
-
-def test_requests_are_counted_by_route_status_and_worker() -> None:
-    metrics, _ = made()
-    for status in (200, 200, 500):
-        metrics.finished("/generate", status, URL, 0.02, 0.01)
-    metrics.finished("/x", 503, None, 0.02, None)
-    assert value(metrics, "requests_total", route="generate", status="200", worker=URL) == 2
-    assert value(metrics, "requests_total", route="generate", status="500", worker=URL) == 1
-    assert value(metrics, "requests_total", route="other", status="503", worker="") == 1
-    assert value(metrics, "request_seconds_count", route="generate") == 3
-    assert value(metrics, "request_seconds_sum", route="generate") == pytest.approx(0.06)
-    assert value(metrics, "first_byte_seconds_bucket", route="generate", le="0.01") == 3
-    assert ("miles_router_first_byte_seconds_count", (("route", "other"),)) not in samples(metrics)
-
-
-def test_bytes_retries_and_losses_are_counted() -> None:
-    metrics, _ = made()
-    metrics.bytes_in, metrics.bytes_out, metrics.retries = 1, 2, 3
-    metrics.client_disconnects, metrics.broken_replies = 4, 5
-    names = ("request_bytes", "response_bytes", "retries", "client_disconnects", "broken_replies")
-    assert [value(metrics, f"{name}_total") for name in names] == [1, 2, 3, 4, 5]
-
-
-def test_workers_are_shown_by_load_and_state() -> None:
-    metrics, pool = made()
-    lease = pool.lease(LeastInFlight())
-    assert value(metrics, "in_flight", worker=URL) == 1
-    assert value(metrics, "worker_routable", worker=URL) == 1
-    pool.record_failure(lease.worker, "gone")
-    assert value(metrics, "worker_routable", worker=URL) == 0
-    states = {state: value(metrics, "workers", state=state) for state in ("ready", "quarantined", "draining")}
-    assert states == {"ready": 0, "quarantined": 1, "draining": 0}
-    lease.release()
-
-
-def test_changes_of_state_are_counted() -> None:
-    metrics, pool = made()
-    worker = pool.get(URL)
-    pool.record_failure(worker, "gone")
-    pool.remove(worker)
-    for before, after in (("unknown", "ready"), ("ready", "quarantined"), ("quarantined", "removed")):
-        assert value(metrics, "worker_transitions_total", before=before, after=after) == 1
-
-
 def test_a_removed_workers_series_go_with_it() -> None:
     metrics, pool = made()
     metrics.finished("/generate", 200, URL, 0.02, 0.01)
@@ -122,29 +40,6 @@ def test_a_removed_workers_series_go_with_it() -> None:
     left = [labels for name, labels in samples(metrics) if name == "miles_router_requests_total"]
     assert left == [(("route", "generate"), ("status", "503"), ("worker", ""))]
     assert URL not in metrics.render().decode()
-
-
-class Own(Collector):
-    """A middleware's metric."""
-
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("mine", "Of a middleware.", 7)
-
-
-def test_a_middlewares_metrics_are_shown_beside_ours() -> None:
-    metrics, _ = made()
-    metrics.register(Own())
-    assert samples(metrics)["mine", ()] == 7
-
-
-def test_a_name_that_is_taken_is_refused() -> None:
-    metrics, _ = made()
-    metrics.register(Own())
-    with pytest.raises(ValueError, match="mine"):
-        metrics.register(Own())
-
-
-# Numbers that are declared
 
 
 class Counts(Statistics, prefix="cap"):
@@ -215,15 +110,6 @@ def test_what_is_declared_once_is_shown_as_json_and_to_prometheus() -> None:
     }
 
 
-def test_two_of_a_class_count_apart_and_begin_with_nothing() -> None:
-    first, second = counted(), counted()
-    first.capped += 1
-    first.refused["batch"] += 1
-    first.held["x"].observe(1)
-    assert second.numbers() == counted().numbers()
-    assert (second.capped, second.refused, second.waited.total) == (0, {}, 0)
-
-
 def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused() -> None:
     with pytest.raises(TypeError, match="a function that reads the gauge 'waiting'"):
         Counts()
@@ -231,14 +117,90 @@ def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused()
         Counts(waiting=int, capt=int)
 
 
-def test_every_family_of_the_gate_is_given() -> None:
-    fleet = quiet_fleet()
-    fleet.gate.pause("abort")
-    fleet.gate.sleep()
-    assert shown(GateStatistics([fleet], [fleet])) == {
-        ("miles_router_gate_closed", (("reason", "paused"),)): 1,
-        ("miles_router_gate_closed", (("reason", "asleep"),)): 1,
-        ("miles_router_gate_closed", (("reason", "workers_paused"),)): 0,
-        ("miles_router_gate_held", ()): 0,
-        ("miles_router_pauses_total", ()): 1,
-    }
+class Scene:
+    def __init__(self) -> None:
+        self.time = 1_000_000.5
+        self.version: str | None = "1"
+        self.series = RunSeries(lambda: self.version, now=lambda: self.time)
+
+    def starts(self) -> list[int]:
+        return [interval["start"] for interval in self.series.describe()["intervals"]]
+
+    def turn(self) -> None:
+        self.series.record({"1": 1}, given=1, reused=0)
+
+
+def test_intervals_versions_and_names_are_bounded() -> None:
+    scene = Scene()
+    for number in range(INTERVALS + 5):
+        scene.version = str(number)
+        scene.turn()
+        scene.time += INTERVAL
+    told = scene.series.describe()
+    assert (len(told["intervals"]), len(told["versions"])) == (INTERVALS, VERSIONS)
+    assert told["since"] == told["intervals"][0]["start"] == 1_000_000 + 5 * INTERVAL
+    assert told["versions"][-1]["weight_version"] == str(INTERVALS + 4)
+    scene.series.record({str(version): 1 for version in range(3 * NAMES)}, given=0, reused=0)
+    sampled = scene.series.describe()["intervals"][-1]["sampled"]
+    assert (len(sampled), sum(sampled.values()), sampled["other"]) == (NAMES + 1, 3 * NAMES, 2 * NAMES)
+
+
+def test_how_stale_nobody_can_tell_is_unknown() -> None:
+    scene = Scene()
+    scene.version = "7"
+    scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
+    assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
+
+
+def test_rewards_are_kept_of_the_last_versions_alone() -> None:
+    scene = Scene()
+    for version in range(VERSIONS + 1):
+        scene.series.reward(str(version), version)
+        scene.series.reward(str(version), 0.5)
+    told = scene.series.describe()["rewards"]
+    kept = range(1, VERSIONS + 1)
+    assert told == [{"weight_version": str(version), "count": 2, "sum": version + 0.5} for version in kept]
+
+
+def test_of_several_processes_all_is_known_once_each_knows_all() -> None:
+    def run(first: int, since: int) -> dict[str, Any]:
+        scene = Scene()
+        scene.time = first + 0.5
+        for _ in range(3):
+            scene.turn()
+            scene.time += INTERVAL
+        return {**scene.series.describe(), "since": since, "gate": {"closed": False, "held": 0}}
+
+    assert one_run([run(100, 100), run(110, 110)])["since"] == 110
+    many = [run(start, 0) for start in range(0, (INTERVALS + 2) * INTERVAL, 3 * INTERVAL)]
+    whole = one_run(many)
+    assert (len(whole["intervals"]), whole["since"]) == (INTERVALS, whole["intervals"][0]["start"])
+
+
+WORKER = {"worker": "http://a:1", "weight_version": "3"}
+
+
+def test_marks_of_generations_side_by_side_are_told_apart() -> None:
+    marks = [
+        Mark("gate", 2.0, 1, {"seconds": 1.5}),
+        Mark("worker_chosen", 2.0, 1, WORKER),
+        Mark("worker_chosen", 3.0, 2, WORKER),
+        Mark("first_byte", 4.0, 2, WORKER),
+        Mark("first_byte", 5.0, 1, WORKER),
+        Mark("reply_ended", 6.0, 1, {}),
+        Mark("reply_ended", 7.0, 1, {}),
+    ]
+    assert [(part.name, part.began_at, part.ended_at) for part in parts_of(marks, 9.0)] == [
+        ("gate", 0.5, 2.0),
+        ("first_byte", 3.0, 4.0),
+        ("first_byte", 2.0, 5.0),
+        ("generation", 5.0, 6.0),
+        ("generation", 4.0, 9.0),
+    ]
+
+
+def test_a_worker_that_was_not_asked_has_no_part() -> None:
+    marks = [Mark("worker_chosen", 1.0, 1, WORKER), Mark("not_admitted", 2.0, 1, {})]
+    assert [*parts_of(marks, 9.0)] == []
+    lost = [Mark("worker_chosen", 1.0, 1, {}), Mark("worker_lost", 2.0, 1, {}), Mark("worker_chosen", 3.0, 1, WORKER)]
+    assert [*parts_of(lost, 9.0)] == [("first_byte", 1.0, 9.0, WORKER)]

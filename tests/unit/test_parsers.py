@@ -1,4 +1,4 @@
-"""Local parsers: what is certain of a text that grows is never taken back, and the whole of it is what was written."""
+"""Parsers of model families: what is certain of a growing text is never taken back, and costs no more than it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from middleware_hub.openai_session.continuing.families import FAMILIES as NAMED
-from middleware_hub.openai_session.continuing.families import LIBRARY
+from middleware_hub.openai_session.sessions.repaired import is_repair
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingMessage
@@ -103,21 +102,6 @@ def test_the_engine_s_names_come_before_the_family(mode: str, facts: Facts, know
     assert (parsers.call_format(facts) is not None, parsers.reasoning_format(facts) is not None) == known
 
 
-def test_every_family_that_an_option_names_is_parsed_here() -> None:
-    assert {*NAMED, *LIBRARY} <= set(KNOWN)
-
-
-# What is left of a message
-
-
-def message(content: str = "", reasoning: str | None = None, *arguments: str) -> dict[str, Any]:
-    calls = [
-        {"id": "c", "index": at, "type": "function", "function": {"name": "add", "arguments": each}}
-        for at, each in enumerate(arguments)
-    ]
-    return {"content": content, "reasoning_content": reasoning, **({"tool_calls": calls} if calls else {})}
-
-
 @pytest.mark.parametrize(
     ("shown", "whole", "rest"),
     [
@@ -136,34 +120,6 @@ def test_the_rest_of_arguments_is_found_whatever_their_spaces(shown: str, whole:
 def test_other_arguments_are_refused(shown: str, whole: str) -> None:
     with pytest.raises(UnreadableAnswer, match="streamed arguments differ"):
         missing_arguments(shown, whole)
-
-
-@pytest.mark.parametrize(
-    ("shown", "whole", "text", "deltas"),
-    [
-        (message("It "), message("It is"), "It is", [{"content": "is"}]),
-        (message("\n\nI add.\n"), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"tool_calls"}]),
-        (message(""), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"content": "\n\nI add.\n"}]),
-        (message("", "Why"), message("So", "Why?"), "So", [{"reasoning_content": "?"}, {"content": "So"}]),
-    ],
-)
-def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str, deltas: list[Any]) -> None:
-    found = [{name: value for name, value in each.items() if value} for each in missing_deltas(shown, whole, text)]
-    for delta, expected in zip(found, deltas, strict=False):
-        assert delta == expected or set(delta) == expected
-
-
-@pytest.mark.parametrize(
-    ("shown", "whole"),
-    [
-        (message("It was"), message("It is")),
-        (message("", "Why"), message("", "How")),
-        ({"tool_calls": [{"function": {"name": "sub", "arguments": ""}}]}, message("", None, "{}")),
-    ],
-)
-def test_what_was_shown_is_never_another_message(shown: Any, whole: Any) -> None:
-    with pytest.raises(UnreadableAnswer, match=r"streamed .* parsed"):
-        list(missing_deltas(shown, whole, whole["content"]))
 
 
 #: What a model writes that samples the same again and again, by the family: a call's beginning, and what is repeated.
@@ -219,15 +175,6 @@ def test_a_call_that_says_its_marks_again_and_again_is_none(name: str, again: st
     assert KNOWN[name].calls.read(text, {"f": {}}) == (text, [])
 
 
-@pytest.mark.parametrize("name", ["deepseekv3", "deepseekv31"])
-def test_of_marks_that_a_call_says_twice_the_last_count(name: str) -> None:
-    fence, end = ("\n```json\n", "\n```") if name == "deepseekv3" else ("<｜tool▁sep｜>", "")
-    call = f"x<｜tool▁sep｜>g{fence}y<｜tool▁sep｜>f{fence}{{}}{end}"
-    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
-    wanted = "f" if name == "deepseekv3" else f"x<｜tool▁sep｜>g{fence}y<｜tool▁sep｜>f"
-    assert KNOWN[name].calls.read(text, {wanted: {}}).calls == [(wanted, "{}")]
-
-
 BEYOND = [f'{{"a": {"[" * 100_000}', f'{{"a": {"1" * 5000}', "{1, 2}", "{[]: 1}"]
 WRITTEN = {
     "qwen3": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
@@ -250,3 +197,40 @@ async def test_a_call_beyond_what_can_be_read_ends_no_answer_with_another_error(
         answer = {"text": each, "meta_info": {"finish_reason": {"type": "length"}}}
         with suppress(CannotResume):
             await reader.read(answer, {"role": "assistant"}, facts, nobody, stream=True)
+
+
+REPAIRED: list[tuple[str, Any]] = [
+    ('{"a": 17, "b": 25', {"a": 17, "b": 25}),
+    ('{"a": 17, "b": 2', {"a": 17}),
+    ('{"a": 17, "b":', {"a": 17, "b": None}),
+    ('{"a": 17, "b": 25}}', {"a": 17, "b": 25}),
+    ('{"a": [1, {"b": "x"', {"a": [1, {"b": "x"}]}),
+    ('{"path": "/tmp/a", "text": "one\\ntw', {"path": "/tmp/a", "text": "one\ntw"}),
+    ('{"text": "one\ntwo"}', {"text": "one\ntwo"}),
+    ('{"text": "a\\', {"text": "a"}),
+    ("{'a': True, 'b': None}", {"a": True, "b": None}),
+    ('{"a": 1.0, "b": 25', {"a": 1, "b": 25}),
+    ('{"a": 17, "b": 25', {}),
+    ('{"a": 17, "b": 25', {"INVALID_JSON": '{"a": 17, "b": 25'}),
+]
+EDITS: list[tuple[Any, Any]] = [
+    ('{"a": 17, "b": 25', {"a": 17, "b": 26}),
+    ('{"a": 17, "b": 25', {"b": 25, "a": 17}),
+    ('{"path": "/etc/passwd", "b": 2', {"path": "/etc"}),
+    ('{"a": 17, "b": 25}', {}),
+    ('{"a": "', "text"),
+    ("", {"a": 1}),
+    ({"a": 1}, {"a": 2}),
+]
+
+
+@pytest.mark.parametrize(("held", "sent"), REPAIRED)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_repair_is_the_held_call(held: str, sent: Any, as_text: bool) -> None:
+    assert is_repair(held, json.dumps(sent) if as_text else sent)
+
+
+@pytest.mark.parametrize(("held", "sent"), EDITS)
+def test_any_other_change_is_an_edit(held: Any, sent: Any) -> None:
+    assert not is_repair(held, sent)
+    assert not is_repair(held, json.dumps(sent))

@@ -16,7 +16,7 @@ from miles_router.engines.footprint import prompt_tokens
 from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import PlacementRequest, Policy
-from miles_router.fleet.placement.homes import LONGEST, Homes
+from miles_router.fleet.placement.homes import Homes
 from miles_router.fleet.placement.paces import SILENT, Paces
 from miles_router.fleet.placement.policies import Checked, LeastInFlight
 from miles_router.fleet.pool import WorkerPool
@@ -46,54 +46,6 @@ def test_the_least_loaded_worker_is_chosen() -> None:
     assert pool.lease(policy).worker is second.worker
     first.release()
     assert pool.lease(policy).worker is first.worker
-
-
-def test_ties_go_to_whom_was_chosen_longest_ago() -> None:
-    pool, policy = pool_of(4), LeastInFlight()
-    turns = [released(pool.lease(policy)) for _ in range(12)]
-    assert len({*turns[:4]}) == 4
-    assert turns[:4] == turns[4:8] == turns[8:]
-
-
-def test_a_newcomer_is_chosen_first() -> None:
-    pool, policy = pool_of(2), LeastInFlight()
-    for _ in range(5):
-        released(pool.lease(policy))
-    newcomer = pool.add(parse_worker_url("http://new"))
-    assert released(pool.lease(policy)) is newcomer
-
-
-def test_a_key_stays_where_it_was_first_sent() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    homes = {key: released(pool.lease(policy, key)) for key in "abc"}
-    assert len({*homes.values()}) == 3
-    for key in "cabbac":
-        assert released(pool.lease(policy, key)) is homes[key]
-
-
-def test_without_a_key_the_inner_policy_decides() -> None:
-    pool, policy = pool_of(2), LeastInFlight()
-    assert released(pool.lease(policy)) is not released(pool.lease(policy))
-
-
-def test_new_keys_are_spread_by_load() -> None:
-    pool, policy = pool_of(2), LeastInFlight()
-    leases = [pool.lease(policy, str(number)) for number in range(10)]
-    assert [worker.in_flight for worker in pool] == [5, 5]
-    for lease in leases:
-        lease.release()
-
-
-def test_a_session_counts_while_its_tool_works() -> None:
-    pool, policy = pool_of(2), LeastInFlight()
-    away = {released(pool.lease(policy, key)) for key in "ab"}
-    assert len(away) == 2
-    pool.homes.forget("a")
-    (empty,) = [worker for worker in pool if not worker.units[0].sessions]
-    assert released(pool.lease(policy, "c")) is empty
-    pool.homes.forget("c")
-    # Chosen last, it would be the other one's turn if sessions that are away did not count.
-    assert pool.lease(policy).worker is empty
 
 
 def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -> None:
@@ -296,23 +248,6 @@ def test_large_fleet_is_compared_in_turns() -> None:
     assert turns[-1].worker is idle
 
 
-def test_a_key_stays_when_a_worker_joins() -> None:
-    pool, policy = pool_of(2), LeastInFlight()
-    homes = {key: released(pool.lease(policy, key)) for key in "abcdef"}
-    pool.add(parse_worker_url("http://new"))
-    assert {key: released(pool.lease(policy, key)) for key in "abcdef"} == homes
-
-
-def test_a_key_moves_when_its_worker_leaves_and_stays_where_it_went() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    home = released(pool.lease(policy, "a"))
-    pool.remove(home)
-    away = released(pool.lease(policy, "a"))
-    assert away is not home
-    pool.add(home.address)
-    assert released(pool.lease(policy, "a")) is away
-
-
 def test_the_least_recently_used_keys_are_forgotten() -> None:
     pool, policy = pool_of(2, Homes(max_keys=2)), LeastInFlight()
     home = released(pool.lease(policy, "a"))
@@ -322,9 +257,6 @@ def test_the_least_recently_used_keys_are_forgotten() -> None:
     assert len(pool.homes) == 2
     assert released(pool.lease(policy, "a")) is home
     assert [key in pool.homes for key in "abc"] == [True, False, True]
-
-
-# Sessions and what they hold
 
 
 class Clock:
@@ -367,15 +299,6 @@ def test_what_a_session_holds_counts_on_its_unit_until_it_is_over() -> None:
     assert held(pool) == [(0, 0)]
 
 
-def test_a_session_that_is_over_while_it_runs_counts_until_then() -> None:
-    pool = pool_of(1)
-    lease = pool.lease(LeastInFlight(), "a", tokens=500)
-    pool.homes.forget("a")
-    assert held(pool) == [(1, 500)]
-    lease.release()
-    assert held(pool) == [(0, 0)]
-
-
 def test_sessions_that_are_away_for_much_longer_than_sessions_are_count_no_more() -> None:
     clock = Clock()
     pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
@@ -389,41 +312,6 @@ def test_sessions_that_are_away_for_much_longer_than_sessions_are_count_no_more(
     assert held(pool) == [(2, 110)], "b has been away for 39 s, a for 27"
     assert turn(pool, policy, "b", 100) is next(iter(pool)).units[0]
     assert held(pool) == [(3, 210)]
-
-
-def test_the_patience_has_bounds() -> None:
-    clock = Clock()
-    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
-    turn(pool, policy, "a", 1)
-    clock.now += LONGEST - 1
-    turn(pool, policy, "b", 1)
-    assert held(pool) == [(2, 2)], "nobody has come back yet"
-    clock.now += 2
-    turn(pool, policy, "b", 1)
-    assert held(pool) == [(1, 1)]
-
-
-def test_who_comes_back_late_is_learned_from() -> None:
-    """Else the first quick tool would say for ever how long they take."""
-    clock = Clock()
-    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
-    turn(pool, policy, "a", 100)
-    turn(pool, policy, "a", 100)  # back at once
-    for _ in range(30):
-        clock.now += 30.0
-        turn(pool, policy, "a", 100)
-    clock.now += 30.0
-    turn(pool, policy, "b", 10)
-    assert held(pool) == [(2, 110)]
-
-
-def test_requests_without_a_session_see_that_sessions_have_gone() -> None:
-    clock = Clock()
-    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
-    turn(pool, policy, "a", 100)
-    clock.now += LONGEST + 1
-    pool.lease(policy, tokens=5).release()
-    assert held(pool) == [(0, 0)]
 
 
 def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
@@ -441,9 +329,6 @@ def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
     home = moved.unit
     pool.drain(home.worker, lambda: None)
     assert turn(pool, policy, "a", 300) is not home, "it takes nobody any more"
-
-
-# A policy of one's own
 
 
 class Stubborn:

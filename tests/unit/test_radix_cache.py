@@ -1,18 +1,23 @@
-"""The text cache by itself: what is found, what is reused, what goes first when room is needed."""
+"""The text cache: what is found, what is reused, what goes first when room is needed, and what the disk has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
-from miles_router.engines.spelling import NO_CUT
+from middleware_hub.radix_tree.recording import TokenizedText
+from miles_router.errors import StateError
+from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece, Trajectory
 from tests.support.cache_integrity import check_integrity
+from tests.support.waiting import until
 
 
 def held(*, max_tokens: int = 10_000, keep_versions: int = 1) -> RadixTreeCache:
@@ -47,9 +52,6 @@ def reused(cache: RadixTreeCache, text: str) -> tuple[int, str]:
     return sampled, text[: match.chars]
 
 
-# Looking up
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -67,59 +69,6 @@ def test_the_reused_prefix_ends_behind_the_last_sampled_token_in_the_common_text
     cache = held()
     put(cache, letters("ask", "ANSWER", "r", hidden="$"))
     assert reused(cache, text) == (max(0, len(found) - 3), found)
-
-
-def test_a_token_that_the_text_cuts_through_is_not_reused() -> None:
-    cache = held()
-    pieces = [Piece.given([1]), Piece.sampled([2, 3, 4], [-1.0] * 3, "1")]
-    put(cache, TextRecord("q the é", 7, Trajectory(pieces), np.array([1, 5, NO_CUT, 7], dtype=np.uint32), "r", "stop"))
-    assert reused(cache, "q th and") == (0, "")
-    assert reused(cache, "q the and") == (1, "q the")
-    assert reused(cache, "q the é and") == (3, "q the é")
-
-
-def test_entry_ending_here_is_found_behind_a_newer_one_that_cannot_be_cut() -> None:
-    cache = held()
-    put(cache, letters("q", "aa", "short"))
-    pieces = [Piece.given([1]), Piece.sampled([7], [-1.0], "1")]
-    put(cache, TextRecord("qaaaa", 5, Trajectory(pieces), np.array([1, 5], dtype=np.uint32), "passes", "stop"))
-    assert reused(cache, "qaa and more") == (2, "qaa")
-
-
-def test_an_entry_with_sampled_tokens_is_found_though_a_newer_one_has_given_ones() -> None:
-    cache = held()
-    put(cache, letters("q", "aa", "sampled"))
-    put(cache, letters("qaa", "", "given", hidden="$"))
-    assert reused(cache, "qaa and more") == (2, "qaa")
-
-
-def test_the_newest_of_equal_texts_is_taken() -> None:
-    cache = held()
-    put(cache, letters("q", "ab", "old"))
-    joined = [Piece.given([ord("q")]), Piece.sampled([5000], [-1.0], "1")]
-    put(cache, TextRecord("qab", 3, Trajectory(joined), np.array([1, 3], dtype=np.uint32), "new", "stop"))
-    assert cache.match("qab!").trajectory.tokens.tolist() == [ord("q"), 5000]
-    assert [entry.rid for entry in cache.retrieve("qab")] == ["old", "new"]
-
-
-def test_an_empty_cache_and_an_empty_text_give_nothing() -> None:
-    cache = held()
-    assert reused(cache, "anything") == (0, "")
-    put(cache, letters("q", "a", "r"))
-    assert reused(cache, "") == (0, "")
-    assert cache.retrieve("never") == []
-    assert cache.by_rid("never") is None
-
-
-def test_numbers_say_what_was_reused() -> None:
-    cache = held()
-    put(cache, letters("q", "abc", "r"))
-    cache.match("qabc more")
-    cache.match("something else")
-    assert (cache.statistics.lookups, cache.statistics.hits, cache.statistics.reused_tokens) == (2, 1, 4)
-
-
-# What entries share
 
 
 def record(rid: str, text: str, shown: int, pieces: list[Piece], ends: list[int]) -> TextRecord:
@@ -144,63 +93,9 @@ def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> No
     check_integrity(cache)
 
 
-def test_equal_ids_under_different_texts_are_not_shared_beyond_the_common_text() -> None:
-    # Greedy twice, with and without skip_special_tokens: the same ids and logprobs, one text shows the special token.
-    cache = held()
-    pieces = [Piece.given([1]), sampled(5, 99, 6)]
-    cache.record(record("hidden", "Qab", 3, pieces, [1, 2, 2, 3]))
-    cache.record(record("shown", "Qa<s>b", 6, pieces, [1, 2, 5, 6]))
-    match = cache.match("Qa<s>b and more")
-    assert (match.trajectory.tokens.tolist(), match.chars) == ([1, 5, 99, 6], 6)
-
-
-def test_a_generation_repeated_token_for_token_has_no_tokens_of_its_own() -> None:
-    cache = held()
-    pieces = [Piece.given([1]), sampled(5)]
-    first, again = (cache.record(record(rid, "Qa", 2, pieces, [1, 2])) for rid in ("first", "again"))
-    assert first is not None
-    assert again is not None
-    assert (first.own, again.own) == (2, 0)
-    assert again.trajectory() == first.trajectory()
-    assert [entry.rid for entry in cache.retrieve("Qa")] == ["first", "again"]
-
-
-def test_saying_what_a_generation_continues_changes_nothing_of_what_it_shares() -> None:
-    caches = [held(), held()]
-    for cache in caches:
-        cache.record(record("first", "Qab", 3, [Piece.given([1]), sampled(2, 3)], [1, 2, 3]))
-        match = cache.match("Qabcd")
-        trajectory = match.trajectory.append(Piece.given([4]), sampled(5))
-        continued = TextRecord("Qabcd", 5, trajectory, np.array([1, 2, 3, 4, 5], dtype=np.uint32), "second", "stop")
-        entry = put(cache, continued, match if cache is caches[0] else NO_MATCH)
-        assert (entry.reused, entry.own) == (3, 2)
-        assert entry.trajectory() == trajectory
-
-
-# Evicting
-
-
 def room_for(*entries: int) -> int:
     """A budget in which entries with so many own tokens just fit."""
     return sum(entries) + ENTRY_CHARGE * len(entries)
-
-
-def test_the_least_recently_used_goes_first() -> None:
-    cache = held(max_tokens=room_for(3, 3, 3))
-    for name in "abc":
-        put(cache, letters(name, "xy", name))
-    cache.match("axy and more")  # used again
-    put(cache, letters("d", "xy", "d"))
-    assert rids(cache) == {"a", "c", "d"}
-    assert cache.retrieve("cxy")
-    put(cache, letters("e", "xy", "e"))
-    assert rids(cache) == {"c", "d", "e"}
-    assert cache.by_rid("d")
-    put(cache, letters("f", "xy", "f"))
-    assert rids(cache) == {"d", "e", "f"}
-    assert cache.statistics.evicted == 3
-    assert cache.statistics.evicted_tokens == 9
-    check_integrity(cache)
 
 
 def test_versions_before_those_kept_go_before_anything_else() -> None:
@@ -214,48 +109,6 @@ def test_versions_before_those_kept_go_before_anything_else() -> None:
     assert rids(cache) == {"b", "d", "e", "f"}
     put(cache, letters("g", "xy", "g", version="v3"))
     assert rids(cache) == {"d", "e", "f", "g"}, "nothing stale is left: the least recently used"
-
-
-def test_a_prefix_stays_as_long_as_something_hangs_on_it() -> None:
-    cache = held(max_tokens=room_for(3, 3, 3))
-    put(cache, letters("q", "ab", "turn 1"))
-    more = letters("qabu", "c", "turn 2")
-    first = cache.match("qabu")
-    trajectory = first.trajectory.append(Piece.given([ord("u")]), more.trajectory.pieces[-1])
-    put(cache, TextRecord(more.text, more.shown_chars, trajectory, more.ends, "turn 2", "stop"), first)
-    assert cache.tokens == 5, "the shared prefix is counted once"
-    put(cache, letters("x", "yz", "other"))
-    cache.by_rid("other")
-    put(cache, letters("z", "yz", "another"))
-    assert rids(cache) == {"turn 1", "other", "another"}, "the leaf went, its prefix did not"
-    check_integrity(cache)
-
-
-def test_what_a_request_in_flight_uses_is_not_evicted() -> None:
-    cache = held(max_tokens=room_for(3, 3))
-    oldest = put(cache, letters("a", "xy", "a"))
-    with cache.pinned(oldest, None), cache.pinned(oldest):
-        for name in "bcd":
-            put(cache, letters(name, "xy", name))
-        assert rids(cache) == {"a", "d"}
-    for name in "ef":
-        put(cache, letters(name, "xy", name))
-    assert rids(cache) == {"e", "f"}, "pinned no more"
-
-
-def test_when_all_is_pinned_the_budget_is_kept_as_soon_as_it_can_be() -> None:
-    cache = held(max_tokens=room_for(3))
-    with cache.pinned(put(cache, letters("a", "xy", "a"))):
-        put(cache, letters("b", "xy", "b"))
-        assert rids(cache) == {"a"}
-    assert cache.tokens + ENTRY_CHARGE * len(cache) <= room_for(3)
-
-
-def test_a_generation_larger_than_the_budget_is_refused_and_evicts_nothing() -> None:
-    cache = held(max_tokens=room_for(3))
-    put(cache, letters("a", "xy", "a"))
-    assert cache.record(letters("b", "wxyz", "b")) is None
-    assert (rids(cache), cache.statistics.refused) == ({"a"}, 1)
 
 
 def test_a_million_tokens_stay_within_the_budget() -> None:
@@ -274,25 +127,58 @@ def test_a_million_tokens_stay_within_the_budget() -> None:
     check_integrity(cache)
 
 
-def test_a_rid_used_twice_is_the_later_generations() -> None:
-    cache = held()
-    put(cache, letters("a", "x", "same"))
-    later = put(cache, letters("b", "x", "same"))
-    assert cache.by_rid("same") is later
-    assert cache.text_of(later) == "bx"
+class Process(NamedTuple):
+    """The texts of one process."""
+
+    cache: RadixTreeCache
+    archive: TextArchive
+
+    @classmethod
+    def on(cls, store: StateStore) -> Process:
+        cache = RadixTreeCache(max_tokens=10_000, keep_versions=1)
+        return cls(cache, TextArchive(cache, store, TextRows({}, write=False), max_tokens=10_000))
+
+    async def look_up(self, text: str) -> PrefixMatch:
+        await self.archive.load(text)
+        return self.cache.match(text)
+
+    async def record(self, text: str, match: PrefixMatch, rid: str, said: str = "!") -> Entry:
+        """An answer to a text, a token a character."""
+        rest = Piece.given([ord(each) for each in text[match.chars :]])
+        trajectory = match.trajectory.append(rest, Piece.sampled([ord(said)], [-1.0], "1"))
+        ends = np.arange(1, len(text) + 2, dtype=np.uint32)
+        before = TokenizedText(text, match.trajectory, match.ends, match).continued_entry
+        entry = self.cache.record(TextRecord(text + said, len(text) + 1, trajectory, ends, rid, "stop"), match)
+        assert entry is not None
+        self.archive.add(entry, before, text)
+        await self.archive.save([entry])
+        return entry
 
 
-def test_partial_generations_are_marked() -> None:
-    cache = held()
-    finished = [put(cache, letters(f, "x", f, finish=f)).finished for f in ("stop", "length", "abort")]
-    assert finished == [True, True, False]
-    assert cache.statistics.partial == 1
+async def test_what_went_on_from_an_evicted_text_outlives_its_prompts_other_answers(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running = Process.on(store)
+    first = await running.record("ask", await running.look_up("ask"), "first")
+    match = await running.look_up("ask!more")
+    running.cache.evict(first)
+    await until(lambda: not running.archive._families, "the disk knows that")
+    await running.record("ask!more", match, "second")
+    other = await running.record("ask", await running.look_up("ask"), "other")
+    running.cache.evict(other)
+    await until(lambda: running.archive._sweeping is not None and running.archive._sweeping.done(), "and that")
+    then = Process.on(store)
+    await then.archive.load_rid("second")
+    assert then.cache.by_rid("second") is not None
+    await store.close()
 
 
-def test_many_siblings_of_one_text_are_all_kept() -> None:
-    cache = held()
-    for number in range(20):
-        pieces = [Piece.given([1]), Piece.sampled([100 + number], [-1.0], "1")]
-        put(cache, TextRecord("qa", 2, Trajectory(pieces), np.array([1, 2], dtype=np.uint32), f"r{number}", "stop"))
-    found: Sequence[Any] = cache.retrieve("qa")
-    assert [int(entry.trajectory().tokens[-1]) for entry in found] == list(range(100, 120))
+async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running, then = Process.on(store), Process.on(store)
+    entry = await running.record("ask", await running.look_up("ask"), "first")
+    assert entry.family is not None
+    await store.append(entry.family.owner, {entry.serial: b"nonsense"}, slot=entry.family.slot)
+    with pytest.raises(StateError):
+        await then.look_up("ask")
+    assert then.archive.statistics.numbers()["failed"] == {"state_failed": 1}
+    await store.close()

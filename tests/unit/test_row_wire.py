@@ -1,47 +1,398 @@
-"""Rows on an engine's wire: asked for in a request that else stays as its client wrote it, and told in an answer."""
+"""Rows on an engine's wire: asked for, taken out of any JSON wherever it is cut, decoded piece by piece, and held."""
 
 from __future__ import annotations
 
+import base64
 import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from middleware_hub.routed_experts.decoding import QUANTUM, Decoder
+from middleware_hub.routed_experts.shapes import (
+    RowWidth,
+    ShapeCheck,
+    configured_indexer_shape,
+    configured_shape,
+    parse_indexer_shape,
+)
 from miles_router import Exchange
-from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.events import LAST_EVENT, Event, write_event
-from miles_router.engines.rows import EXPERT_FIELDS, ChatRows, GenerateRows, RowAnswer, RowReader, RowRequest
-from miles_router.errors import BadRequest
+from miles_router.engines.events import Event
+from miles_router.engines.extraction import Extractor
+from miles_router.engines.rows import EXPERT_FIELDS, GenerateRows, RowAnswer, RowRequest
+from miles_router.errors import ConfigError, UpstreamError
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, Blocks, RowArray, RowKind, RowShape
+from tests.support.tiers import examples
+
+PLENTY = 1 << 30
+
+
+def sent(ids: npt.ArrayLike) -> bytes:
+    """As an engine sends them, by numpy and the standard library alone."""
+    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes())
+
+
+def fed(pieces: Iterable[bytes], limit: int = PLENTY, kind: RowKind = ROUTED_EXPERTS) -> Decoder:
+    decoder = Decoder(kind, limit)
+    for piece in pieces:
+        decoder.feed(memoryview(piece))
+    return decoder
+
+
+def cut(data: bytes, *places: int) -> list[bytes]:
+    edges = [0, *sorted(places), len(data)]
+    return [data[begin:end] for begin, end in pairwise(edges)]
+
+
+def every(data: bytes, size: int) -> list[bytes]:
+    return [data[begin : begin + size] for begin in range(0, len(data), size)]
+
+
+def refusal(pieces: Iterable[bytes], limit: int = PLENTY, kind: RowKind = ROUTED_EXPERTS) -> str:
+    with pytest.raises(InvalidTrajectory) as error:
+        fed(pieces, limit, kind).finish()
+    return error.value.invariant
+
+
+chunked = st.lists(st.integers(0, 400), max_size=12)
+
+
+@given(st.lists(st.integers(0, 65535) | st.integers(0, 255), max_size=120), chunked)
+@example([0] * 3, [QUANTUM])
+@example([255, 256, 255], [1, 15, 16])
+@example([1] * 30 + [256], [0, 0, 160])
+def test_any_pieces_give_what_numpy_makes_of_the_whole(ids: list[int], places: list[int]) -> None:
+    data = sent(ids)
+    decoder = fed(cut(data, *(min(place, len(data)) for place in places)))
+    flat = decoder.finish().flat
+    expected = np.frombuffer(base64.b64decode(data), dtype="<i4")
+    assert np.array_equal(flat, expected)
+    assert decoder.largest == max(ids, default=-1)
+    assert flat.dtype == (np.uint16 if decoder.largest > 255 else np.uint8)
+
+
+@given(st.lists(st.integers(-1, 2**31 - 1) | st.integers(-1, 32767), max_size=120), chunked)
+@example([-1, 32767, -1, 32768], [20])
+def test_positions_take_two_bytes_each_up_to_32767_and_four_beyond_it(ids: list[int], places: list[int]) -> None:
+    data = sent(ids)
+    decoder = fed(cut(data, *(min(place, len(data)) for place in places)), kind=INDEXER_TOPK)
+    flat = decoder.finish().flat
+    assert flat.tolist() == ids
+    if ids:
+        assert flat.dtype == (np.int32 if max(ids) > 32767 else np.int16)
+
+
+@pytest.mark.parametrize("wrong", [-2, -(2**31)])
+def test_of_what_is_negative_positions_have_minus_one_alone(wrong: int) -> None:
+    assert refusal([sent([5, -1, wrong, 70_000])], kind=INDEXER_TOPK) == "positions_of_the_model"
+
+
+WHOLE = sent(range(100))
+
+
+def spoiled(place: int, characters: bytes) -> bytes:
+    return WHOLE[:place] + characters + WHOLE[place + len(characters) :]
+
+
+BROKEN: Sequence[bytes] = [
+    *(
+        spoiled(place, bad)
+        for place in (0, 17, 200, 400, len(WHOLE) - 8)
+        for bad in (b"*", b"-", b" ", b"\n", b"\\", b"\xff")
+    ),
+    *(spoiled(place, b"=") for place in (0, 3, 15, 31, 200)),
+    spoiled(14, b"=="),
+    sent([1]) + sent([2]),
+    WHOLE + b"AAAA",
+    b"=",
+    b"AAAA",
+    b"AAAAAAA=",
+    *(WHOLE[:end] for end in range(len(WHOLE) - 16, len(WHOLE))),
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64, 10**6])
+@pytest.mark.parametrize("broken", range(len(BROKEN)))
+def test_what_is_no_base64_of_whole_ids_is_refused(broken: int, size: int) -> None:
+    data = BROKEN[broken]
+    if len(data) % QUANTUM == 0 and data == WHOLE[: len(data)]:
+        assert fed(every(data, size)).finish().flat.tolist() == list(range(len(data) * 3 // 16)), "cut between two ids"
+    else:
+        assert refusal(every(data, size)) == "experts_are_rows"
+
+
+@pytest.mark.parametrize(("ids", "taken"), [([1] * 60, 60), ([1] * 59 + [256], 120), ([256] + [1] * 59, 120)])
+@pytest.mark.parametrize("size", [1, 16, 30, 1000])
+def test_the_limit_is_of_bytes_that_are_kept(ids: list[int], taken: int, size: int) -> None:
+    assert fed(every(sent(ids), size), taken).finish().flat.nbytes == taken
+    assert refusal(every(sent(ids), size), taken - 1) == "experts_fit"
+
+
+FIELD = "routed_experts"
+IDS = [1, 2, 3, 255, 0]
+
+
+def extraction_sent(ids: Sequence[int]) -> str:
+    return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
+
+
+def extractor_of_experts() -> Extractor[Decoder]:
+    return Extractor(EXPERT_FIELDS.rows, lambda: Decoder(ROUTED_EXPERTS, 1 << 20))
+
+
+def feed(extractor: Extractor[Decoder], pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
+    """What remains, marks and all, and the ids of each string."""
+    remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
+    return remains, [decoder.finish().flat.tolist() for decoder in extractor.consumers]
+
+
+def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
+    """What the client gets, and the ids."""
+    extractor = extractor_of_experts()
+    remains, found = feed(extractor, pieces)
+    return extractor.without_marks(remains), found
+
+
+def singly(data: bytes) -> list[bytes]:
+    return [data[place : place + 1] for place in range(len(data))]
+
+
+def extraction_cut(data: bytes, places: Iterable[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[begin:end] for begin, end in pairwise(edges)]
+
+
+class Ids(list[int]):
+    """A value of the field."""
+
+
+names = st.sampled_from(
+    [
+        *("a", "", "b", "routed_expert", "routed_experts_", "meta_info", '"', "\\", f'"{FIELD}', f'{FIELD}"'),
+        *(f'"{FIELD}"', f"{FIELD}\\", f'\\"{FIELD}', f"x{FIELD}"),
+    ]
+)
+texts = (
+    st.text(alphabet='",:\\{}[] routed_experts\n0Aé世🚀', max_size=12)
+    | names
+    | st.sampled_from([f'"{FIELD}":"AAAA"', f',"{FIELD}":0,', f'say "{FIELD}" : "AAAA" now', f'"{FIELD}":0'])
+)
+leaves = (
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | texts
+)
+ids = st.lists(st.integers(0, 65535), max_size=6).map(Ids)
+
+
+def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with the field at any place: with ids, with null, or without."""
+    pairs = st.lists(st.tuples(names | texts.filter(lambda name: name != FIELD), inner), max_size=4)
+    field = st.none() | st.tuples(st.just(FIELD), st.none() | ids)
+    return st.builds(
+        lambda pairs, field, place: dict([*pairs[:place], *([field] if field else []), *pairs[place:]]),
+        pairs,
+        field,
+        st.integers(0, 4),
+    )
+
+
+documents = objects(st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | objects(inner), max_leaves=12))
+
+
+def plain(tree: Any) -> Any:
+    """As the engine sends it."""
+    if isinstance(tree, Ids):
+        return extraction_sent(tree)
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    return [plain(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def bare(tree: Any) -> Any:
+    """Without the field."""
+    if isinstance(tree, dict):
+        return {key: bare(value) for key, value in tree.items() if not isinstance(value, Ids)}
+    return [bare(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def put_in(tree: Any) -> list[list[int]]:
+    """All ids, in the order of the document."""
+    if isinstance(tree, Ids):
+        return [list(tree)]
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [found for each in inner for found in put_in(each)]
+
+
+def compact(tree: Any) -> bytes:
+    return json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+WRITERS: dict[str, Callable[[Any], bytes]] = {
+    "compact": compact,
+    "ascii": lambda tree: json.dumps(tree, separators=(",", ":")).encode(),
+    "orjson": orjson.dumps,
+    "spaced": lambda tree: json.dumps(tree).encode(),
+    "indented": lambda tree: json.dumps(tree, indent=2).encode(),
+    "odd": lambda tree: json.dumps(tree, separators=(" ,\n", "\t: ")).encode(),
+}
+#: Those that leave no whitespace beside a comma: what remains is what they would have written without the field.
+EXACT = ("compact", "ascii", "orjson")
+places = st.lists(st.integers(0, 2000), max_size=10)
+
+
+@settings(max_examples=examples(300))
+@given(documents, st.sampled_from(sorted(WRITERS)), places)
+@example({"a": "\\", FIELD: Ids(IDS)}, "compact", [5, 6])
+@example({f'"{FIELD}': extraction_sent(IDS), "a": f'"{FIELD}":0'}, "odd", [3])
+def test_any_document_loses_the_field_and_nothing_else(tree: Any, writer: str, places: list[int]) -> None:
+    write = WRITERS[writer]
+    document = write(plain(tree))
+    remains, found = through(extraction_cut(document, places))
+    assert found == put_in(tree)
+    assert json.loads(remains) == json.loads(json.dumps(bare(tree)))
+    if writer in EXACT:
+        assert remains == write(bare(tree))
+    assert through(singly(document)) == (remains, found)
+
+
+@given(st.binary(max_size=60) | st.text(alphabet='"\\:,routed_experts {}\n', max_size=60).map(str.encode), places)
+def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
+    extractor = extractor_of_experts()
+    passed = [extractor.feed(piece) for piece in extraction_cut(data, places)]
+    assume(not extractor.consumers)
+    assert b"".join([*passed, extractor.end()]) == data
+
+
+def test_space_without_end_is_refused_before_it_costs_anything() -> None:
+    extractor = extractor_of_experts()
+    extractor.feed(b'{"routed_experts"' + b" " * 4000)
+    with pytest.raises(UpstreamError, match="space"):
+        extractor.feed(b" " * 1000)
+
+
+QWEN: dict[str, Any] = {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "model_type": "it"}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (QWEN, RowShape(48, 8, 128)),
+        ({"num_hidden_layers": 61, "n_routed_experts": 256, "num_experts_per_tok": 8}, RowShape(61, 8, 256)),
+        ({"num_hidden_layers": 32, "num_local_experts": 8, "num_experts_per_tok": 2}, RowShape(32, 2, 8)),
+        ({"num_hidden_layers": 32, "num_experts_per_tok": 2}, RowShape(32, 2, None)),
+        ({"text_config": QWEN, "vision_config": {"num_hidden_layers": 3}}, RowShape(48, 8, 128)),
+        ({**QWEN, "text_config": {"num_hidden_layers": 32}}, None),
+        ({"num_experts": 128, "num_experts_per_tok": 8}, None),
+        ({**QWEN, "num_experts_per_tok": None}, None),
+        ({**QWEN, "num_experts_per_tok": [8] * 48}, None),
+        ({**QWEN, "num_hidden_layers": True}, None),
+        ({**QWEN, "num_experts": None}, RowShape(48, 8, None)),
+        ({**QWEN, "num_experts": None, "n_routed_experts": 64}, RowShape(48, 8, 64)),
+    ],
+)
+def test_a_checkpoints_configuration_tells_the_shape(config: dict[str, Any], shape: RowShape | None) -> None:
+    assert configured_shape(config) == shape
+
+
+SPARSE: dict[str, Any] = {"num_hidden_layers": 61, "index_topk": 2048, "model_type": "it"}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (SPARSE, RowShape(61, 2048)),
+        ({"text_config": SPARSE}, RowShape(61, 2048)),
+        ({**SPARSE, "num_indexer_layers": 12}, RowShape(12, 2048)),
+        ({**SPARSE, "compress_ratios": [0, 4, 128, 4]}, RowShape(2, 2048)),
+        ({**SPARSE, "compress_ratios": [0, 128]}, None),
+        ({**SPARSE, "index_topk": None}, None),
+        ({**SPARSE, "index_topk": 0}, None),
+        ({"index_topk": 2048}, None),
+        (QWEN, None),
+    ],
+)
+def test_a_checkpoints_configuration_tells_the_shape_of_chosen_positions(
+    config: dict[str, Any], shape: RowShape | None
+) -> None:
+    assert configured_indexer_shape(config) == shape
+
+
+def test_a_position_behind_its_rows_own_is_refused() -> None:
+    check, engine = ShapeCheck(INDEXER_TOPK, RowShape(1, 2)), RowWidth()
+    told = np.zeros((600, 2), dtype=np.int16)
+    told[:, 1] = np.arange(600) + 7
+
+    def rows() -> Blocks:
+        return check.rows(Blocks([told.reshape(-1)]), int(told.max()), 7, 600, engine)
+
+    assert len(rows()) == 600
+    told[300, 0] = 308
+    with pytest.raises(InvalidTrajectory, match="positions_are_causal: row 307 has position 308, which is"):
+        rows()
+
+
+def flat(count: int, width: int, start: int = 0) -> RowArray:
+    ids: RowArray = (np.arange(count * width) % 7 + start).astype(np.uint8)
+    return ids
+
+
+class Model:
+    """A model's shape, or none, and an engine that shows its rows."""
+
+    def __init__(self, shape: RowShape | None = None) -> None:
+        self.check = ShapeCheck(ROUTED_EXPERTS, shape)
+        self.learned = RowWidth()
+
+    def rows(self, ids: RowArray, start: int, expected: int) -> RowArray:
+        """Ids as the rows that the model takes them for."""
+        return self.check.rows(Blocks([ids]), int(ids.max(initial=0)), start, expected, self.learned)[:]
+
+    def refusal(self, ids: RowArray, start: int, expected: int) -> str:
+        with pytest.raises(InvalidTrajectory) as error:
+            self.rows(ids, start, expected)
+        return f"{error.value}"
+
+
+SHAPE = RowShape(2, 2, 8)
+
+
+@pytest.mark.parametrize("expected", [0, -1])
+@pytest.mark.parametrize("shape", [SHAPE, None])
+def test_where_no_row_is_missing_none_may_come(expected: int, shape: RowShape | None) -> None:
+    one = Model(shape)
+    assert len(one.rows(flat(0, 4), 7, expected)) == 0
+    assert one.refusal(flat(1, 4), 7, expected).startswith("experts_without_overlap")
+    assert one.learned == RowWidth(), "an answer without rows has shown nothing"
+    assert one.rows(flat(1, 4), 7, 1).shape == (1, 4)
+
+
+def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -> None:
+    one = Model()
+    assert one.rows(flat(10, 3), 0, 10).shape == (10, 3), "half the ids of ten rows of six"
+    said = "experts_of_the_model: 24 ids are not 4 rows of 3, as in this engine's first answer"
+    assert one.refusal(flat(4, 6), 0, 4) == said
+    for count in (4, 5, 6):
+        assert one.rows(flat(count, 6), 0, count).shape == (count, 6)
+    assert one.refusal(flat(10, 3), 0, 10).startswith("experts_without_gap")
+
+
+def test_a_first_answer_whose_ids_are_no_rows_tells_nothing() -> None:
+    one = Model()
+    assert one.refusal(flat(1, 7), 0, 5).startswith("experts_are_rows: 7 ids are not 5 rows")
+    assert one.refusal(flat(0, 0), 3, 5) == "experts_without_gap: rows 3 to 7 are missing"
+    assert one.rows(flat(5, 9), 0, 5).shape == (5, 9)
 
 
 def request(body: bytes, start: int = 7, *, client_may: bool = True, exchange: Exchange | None = None) -> RowRequest:
     parse = (exchange or Exchange("it")).loads
     return RowRequest.write(body, EXPERT_FIELDS, start, parse=parse, client_may=client_may)
-
-
-ADDED = {"return_routed_experts": True, "routed_experts_start_len": 7}
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (b"{}", b'{"return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b" { } ", b' { "return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b"{\n}\n", b'{\n"return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b'{"a":1}', b'{"a":1,"return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b'{"a": 1 }\r\n\t ', b'{"a": 1 ,"return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b'{"a":{}}', b'{"a":{},"return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b'{"a":"{"}', b'{"a":"{","return_routed_experts":true,"routed_experts_start_len":7}'),
-        (b'{"a":"{}"}', b'{"a":"{}","return_routed_experts":true,"routed_experts_start_len":7}'),
-        ('{"a":"世}"}'.encode(), '{"a":"世}","return_routed_experts":true,"routed_experts_start_len":7}'.encode()),
-    ],
-)
-@pytest.mark.parametrize("client_may", [True, False])
-def test_the_fields_go_behind_those_of_the_client(body: bytes, expected: bytes, client_may: bool) -> None:
-    assert request(body, client_may=client_may) == RowRequest(expected, 7, by_client=False)
 
 
 keys = st.text(max_size=6) | st.sampled_from(["{", "}", '"', "return_routed", '"return_routed_experts', "text"])
@@ -64,119 +415,9 @@ def test_any_object_has_its_fields_and_the_two(client: dict[str, Any], indent: i
         assert changed.body.startswith(body.rstrip()[:-1]), "nothing that the client wrote was written anew"
 
 
-def test_a_request_that_does_not_name_the_fields_is_not_parsed() -> None:
-    exchange = Exchange("it")
-    for body in (b'{"text":"long"}', b'{"text":"say \\"return_routed_experts\\""}', b'{"broken":}'):
-        request(body, 3, exchange=exchange)
-    assert exchange._parses == []
-
-
-@pytest.mark.parametrize("body", [b"", b"  ", b"[]", b'[{"a":1}]', b'"text}"', b"7", b"null", b'{"a":1', b"}x"])
-def test_what_is_no_object_goes_to_the_engine_as_it_is(body: bytes) -> None:
-    assert request(body).body == body
-    assert request(body).by_client is False
-
-
-@pytest.mark.parametrize(
-    "body", [b'["return_routed_experts"]', b'"return_routed_experts"', b'["routed_experts_start_len"]']
-)
-def test_what_names_the_fields_and_is_no_object_goes_to_the_engine_as_it_is(body: bytes) -> None:
-    assert request(body) == RowRequest(body, 7, by_client=False)
-
-
-def test_what_names_the_fields_and_is_no_json_is_refused() -> None:
-    with pytest.raises(BadRequest, match="not valid JSON"):
-        request(b'{"return_routed_experts":}')
-
-
-@pytest.mark.parametrize(
-    ("own", "start"),
-    [
-        ({}, 0),
-        ({"routed_experts_start_len": 0}, 0),
-        ({"routed_experts_start_len": 3}, 3),
-        ({"routed_experts_start_len": 30}, 30),
-        ({"routed_experts_start_len": None}, 0),
-        ({"routed_experts_start_len": "3"}, 0),
-    ],
-)
-def test_what_a_client_asks_for_itself_stays_as_it_is(own: dict[str, Any], start: int) -> None:
-    body = json.dumps({"text": "Hi", "return_routed_experts": True, **own}).encode()
-    kept = request(body)
-    assert kept == RowRequest(body, start, by_client=True)
-    assert kept.body is body
-
-
-def test_where_clients_may_not_want_them_their_fields_give_way() -> None:
-    body = b'{"return_routed_experts": true, "a": [1], "routed_experts_start_len": 2}'
-    changed = request(body, client_may=False)
-    assert (orjson.loads(changed.body), changed.start, changed.by_client) == ({"a": [1], **ADDED}, 7, False)
-
-
-@pytest.mark.parametrize("value", [False, None, 0])
-@pytest.mark.parametrize("client_may", [True, False])
-def test_a_client_that_says_it_does_not_want_them_is_asked_for_and_not_told(value: Any, client_may: bool) -> None:
-    body = json.dumps({"return_routed_experts": value, "routed_experts_start_len": 2, "a": 1}).encode()
-    changed = request(body, client_may=client_may)
-    assert (orjson.loads(changed.body), changed.start, changed.by_client) == ({"a": 1, **ADDED}, 7, False)
-
-
-def test_a_start_alone_is_no_wish_for_rows() -> None:
-    changed = request(b'{"routed_experts_start_len": 2, "a": 1}')
-    assert (orjson.loads(changed.body), changed.start, changed.by_client) == ({"a": 1, **ADDED}, 7, False)
-
-
-def test_names_further_inside_are_none_of_the_request() -> None:
-    body = b'{"a": {"return_routed_experts": true, "routed_experts_start_len": 2}}'
-    changed = request(body)
-    expected = {"a": {"return_routed_experts": True, "routed_experts_start_len": 2}, **ADDED}
-    assert (orjson.loads(changed.body), changed.by_client) == (expected, False)
-
-
-# What answers tell
-
-
 def meta(*, rows: Any = None, finish: Any = "stop", **fields: Any) -> dict[str, Any]:
     reason = {"type": finish} if isinstance(finish, str) else finish
     return {"id": "r", "finish_reason": reason, **({} if rows is None else {"routed_experts": rows}), **fields}
-
-
-def event(content: Any) -> Event:
-    return Event.read(write_event(content))
-
-
-def test_each_answer_of_generate_tells_its_own() -> None:
-    reader = GenerateRows()
-    one, cut = meta(rows="A"), meta(finish="abort")
-    assert reader.answers({"meta_info": one}) == [RowAnswer(0, one, ended=True)]
-    assert reader.answers([{"meta_info": one}, {"meta_info": cut}]) == [
-        RowAnswer(0, one, ended=True),
-        RowAnswer(1, cut, ended=True, aborted=True),
-    ]
-    assert [EXPERT_FIELDS.of(each) for each in (one, cut, meta(rows=7), meta(rows=["A"]))] == ["A", None, None, None]
-
-
-def test_each_choice_of_a_chat_has_its_rows_or_the_extension_those_of_the_first() -> None:
-    reader = ChatRows()
-    one, cut = meta(rows="A"), meta(finish="abort")
-    choices = [{"index": 1, "meta_info": one}, {"index": 0, "meta_info": cut}]
-    assert reader.answers({"choices": choices}) == [
-        RowAnswer(1, one, ended=True),
-        RowAnswer(0, cut, ended=True, aborted=True),
-    ]
-    bare = [{"index": 0, "finish_reason": "stop"}]
-    told = {"routed_experts": "A"}
-    assert reader.answers({"choices": bare, "sglext": told}) == [RowAnswer(0, told, ended=True)]
-    for nothing in ({}, {"sglext": None}):
-        assert reader.answers({"choices": bare, **nothing}) == [RowAnswer(0, {}, ended=True)]
-    assert reader.answers({"choices": [{"finish_reason": "abort"}]}) == [RowAnswer(0, {}, ended=True, aborted=True)]
-
-
-@pytest.mark.parametrize("parsed", [None, 7, "x", {}, [7], {"meta_info": 7}, {"choices": 7}, {"choices": []}])
-@pytest.mark.parametrize("reader", [GenerateRows(), ChatRows()])
-def test_what_is_none_of_the_engine_s_answers_is_refused(parsed: Any, reader: RowReader) -> None:
-    with pytest.raises(UnreadableAnswer, match="incomplete"):
-        reader.answers(parsed)
 
 
 SPACINGS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\t", " :  ")])
@@ -203,60 +444,14 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
         assert answer == RowAnswer(2, said, finish is not None, finish is not None and finish["type"] == "abort")
 
 
-@pytest.mark.parametrize("null", ["null", " null ", "\tnull"])
-def test_an_event_of_a_generation_that_goes_on_is_not_parsed(null: str) -> None:
-    """It says again all that has come before, and there is one for each token."""
-    no_json = b'data: {"output_ids": [, "meta_info": {"finish_reason":%b, "id": 7}}\n\n' % null.encode()
-    assert GenerateRows().event(Event.read(no_json), has_rows=False) is None
+@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
+def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="61x2048"):
+        parse_indexer_shape(text)
 
 
-def test_the_end_of_a_stream_and_a_comment_are_no_answers_of_generate() -> None:
-    reader = GenerateRows()
-    assert reader.event(Event.read(LAST_EVENT), has_rows=False) is None
-    for odd in (b": ping\n\n", b"data: 7\n\n", b"data: {\n\n", b'data: {"error": {}}\n\n'):
-        with pytest.raises(UnreadableAnswer):
-            reader.event(Event.read(odd), has_rows=False)
-
-
-def chunk(finish: str | None = None, **fields: Any) -> Event:
-    return event({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": finish}], **fields})
-
-
-def said(*events: Event) -> list[RowAnswer | None]:
-    """What a chat's reader says of each event and of the end."""
-    reader = ChatRows()
-    return [
-        reader.event(each, has_rows=b'"routed_experts":"' in each.data) for each in (*events, Event.read(LAST_EVENT))
-    ]
-
-
-def test_a_chat_s_stream_tells_rows_in_its_extension_or_has_an_answer_without() -> None:
-    told = {"routed_experts": "0", "output_ids": [1]}
-    assert said(chunk(), chunk("stop"), event({"choices": [], "sglext": told})) == [
-        None,
-        None,
-        RowAnswer(0, told, ended=True),
-        None,
-    ]
-    without = RowAnswer(0, {}, ended=True)
-    for nothing in (chunk("stop"), event({"sglext": {"routed_experts": None}}), event({"sglext": {}})):
-        assert said(nothing) == [None, without]
-
-
-@pytest.mark.parametrize("odd", [[7], {"choices": [{"meta_info": {"routed_experts": "0"}}]}, {"sglext": ["0"]}])
-def test_rows_that_a_chat_s_stream_tells_elsewhere_are_refused(odd: Any) -> None:
-    with pytest.raises(UnreadableAnswer, match="not in the extension"):
-        ChatRows().event(event(odd), has_rows=True)
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_a_chat_s_stream_that_was_aborted_or_told_of_an_error_says_so(separators: tuple[str, str]) -> None:
-    def spelled(content: Any) -> Event:
-        return Event.read(b"data: " + json.dumps(content, separators=separators).encode() + b"\n\n")
-
-    aborted = spelled({"choices": [{"finish_reason": "abort", "index": 0}]})
-    assert said(chunk(), aborted) == [None, None, RowAnswer(0, {}, ended=True, aborted=True)]
-    for error in ({"error": {"message": "no"}}, {"object": "x", "error": {"param": "routed_experts"}}):
-        assert said(chunk(), spelled(error)) == [None, None, None]
-    quoted = chunk(note='{"error"', deep={"error": 1})
-    assert said(quoted) == [None, RowAnswer(0, {}, ended=True)], "an error is the event's own"
+@pytest.mark.parametrize(
+    "body", [b'["return_routed_experts"]', b'"return_routed_experts"', b'["routed_experts_start_len"]']
+)
+def test_what_names_the_fields_and_is_no_object_goes_to_the_engine_as_it_is(body: bytes) -> None:
+    assert request(body) == RowRequest(body, 7, by_client=False)

@@ -1,19 +1,27 @@
-"""The ids behind a held turn: what the template writes there, joined to what the engine sampled, and nothing else."""
+"""The ids behind a held turn: what the template writes there, and what is proved of a template."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
-import threading
-import time
+import tracemalloc
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
 from middleware_hub.openai_session.continuing.families import ROLES
+from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
+from middleware_hub.openai_session.continuing.proof import Proof, prove
+from middleware_hub.openai_session.continuing.proof_file import ProofFile
+from middleware_hub.openai_session.continuing.templates import from_tokenizer
 from middleware_hub.openai_session.sessions.prompting import Context
+from miles_router.errors import ConfigError
 from tests.support.chat import (
     CHATML,
     TOOLS,
@@ -25,7 +33,6 @@ from tests.support.chat import (
     results,
     with_template,
 )
-from tests.support.chat import whole as whole_of
 from tests.support.tiers import examples
 from tests.support.waiting import at_once
 
@@ -139,25 +146,10 @@ QWEN = "<|im_end|>"
 NEXT = "<|im_start|>assistant\n"
 
 
-def test_what_the_stop_token_says_is_not_given_again() -> None:
-    end = HeldEnd(token(QWEN), ended=True)
-    assert given(over(CHATML), end, user()) == (0, f"\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
-
-
 @pytest.mark.parametrize("last", [None, 9707])
 def test_behind_a_cut_answer_its_end_is_given(last: int | None) -> None:
     end = HeldEnd(last, ended=False)
     assert given(over(CHATML), end, user()) == (0, f"{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
-
-
-def test_a_cut_answer_that_ends_with_a_special_token_gets_the_whole_end() -> None:
-    end = HeldEnd(token(QWEN), ended=False)
-    assert given(over(CHATML), end, user())[1].startswith(f"{QWEN}\n<|im_start|>user")
-
-
-def test_behind_a_cut_answer_with_calls_the_end_of_the_answer_is_given() -> None:
-    end = HeldEnd(9707, ended=False, tool_calls=CALLED)
-    assert given(over(CHATML), end, tool()) == (0, f"{QWEN}\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
 
 
 @pytest.mark.parametrize("stop", ["<|endoftext|>", "Hello", "\n", "<", "|"])
@@ -167,50 +159,10 @@ def test_a_stop_token_that_the_template_does_not_write_is_dropped(stop: str) -> 
     assert given(over(CHATML), end, user()) == (1, f"{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
 
 
-def test_an_id_behind_the_vocabulary_is_dropped_as_a_stop_token() -> None:
-    assert given(over(CHATML), HeldEnd(10**6, ended=True), user())[0] == 1
-
-
 def test_a_stop_token_that_ends_the_calls_is_kept_and_the_answer_ended() -> None:
     closed = CHATML.replace("</tool_call>", "<|fim_suffix|>")
     end = HeldEnd(token("<|fim_suffix|>"), ended=True, tool_calls=CALLED)
     assert given(over(closed), end, tool()) == (0, f"{QWEN}\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
-
-
-def test_nothing_appended_asks_for_another_answer() -> None:
-    assert given(over(CHATML), HeldEnd(token(QWEN), ended=True)) == (0, f"\n{NEXT}")
-
-
-def test_an_assistants_message_in_between_is_rendered() -> None:
-    end = HeldEnd(token(QWEN), ended=True)
-    _, text = given(over(CHATML), end, {"role": "assistant", "content": "I said"}, user())
-    assert text == f"\n<|im_start|>assistant\nI said{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}"
-
-
-def test_an_assistants_message_that_comes_last_is_a_users_as_in_the_engine() -> None:
-    end = HeldEnd(token(QWEN), ended=True)
-    _, text = given(over(CHATML), end, user(), {"role": "assistant", "content": "Well"})
-    assert text == f"\n<|im_start|>user\nMore{QWEN}\n<|im_start|>user\nWell{QWEN}\n{NEXT}"
-
-
-def test_calls_of_an_injected_assistant_and_their_results_are_rendered() -> None:
-    call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"n":1}'}}
-    injected = {"role": "assistant", "content": "", "tool_calls": [call]}
-    _, text = given(over(CHATML), HeldEnd(token(QWEN), ended=True), user(), injected, tool(call_id="c2"))
-    assert '<tool_call>{"n": 1}</tool_call>' in text
-
-
-def test_settings_of_a_request_reach_the_template() -> None:
-    end = HeldEnd(token(QWEN), ended=True)
-    thinking = given(continuation("qwen3"), end, user())[1]
-    silent = given(continuation("qwen3"), end, user(), enable_thinking=False)[1]
-    assert silent == thinking + "<think>\n\n</think>\n\n"
-
-
-def test_what_is_no_setting_of_a_template_is_refused() -> None:
-    for name in ("chat_template", "add_generation_prompt", "tokenize"):
-        with pytest.raises(NotAppendOnly, match=name):
-            at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [user()], Context(None, {name: False})))
 
 
 def test_a_setting_that_spoils_the_proof_is_refused() -> None:
@@ -221,119 +173,11 @@ def test_a_setting_that_spoils_the_proof_is_refused() -> None:
         at_once(over(spoilt).after(end, [user()], Context(None, {"count": True})))
 
 
-def test_a_shape_nobody_foresaw_is_proved_when_it_comes() -> None:
-    picky = CHATML + """{%- if messages | length > 6 and messages[-1].role == 'critic' -%}{{ 'late' }}{%- endif -%}"""
-    made = over(picky)
-    end = HeldEnd(token(QWEN), ended=True)
-    assert "critic" not in str(made.proof.describe())
-    with pytest.raises(NotAppendOnly, match="depends on the conversation"):
-        at_once(made.after(end, [{"role": "critic", "content": "Hm"}], Context(None, {})))
-    assert given(made, end, {"role": "poet", "content": "O"})[0] == 0
-
-
-def test_a_message_that_the_template_refuses_is_not_given() -> None:
-    refusing = CHATML.replace(
-        "{%- for m in messages -%}",
-        "{%- for m in messages -%}{%- if m.role == 'critic' -%}{{ raise_exception('No critics') }}{%- endif -%}",
-    )
-    with pytest.raises(NotAppendOnly, match="No critics"):
-        at_once(
-            over(refusing).after(
-                HeldEnd(token(QWEN), ended=True), [{"role": "critic", "content": "Hm"}], Context(None, {})
-            )
-        )
-
-
-@pytest.mark.parametrize("behind", [[tool(call_id="c2")], []])
-def test_arguments_that_are_no_json_are_refused(behind: list[Message]) -> None:
-    call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{secret"}}
-    injected = {"role": "assistant", "content": "", "tool_calls": [call]}
-    with pytest.raises(NotAppendOnly, match="not a JSON") as refused:
-        at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, *behind], Context(None, {})))
-    assert "secret" not in str(refused.value)
-
-
-# What templates rewrite.
-
-REWRITING = {
-    "reasoning of earlier answers is left out": CHATML.replace(
-        "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}",
-        "{{- '<|im_start|>' + m.role + '\\n' -}}"
-        "{%- if m.reasoning_content and loop.last -%}{{- '<think>' + m.reasoning_content + '</think>' -}}{%- endif -%}"
-        "{{- m.content -}}",
-    ),
-    "text is trimmed": CHATML.replace("+ m.content", "+ (m.content | trim)"),
-    "the date is told": "{{- strftime_now('%Y-%m-%d %H:%M:%S.%f') -}}" + CHATML,
-    "answers are numbered from the end": CHATML.replace(
-        "m.role + '\\n'", "(m.role if m.role != 'assistant' else 'assistant' ~ loop.revindex) + '\\n'"
-    ),
-}
-
-
-@pytest.mark.parametrize("rewrites", REWRITING)
-def test_a_template_that_rewrites_history_rewrites_nothing_that_is_held(rewrites: str) -> None:
-    template = REWRITING[rewrites]
-    assert template != CHATML
-    sampled = [*range(5000, 5009), token(QWEN)]
-    end = HeldEnd(sampled[-1], ended=True, reasoning=True)
-    expected = f"\n<|im_start|>user\nMore{QWEN}\n{NEXT}"
-    extension = at_once(over(template).after(end, [user()], Context(None, {})))
-    assert extension.drop == 0
-    assert extension.ids.tolist() == family_tokenizer("qwen3").encode(expected, add_special_tokens=False)
-
-
 def test_arguments_written_anew_change_nothing_that_is_held() -> None:
     end = HeldEnd(token(QWEN), ended=True, tool_calls=CALLED)
     for anew in ("tojson(indent=2)", "tojson | upper", "length"):
         template = CHATML.replace("call.function.arguments | tojson", f"call.function.arguments | {anew} | string")
         assert given(over(template), end, tool()) == (0, f"\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
-
-
-def test_a_template_that_writes_a_calls_id_behind_its_arguments_is_continued() -> None:
-    with_id = CHATML.replace("+ '</tool_call>'", "+ call.id + '</tool_call>'")
-    end = HeldEnd(token(QWEN), ended=True, tool_calls=(("call_é17", "search"),))
-    assert given(over(with_id), end, tool(call_id="call_é17")) == (0, f"\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
-
-
-def test_a_template_that_finds_a_results_tool_by_its_call_finds_it() -> None:
-    finding = CHATML.replace(
-        "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}",
-        "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}"
-        "{%- if m.role == 'tool' -%}{%- for call in messages[loop.index0 - 1].tool_calls -%}"
-        "{{ ' by ' + call.function.name if call.id == m.tool_call_id else ' not ' + call.function.name }}"
-        "{%- endfor -%}{%- endif -%}",
-    )
-    assert finding != CHATML
-    end = HeldEnd(token(QWEN), ended=True, tool_calls=(("c1", "search"), ("c2", "add")))
-    assert given(over(finding), end, tool(call_id="c2"))[1].startswith("\n<|im_start|>tool\n42 not search by add")
-
-
-def test_calls_without_id_or_name_are_rendered() -> None:
-    naming = CHATML.replace("{{- '\\n<tool_call>'", "{{- '\\n<tool_call>' + call.id + call.function.name")
-    end = HeldEnd(token(QWEN), ended=True, tool_calls=((None, None),))
-    assert given(over(naming), end, tool()) == (0, f"\n<|im_start|>tool\n42{QWEN}\n{NEXT}")
-
-
-# Families whose boundaries are special.
-
-
-def test_glms_stop_token_begins_the_next_message() -> None:
-    made = continuation("glm47")
-    observed = HeldEnd(token("<|observation|>", "glm47"), ended=True, tool_calls=CALLED)
-    asked = HeldEnd(token("<|user|>", "glm47"), ended=True)
-    response = "<tool_response>42</tool_response><|assistant|><think>"
-    assert given(made, observed, tool(), family="glm47") == (0, response)
-    assert given(made, asked, user(), family="glm47") == (0, "More<|assistant|><think>")
-
-
-def test_glms_stop_token_of_another_message_is_dropped() -> None:
-    made = continuation("glm47")
-    asked = HeldEnd(token("<|user|>", "glm47"), ended=True, tool_calls=CALLED)
-    observed = HeldEnd(token("<|observation|>", "glm47"), ended=True)
-    response = "<|observation|><tool_response>42</tool_response><|assistant|><think>"
-    assert given(made, asked, tool(), family="glm47") == (1, response)
-    assert given(made, observed, user(), family="glm47") == (1, "<|user|>More<|assistant|><think>")
-    assert given(made, asked, family="glm47") == (1, "<|assistant|><think>")
 
 
 OSS = "gpt-oss"
@@ -349,15 +193,6 @@ def test_gpt_oss_ends_a_call_with_a_token_that_stays() -> None:
     end = HeldEnd(token("<|call|>", OSS), ended=True, tool_calls=CALLED, reasoning=True)
     expected = '<|start|>functions.search to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant'
     assert given(continuation(OSS), end, tool(), family=OSS) == (0, expected)
-
-
-def test_the_end_of_a_call_is_sought_in_what_no_appended_message_writes() -> None:
-    end = HeldEnd(token("<|call|>", OSS), ended=True, tool_calls=CALLED)
-    expected = (
-        '<|start|>functions.search to=assistant<|channel|>commentary<|message|>"<|call|> <|call|>"<|end|>'
-        "<|start|>assistant"
-    )
-    assert given(continuation(OSS), end, tool("<|call|> <|call|>"), family=OSS) == (0, expected)
 
 
 def test_a_result_may_stand_in_the_answers_own_turn() -> None:
@@ -390,19 +225,6 @@ def test_gpt_oss_does_not_say_where_a_cut_call_ends() -> None:
             at_once(continuation(OSS).after(end, [tool()], Context(TOOLS, {})))
 
 
-def test_deepseek_asks_for_an_answer_behind_questions_alone() -> None:
-    made = continuation("deepseekv32")
-    end = HeldEnd(token("<｜end▁of▁sentence｜>", "deepseekv32"), ended=True)
-    assert given(made, end, user(), family="deepseekv32") == (0, "<｜User｜>More<｜Assistant｜></think>")
-    thinking = given(made, end, user(), family="deepseekv32", thinking=True)
-    assert thinking == (0, "<｜User｜>More<｜Assistant｜><think>")
-    with pytest.raises(NotAppendOnly, match="no prompt for another answer"):
-        at_once(made.after(end, [], Context(None, {})))
-
-
-# Tokens.
-
-
 def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     """SentencePiece puts a space in front of a text, and in front of what follows a special token."""
     llama = "{%- for m in messages -%}{{ m.role + ': ' + m.content + '</s>' }}{%- endfor -%}{{ 'assistant:' }}"
@@ -414,45 +236,291 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     assert head + extension.ids.tolist() == whole
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen35", "glm47", "kimi25", "minimax_m25", "nemotron3", OSS])
-def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
-    made, rng = continuation(family), random.Random(family)
-    for _ in range(examples(20)):
-        history = conversation(rng, rng.randint(0, 3), tools=family != OSS)
-        message = answer(rng, calls=rng.randint(0, family != OSS), turn=9)
-        appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]
-        whole = whole_of(made.renderer, [*history, message, *appended], Context(TOOLS, {}))
-        extension = at_once(made.after(held_end(message, None, ended=False), appended, Context(TOOLS, {})))
-        assert whole[-len(extension.ids) :] == extension.ids.tolist()
+#: Refuses what a system says late.
+REFUSING = CHATML.replace(
+    "{%- for m in messages -%}",
+    "{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}"
+    "{{ raise_exception('Late system') }}{%- endif -%}",
+)
 
 
-def test_a_long_list_of_tools_is_rendered_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = build(with_template(CHATML), None)
-    rendered: list[object] = []
-    renderer = made.renderer
-    render = renderer.render
-    monkeypatch.setattr(renderer, "render", lambda *a, **k: rendered.append(a[1]) or render(*a, **k))  # type: ignore[func-returns-value]
-    for turn in range(3):
-        rendered.clear()
-        end = HeldEnd(token(QWEN), ended=True, tool_calls=((f"c{turn}", "search"),))
-        at_once(made.after(end, [tool(call_id=f"c{turn}")], Context([dict(each) for each in TOOLS], {})))
-    assert len(rendered) == 1
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's proofs are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "miles-router" / "proofs"
 
 
-def test_what_is_special_is_told() -> None:
-    made = over(CHATML)
-    assert made.is_special(token(QWEN))
-    assert not made.is_special(9707)
-    assert not made.is_special(10**6)
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
+    """The shapes that are proved from now on."""
+    shapes: list[Shape] = []
+    prove = Proof._prove
+
+    def noted(proof: Proof, shape: Shape, context: Context) -> None:
+        shapes.append(shape)
+        prove(proof, shape, context)
+
+    monkeypatch.setattr(Proof, "_prove", noted)
+    return shapes
 
 
-def test_a_long_text_is_encoded_without_the_interpreters_lock() -> None:
-    """Comparisons of long sessions run in a thread, and the event loop goes on beside them."""
-    renderer, text = build(family_tokenizer("qwen3"), None).renderer, "The answer is 42. " * 30_000
-    worker = threading.Thread(target=renderer.encode, args=(text,))
-    turns = 0
-    worker.start()
-    while worker.is_alive():
-        time.sleep(0.001)
-        turns += 1
-    assert turns > 30, "who holds the lock lets others have two or three"
+def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why files were not used."""
+    return [each.fields["reason"] for each in caplog.records if each.message == "proof_ignored"]  # type: ignore[attr-defined]
+
+
+def test_a_restart_knows_what_was_proved_and_refused_before(proved: list[Shape], directory: Path) -> None:
+    first = build(with_template(REFUSING), None).proof
+    assert len(proved) == 2 * len(STANDARD)
+    proved.clear()
+    second = build(with_template(REFUSING), None).proof
+    assert proved == []
+    assert second.describe() == first.describe()
+    assert second.refused == {"system": "the template raises an error: Late system"}
+    assert second.refusal(STANDARD["system"], {}) == "the template raises an error: Late system"
+    assert second.refusal(STANDARD["user"], {}) is None
+    (kept,) = directory.iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def chatml() -> Continuation:
+    return build(with_template(CHATML), None)
+
+
+def other_special_tokens() -> Continuation:
+    made = with_template(CHATML)
+    made.bos_token = "<|endoftext|>"
+    return build(made, None)
+
+
+#: What is built, and what is replaced before.
+CHANGES: Mapping[str, tuple[Callable[[], Continuation], str, object]] = {
+    "another template": (lambda: build(with_template(CHATML + " "), None), "", None),
+    "another family": (lambda: build(with_template(CHATML), "gpt-oss"), "", None),
+    "a template of the library's": (lambda: build(with_template(CHATML), "qwen3"), "", None),
+    "other special tokens": (other_special_tokens, "", None),
+    "another library": (chatml, "middleware_hub.openai_session.continuing.proof_file._version", lambda name: "0"),
+    "another Python": (chatml, "platform.python_version", lambda: "3.9"),
+    "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code_digest", lambda: "other"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_proof_is_used_for_nothing_else(
+    change: str, proved: list[Shape], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chatml()
+    proved.clear()
+    build_other, replaced, by = CHANGES[change]
+    if replaced:
+        monkeypatch.setattr(replaced, by)
+    build_other()
+    assert proved
+    assert len(list(directory.iterdir())) == 2
+
+
+def rewritten(path: Path, **changes: Any) -> None:
+    path.write_bytes(orjson.dumps({**orjson.loads(path.read_bytes()), **changes}))
+
+
+def into_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 9), "the file is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "the file is damaged"),
+    "endless": (lambda path: os.truncate(path, 1 << 30), "the file is damaged"),
+    "no object": (lambda path: path.write_bytes(b"[]"), "the file contains another proof"),
+    "a refusal taken out": (
+        lambda path: rewritten(path, refusals=[None] * (2 * len(STANDARD))),
+        "the file is damaged",
+    ),
+    "refusals that are none": (lambda path: rewritten(path, refusals=3), "the file is damaged"),
+    "of something else": (lambda path: rewritten(path, subject="0"), "the file contains another proof"),
+    "written by anybody": (lambda path: path.chmod(0o666), "another user may have written the file"),
+    "a directory": (into_a_directory, "Is a directory"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_cannot_be_trusted_is_ignored_and_written_anew(
+    damage: str, proved: list[Shape], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(with_template(REFUSING), None)
+    (path,) = directory.iterdir()
+    spoil, reason = DAMAGES[damage]
+    spoil(path)
+    proved.clear()
+    assert build(with_template(REFUSING), None).proof.refused == {"system": "the template raises an error: Late system"}
+    assert len(proved) == 2 * len(STANDARD)
+    (told,) = ignored(caplog)
+    assert reason in told
+    if path.is_file():
+        caplog.clear()
+        proved.clear()
+        build(with_template(REFUSING), None)
+        assert (proved, ignored(caplog)) == ([], [])
+
+
+@pytest.mark.usefixtures("directory")
+def test_without_a_place_for_it_every_start_proves_anew(
+    proved: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "miles-router").write_text("a file in its place")
+    with caplog.at_level(logging.INFO):
+        chatml()
+    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_kept", "continuation_proved"]
+    monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.default_directory", lambda: None)
+    proved.clear()
+    chatml()
+    assert proved
+
+
+def test_only_so_many_files_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.MAX_FILES", 4)
+    for number in range(7):
+        ProofFile({"number": number}).write([None])
+    assert len(list(directory.iterdir())) == 4
+    assert ProofFile({"number": 6}).read(1) == [None]
+
+
+LOOP = "{%- for m in messages -%}"
+TOOL = "{%- if m.role == 'tool' -%}"
+
+
+@cache
+def proof_of(template: str, name: str = "qwen3") -> Proof:
+    return prove(from_tokenizer(with_template(template, name)))
+
+
+def within(what: str) -> str:
+    """ChatML with something more for each message."""
+    return CHATML.replace(LOOP, LOOP + what)
+
+
+def test_a_template_that_looks_at_one_message_at_a_time_is_exact_throughout() -> None:
+    assert proof_of(CHATML).describe() == {
+        "template": "the tokenizer's chat template",
+        "exact": list(STANDARD),
+        "refused": {},
+        "notes": [],
+    }
+
+
+BEHIND = "what the template writes behind an answer depends on the"
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "a message left out": (
+        CHATML.replace("+ m.content", "+ (m.content if m.role != 'system' or loop.first else '')"),
+        "the template omits a message of role system here",
+    ),
+    "an end by the history": (
+        CHATML + "{%- if messages[-1].role == 'system' -%}{{ messages | length }}{%- endif -%}",
+        f"{BEHIND} conversation before it",
+    ),
+    "an end by the system message": (
+        CHATML + "{%- if messages[0].role != 'system' and messages[-1].role == 'system' -%}{{ 'x' }}{%- endif -%}",
+        f"{BEHIND} system message",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_continued_exactly_is_refused_with_the_reason(template: str, reason: str) -> None:
+    assert proof_of(template).refused == {"system": reason}
+
+
+def test_a_switch_said_in_the_history_is_refused() -> None:
+    switching = CHATML + "{%- if '/no_think' in (messages | map(attribute='content') | join) -%}{{ '.' }}{%- endif -%}"
+    with pytest.raises(ConfigError, match="depends on /no_think in an earlier message"):
+        proof_of(switching)
+
+
+def test_tools_that_move_to_the_last_question_are_refused_where_there_are_tools() -> None:
+    """As Mistral's."""
+    moving = CHATML.replace("{%- if tools -%}", "{%- if tools and false -%}").replace(
+        LOOP,
+        "{%- set users = messages | selectattr('role', 'equalto', 'user') | list -%}"
+        + LOOP
+        + "{%- if tools and m == users[-1] -%}{{ tools | tojson }}{%- endif -%}",
+    )
+    proof = proof_of(moving)
+    assert proof.refused == dict.fromkeys(
+        ("user, with tools given", "tool, user"), "the template writes the tools behind the answer"
+    )
+    assert {"user", "tool", "two tools"} <= set(proof.exact)
+
+
+def test_history_that_is_left_out_once_something_is_appended_is_refused() -> None:
+    forgetting = CHATML.replace(
+        LOOP, "{%- set kept = messages[-4:] if messages[-1].role == 'critic' else messages -%}{%- for m in kept -%}"
+    )
+    reason = proof_of(forgetting).refusal(Shape(("critic",)), {})
+    assert reason == "the template writes an earlier user message differently once messages are appended"
+
+
+def test_a_question_that_cannot_be_appended_is_a_mistake_of_configuration() -> None:
+    counting = CHATML + "{{ messages | length }}"
+    with pytest.raises(ConfigError, match=r"cannot be continued exactly by a user's message: .* depends on the conv"):
+        proof_of(counting)
+
+
+def test_a_template_without_tools_is_proved_without() -> None:
+    refusing = within(TOOL + "{{ raise_exception('No tools') }}{%- endif -%}")
+    assert set(proof_of(refusing).refused) == {"tool", "two tools", "tool, user"}
+    silent = CHATML.replace("+ m.content", "+ (m.content if m.role != 'tool' else '')")
+    assert set(proof_of(silent).refused) == {"tool", "two tools", "tool, user"}
+
+
+def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = from_tokenizer(with_template(CHATML))
+    encode_behind = renderer.encode_behind
+    monkeypatch.setattr(renderer, "encode_behind", lambda text, token: [*encode_behind(text, token), 0])
+    assert "user: the ids differ from those of the whole text" in prove(renderer).notes
+
+
+def test_a_probe_has_the_shape_it_is_made_for() -> None:
+    for shape in (
+        *STANDARD.values(),
+        Shape(("tool", CALLING, "tool", "tool", "user"), calls=1, tools=True, reasoning=True),
+        Shape(("tool",)),
+        Shape((CALLING,)),
+    ):
+        answer, appended = probe_of(shape)
+        assert shape_of(answer, appended, TOOLS if shape.tools else None) == shape
+        assert all(message["role"] != CALLING for message in appended)
+        ids = [call["id"] for message in appended for call in message.get("tool_calls", ())]
+        assert len(set(ids)) == len(ids)
+
+
+def test_request_that_appends_too_many_messages_is_refused_first() -> None:
+    made, end = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False)
+    turns = [{"role": role, "content": "a"} for role in ("assistant", "user")]
+    for appended, what in ((turns * 65, "128 roles"), ([turns[1]] * 4097, "4096 messages")):
+        with pytest.raises(NotAppendOnly, match=f"more than {what}"):
+            at_once(made.after(end, appended, Context(None, {})))
+    assert len(at_once(made.after(end, turns * 64, Context(None, {}))).ids)
+
+
+def test_large_tools_settings_and_roles_are_not_kept() -> None:
+    made, end, large = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False), 1 << 20
+
+    def turn(number: int) -> None:
+        name = f"{number}" * large
+        at_once(
+            made.after(
+                end, [{"role": "user", "content": "a"}], Context([*TOOLS, {"function": {"name": name}}], {"x": name})
+            )
+        )
+        with pytest.raises(NotAppendOnly):
+            at_once(made.after(end, [{"role": name, "content": "a"}], Context(None, {})))
+
+    turn(0)
+    tracemalloc.start()
+    for number in range(1, 6):
+        turn(number)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < large

@@ -1,4 +1,4 @@
-"""When a message that an agent sends back is the one that is held."""
+"""When a message that an agent sends back is the one that is held, and when a prompt is made alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from openai.types.chat import ChatCompletionMessage
 
 from middleware_hub.openai_session.sessions.edits import message_edit
 from middleware_hub.openai_session.sessions.equality import (
-    ARGUMENTS_AS_JSON,
     EQUALITIES,
     MEANING,
     STRICT,
@@ -123,13 +122,6 @@ def test_a_changed_call_is_another(equal: Callable[[Message, Message], bool], ca
     assert not equal(HELD, {**HELD, "tool_calls": calls})
 
 
-@pytest.mark.parametrize("spelled", ['{"a":[2.0],"b":1}', '{"b": 1, "a": [2]}', {"a": [2.0], "b": 1}])
-def test_arguments_written_anew_are_the_same_only_as_json(spelled: object) -> None:
-    sent = {**HELD, "tool_calls": [{**call(), "function": {"name": "add", "arguments": spelled}}]}
-    assert not STRICT(HELD, sent)
-    assert ARGUMENTS_AS_JSON(HELD, sent)
-
-
 @pytest.mark.parametrize(("held", "sent"), [("true", "1"), ("[0]", "[false]"), ('{"b": 1}', '{"b":true}')])
 @pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
 def test_a_truth_value_is_no_number(equal: Likeness, held: str, sent: str) -> None:
@@ -137,19 +129,6 @@ def test_a_truth_value_is_no_number(equal: Likeness, held: str, sent: str) -> No
     difference = equal.difference(one, other)
     assert difference is not None
     assert difference.field == "tool_calls[0].function.arguments"
-
-
-def test_arguments_too_deep_to_be_compared_are_the_same_only_as_text() -> None:
-    deep = "[" * 900 + "]" * 900
-    one, other = ({**HELD, "tool_calls": [call("add", f'{{"a":{space}{deep}}}')]} for space in ("", " "))
-    assert MEANING(one, {**one})
-    assert not MEANING(one, other)
-
-
-def test_an_agent_may_name_itself_in_its_answers_and_nobody_else_elsewhere() -> None:
-    assert MEANING(SPOKEN, {**SPOKEN, "name": "bob"})
-    assert not STRICT(SPOKEN, {**SPOKEN, "name": "bob"})
-    assert not MEANING(user("a"), {**user("a"), "name": "bob"})
 
 
 def text(*parts: str, **fields: Any) -> list[dict[str, Any]]:
@@ -251,40 +230,6 @@ def test_a_reminder_may_change_its_place_in_a_message() -> None:
     assert not STRICT(behind, {"role": "user", "content": text(note, "Go on.")})
 
 
-def test_the_mark_of_a_cache_moves_from_part_to_part() -> None:
-    image = {"type": "image_url", "image_url": {"url": "x"}}
-    marked = {**image, "cache_control": {"type": "ephemeral"}}
-    assert MEANING({"role": "user", "content": [marked, *text("a")]}, {"role": "user", "content": [image, *text("a")]})
-
-
-def test_arguments_that_are_no_json_are_compared_as_text() -> None:
-    held = {**HELD, "tool_calls": [call("add", '{"a": ')]}
-    assert ARGUMENTS_AS_JSON(held, {**held, "refusal": None})
-    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '{"a":')]})
-    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '["not JSON", "{\\"a\\": "]')]})
-
-
-def test_text_parts_are_their_text_alone() -> None:
-    marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
-    held = {"role": "user", "content": [{"type": "text", "text": "a"}, marked]}
-    sent = {"role": "user", "content": [{**marked, "text": "a"}, {"type": "text", "text": "b"}]}
-    assert STRICT(held, sent)
-    assert not STRICT(held, {"role": "user", "content": "ab"})
-
-
-def test_a_text_part_without_text_is_an_empty_string() -> None:
-    assert STRICT(user(""), {"role": "user", "content": [{"type": "text", "text": None}]})
-
-
-def test_parts_and_calls_of_another_form_are_compared_as_they_are() -> None:
-    for held, sent in (
-        ({"content": ["a", "b"]}, {"content": ["a", "c"]}),
-        ({"tool_calls": ["a"]}, {"tool_calls": [3]}),
-    ):
-        assert STRICT({"role": "user", **held}, {"role": "user", "name": None, **held})
-        assert not STRICT({"role": "user", **held}, {"role": "user", **sent})
-
-
 ODD: list[Any] = [None, 7, 1.5, True, "x", [], [7], {}, {"type": [1]}, [{"type": [1]}], [{"type": "text", "text": [7]}]]
 
 
@@ -297,32 +242,6 @@ def test_what_is_no_message_is_compared_all_the_same(equal: Likeness, field: str
             assert equal(held, sent) is (equal.difference(held, sent) is None)
             message_edit(0, held, sent)
             compact_text(sent)
-
-
-def test_images_are_compared_as_they_are() -> None:
-    def seen(url: str) -> Message:
-        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-
-    assert STRICT(seen("a"), {**seen("a"), "name": None})
-    assert not STRICT(seen("a"), {**seen("b"), "name": None})
-
-
-def test_reasoning_is_the_same_under_either_name() -> None:
-    assert STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Hm."})
-    assert not STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Well."})
-
-
-@pytest.mark.parametrize("name", list(EQUALITIES))
-def test_an_equality_is_found_by_its_name(name: str) -> None:
-    assert equality(name) is EQUALITIES[name]
-
-
-def test_an_equality_is_found_at_its_dotted_path() -> None:
-    assert equality(f"{__name__}.by_role") is by_role
-
-
-def by_role(held: Message, sent: Message) -> bool:
-    return bool(held["role"] == sent["role"])
 
 
 @pytest.mark.parametrize(

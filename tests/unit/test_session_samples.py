@@ -1,56 +1,275 @@
-"""Samples: what was given and sampled along a line, exactly, in JSON and safetensors; or none, and why."""
+"""Samples: which leaves become some, in which of them each token is trained, and what they hold exactly."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import orjson
 import pytest
-from starlette.requests import Request
 
-from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
-from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.errors import BadRequest, ClientDisconnected
-from miles_router.middlewares import Message, Router
+from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest, checked_defaults
+from middleware_hub.openai_session.export.selection import (
+    Selection,
+    side_calls,
+    trained_before,
+    trained_elsewhere,
+    trained_tokens,
+)
+from middleware_hub.openai_session.sessions.turn import Turn, line_trajectory
+from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares.rows import RowChannel
-from miles_router.settings.config import RouterConfig
-from miles_router.tasks import spawn
 from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import KINDS
-from miles_router.trajectory.safetensors import unpack
-from miles_router.trajectory.sample import READERS, Format
-from tests.support.sessions import SYSTEM, Scene, user
-from tests.support.waiting import PATIENCE, until
+from tests.support.sessions import STOP, SYSTEM, Scene, assistant, system, user
 
 START = [SYSTEM, user("Add.")]
-CHANNELS = {kind: RowChannel(kind) for kind in KINDS}
-PROMPT = 3  # of a root, in tokens
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = (), *, aside: bool = True) -> list[int]:
+    without = () if aside else side_calls(scene.session)
+    return [leaf.number for leaf in Selection(allowed).leaves(scene.session, policy, without=without)]
+
+
+def test_every_leaf_the_last_and_those_that_no_retry_superseded() -> None:
+    scene = Scene()
+    first = scene.turn(START, "a")
+    scene.turn(START, "b")
+    scene.turn(START, "c")
+    scene.follow(first, user("more"))
+    assert selected(scene) == [1, 2, 3]
+    assert selected(scene, "last") == [3]
+    assert selected(scene, "drop-superseded") == [2, 3]
+
+
+def main_line(scene: Scene) -> list[int]:
+    return selected(scene, aside=False)
+
+
+def test_a_side_call_that_comes_first_is_one_where_the_main_line_has_tools() -> None:
+    scene = Scene()
+    probe = scene.turn([user("quota")])
+    main = scene.turn(START, tools=TOOLS)
+    assert [scene.reason(probe), scene.reason(main)] == [None, "sub_agent"]
+    assert main_line(scene) == [1]
+    scene.follow(main, user("more"), tools=TOOLS, sampled=9)
+    helper = scene.turn([system("Search."), user("Where?")], tools=TOOLS)
+    for text in ("And?", "And then?"):
+        helper = scene.follow(helper, user(text), tools=TOOLS)
+    assert main_line(scene) == [2], "beside a sub-agent with tools, and with more turns"
+
+
+def test_the_whole_episode_decides_which_line_is_the_main_one() -> None:
+    scene = Scene()
+    scene.turn([user("Are you there?")], tools=TOOLS, sampled=2)
+    assert main_line(scene) == [0]
+    scene.turn([user("Add.")], tools=TOOLS, sampled=9)
+    assert main_line(scene) == [1], "the first was a warm-up"
+    fork = scene.turn([system("Search."), user("Where?")], tools=TOOLS, sampled=50, side_call=True)
+    assert fork.side_call
+    assert main_line(scene) == [1], "what its agent calls a side call is none, however long"
+    scene.turn([user("Write all of it down.")], sampled=90)
+    assert main_line(scene) == [1], "it was not shown tools"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+def test_a_remark_at_the_first_question_leaves_the_main_line_whole(tools: list[dict[str, object]] | None) -> None:
+    scene = Scene()
+    first = scene.turn([user("Add.")], tools=tools)
+    second = scene.follow(first, user("more"), tools=tools, sampled=20)
+    rewritten = [user("Add. Be brief."), first.answer, user("more"), second.answer, user("and")]
+    turn = scene.turn(rewritten, tools=tools)
+    scene.follow(turn, user("again"), tools=tools)
+    assert (scene.reason(turn), scene.edit(turn) and scene.edit(turn)["message"]) == ("edited_history", 0)
+    assert main_line(scene) == selected(scene) == [1, 3]
+
+
+def test_segments_of_the_main_line_are_no_side_calls() -> None:
+    scene = Scene()
+    first = scene.turn(START, tools=TOOLS)
+    second = scene.follow(first, user("more"), tools=TOOLS)
+    scene.turn([SYSTEM, user("So far: much.")], tools=TOOLS)
+    scene.follow(second, user("and"), tools=[*TOOLS, *TOOLS])
+    scene.turn(START, tools=TOOLS)
+    assert [scene.reason(turn) for turn in scene.session.turns] == [None, None, "compaction", "changed_tools", "retry"]
+    assert main_line(scene) == selected(scene) == [1, 2, 3, 4]
+
+
+def test_the_main_line_stays_where_its_system_message_changes_under_the_same_tools() -> None:
+    scene = Scene()
+    first = scene.turn([system("Today is Monday."), user("Add.")], tools=TOOLS)
+    tuesday = [system("Today is Tuesday."), user("Add."), first.answer, user("more")]
+    assert scene.reason(scene.turn(tuesday, tools=TOOLS)) == "sub_agent"
+    scene.turn([system("Title"), user("Add.")])
+    assert main_line(scene) == [0, 1]
+
+
+def test_a_request_that_its_agent_calls_one_is_a_side_call_with_all_behind_it() -> None:
+    scene = Scene()
+    first = scene.turn(START, tools=TOOLS)
+    fork = scene.follow(first, user("In passing:"), tools=TOOLS, side_call=True)
+    scene.follow(fork, user("more"), tools=TOOLS)
+    assert main_line(scene) == [0], "which nothing else extends"
+    scene.follow(first, user("Go on"), tools=TOOLS)
+    assert main_line(scene) == [3]
+    scene.turn([SYSTEM, user("Review.")], tools=TOOLS, side_call=True)
+    assert main_line(scene) == [3]
+
+
+def test_what_is_trained_in_all_is_what_each_sample_trains_together() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=3)
+    leaves = [scene.follow(first, user(f"{number}"), dropped=drop) for number, drop in enumerate((1, 0, 1, 0))]
+    for some in (leaves, leaves[:1], leaves[::-1], [*leaves, first], [first], [], [leaves[0], leaves[0]]):
+        plans = trained_elsewhere(some)
+        for leaf, plan in zip(some, plans, strict=True):
+            if some.count(leaf) == 1:
+                assert trained_before(some, leaf) == plan
+        masks = [line_trajectory(leaf.line(), elsewhere=plan).loss_mask for leaf, plan in zip(some, plans, strict=True)]
+        assert trained_tokens(some) == sum(int(mask.sum()) for mask in masks)
+    assert trained_before(leaves[:2], leaves[3])[first] == 3
+
+
+PROMPT = 3
 
 
 def decode(ids: Sequence[int]) -> str:
+    """Every id is a character."""
+    return "".join("." if token >= STOP else chr(token) for token in ids)
+
+
+def collected(scene: Scene, maker: SampleMaker | None = None, **request: Any) -> list[Sample]:
+    maker = maker or SampleMaker(Selection(()), decode, {})
+    return maker.plan(scene.session, SampleRequest.read(request)).make()
+
+
+def three_turns(scene: Scene) -> Turn:
+    """3 given, 3 sampled, 2 given, 4 sampled (of which 2 by the next weights), 1 given, 2 sampled."""
+    first = scene.turn(START, sampled=3)
+    second = scene.follow(first, user("b"), given=2, sampled=4, versions=[("1", 0, 2), ("2", 2, 4)])
+    return scene.follow(second, user("c"), given=1, sampled=2, versions=[("2", 0, 2)])
+
+
+def masks(samples: Sequence[Sample]) -> list[str]:
+    return ["".join(map(str, sample.loss_mask.tolist())) for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("mask", "loss"),
+    [
+        ("all", "000111001111011"),
+        ([], "000111001111011"),
+        ("last_turn", "000000000000011"),
+        ("newest_weights", "000000000011011"),
+        (["newest_weights", "last_turn"], "000000000000011"),
+        (["all", "last_turn"], "000000000000011"),
+    ],
+)
+@pytest.mark.parametrize("build", ["concat", "last_step"])
+def test_a_mask_leaves_some_of_the_sampled_tokens_in_the_loss(build: str, mask: Any, loss: str) -> None:
+    scene = Scene()
+    leaf = three_turns(scene)
+    (sample,) = collected(scene, build=build, mask=mask)
+    assert masks([sample]) == [loss]
+    assert sample.tokens.tolist() == leaf.trajectory().tokens.tolist()
+    assert sample.logprobs.tolist() == leaf.trajectory().logprobs.tolist()
+    named = [mask] if isinstance(mask, str) else mask
+    assert (sample.metadata["build"], sample.metadata["mask"]) == (build, [name for name in named if name != "all"])
+
+
+@pytest.mark.parametrize(("mask", "prompt"), [("all", 3), ("newest_weights", 8), ("last_turn", 13)])
+def test_the_response_of_a_last_step_begins_with_the_first_turn_in_the_loss(mask: str, prompt: int) -> None:
+    scene = Scene()
+    leaf = three_turns(scene)
+    (sample,) = collected(scene, build="last_step", mask=mask)
+    assert sample.response_length == leaf.tokens - prompt
+    assert sample.response == decode(sample.tokens[prompt:].tolist())
+    (whole,) = collected(scene, mask=mask)
+    assert whole.response_length == leaf.tokens - PROMPT
+
+
+def test_newest_weights_that_nobody_knows_are_refused_by_name() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START), user("b"), versions=[])
+    with pytest.raises(UnusableSample, match="newest_weights_are_known: turn 1"):
+        collected(scene, mask="newest_weights")
+
+
+def said(scene: Scene, text: str, **answer: Any) -> Turn:
+    """A turn whose tokens spell this text, and a stop token."""
+    asked = scene.ask(START)
+    choice = scene.generated(asked, assistant("", **answer), sampled=len(text) + 1)
+    choice.ids = [*map(ord, text), STOP]
+    (turn,) = scene.record(asked, choice)
+    return turn
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "left"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "\nhm\n"}, "\n\nyes."),
+        ("hm\n</think>yes", {"content": "yes", "reasoning_content": "hm\n"}, "yes."),
+        ("<mm:think>hm</mm:think>yes", {"content": "yes", "reasoning_content": "hm"}, "yes."),
+        ("<think>hm</think><tool_call>", {"reasoning_content": "hm", "tool_calls": []}, "<tool_call>."),
+        ("hm\n\nyes", {"content": "yes", "reasoning": "hm"}, "\n\nyes."),
+        ("<think>hm</think>yes", {"content": "<think>hm</think>yes"}, "yes."),
+        ("<think>hm", {"content": "<think>hm"}, ""),
+        ("hm", {"content": "", "reasoning_content": "hm"}, "."),
+        ("yes </think>", {"content": "yes </think>", "reasoning_content": None}, "yes </think>."),
+    ],
+)
+def test_reasoning_may_be_left_out_of_the_loss(text: str, answer: dict[str, Any], left: str) -> None:
+    scene = Scene()
+    turn = said(scene, text, **answer)
+    (sample,) = collected(scene, mask="no_reasoning")
+    assert decode(sample.tokens[sample.loss_mask == 1].tolist()) == left
+    assert sample.prompt_length == turn.prompt_tokens
+
+
+def test_reasoning_that_is_not_in_the_tokens_is_refused_by_name() -> None:
+    scene = Scene()
+    said(scene, "yes", reasoning_content="hm")
+    with pytest.raises(UnusableSample, match="reasoning_is_found: turn 0"):
+        collected(scene, mask="no_reasoning")
+
+
+def test_an_operator_may_name_what_requests_that_say_nothing_get() -> None:
+    scene = Scene()
+    three_turns(scene)
+    maker = SampleMaker(Selection(()), decode, {}, *checked_defaults("m", "last_step", ["last_turn"]))
+    scene.turn([user("Title?")])
+    maker = replace(maker, side_calls=False)
+    (sample,) = collected(scene, maker)
+    assert (masks([sample]), sample.prompt_length) == (["000000000000011"], 13)
+    assert masks(collected(scene, maker, build="concat", mask="all")) == ["000111001111011"]
+    both = collected(scene, maker, build="concat", branches="all", side_calls=True)
+    assert [each.metadata["side_call"] for each in both] == [False, True]
+    for build, mask in (("x", []), ("concat", ["x"])):
+        with pytest.raises(ConfigError, match=r"m\.default_"):
+            checked_defaults("m", build, mask)
+
+
+CHANNELS = {kind: RowChannel(kind) for kind in KINDS}
+SAMPLES_PROMPT = 3  # of a root, in tokens
+
+
+def samples_decode(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
 def planned(scene: Scene, **request: Any) -> SamplePlan:
-    maker = SampleMaker(Selection(()), decode, CHANNELS)
+    maker = SampleMaker(Selection(()), samples_decode, CHANNELS)
     return maker.plan(scene.session, SampleRequest.read(request))
 
 
-def collected(scene: Scene, **request: Any) -> list[Sample]:
+def samples_collected(scene: Scene, **request: Any) -> list[Sample]:
     return planned(scene, **request).make()
 
 
 def one(scene: Scene, **request: Any) -> Sample:
-    (sample,) = collected(scene, **request)
+    (sample,) = samples_collected(scene, **request)
     return sample
 
 
@@ -64,30 +283,17 @@ def two_turns(scene: Scene, **options: Any) -> Turn:
     return scene.follow(first, user("b"), given=5, dropped=1, sampled=2, **options)
 
 
-# The request
-
-
-def test_a_request_for_samples_may_leave_everything_out() -> None:
-    assert SampleRequest.read({}) == SampleRequest("json", None, "", {}, {})
-
-
-def test_a_request_for_samples_says_what_it_wants() -> None:
-    request = {"format": "safetensors", "max_seq_len": 1, "branches": "last", "reward": None, "metadata": {"a": 1}}
-    assert SampleRequest.read(request) == SampleRequest("safetensors", 1, "last", {"reward": None}, {"a": 1})
-
-
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
         ([], "must be a JSON object"),
         ({"formt": "json"}, "unknown field 'formt'"),
         ({"format": "pickle"}, "format must be one of"),
-        ({"format": ["json"]}, "format must be one of"),
-        ({"format": None}, "format must be one of"),
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"max_seq_len": True}, "max_seq_len"),
-        ({"max_seq_len": 1.0}, "max_seq_len"),
         ({"metadata": []}, "metadata must be an object"),
+        ({"build": "snapshot"}, "build must be one of concat, last_step"),
+        ({"mask": [["last_turn"]]}, "mask must be"),
     ],
 )
 def test_a_request_that_is_not_understood_is_refused(request_: object, reason: str) -> None:
@@ -95,245 +301,15 @@ def test_a_request_that_is_not_understood_is_refused(request_: object, reason: s
         SampleRequest.read(request_)
 
 
-def test_a_policy_that_there_is_not_is_refused() -> None:
-    with pytest.raises(BadRequest, match="branches must be"):
-        collected(Scene(), branches="best")
-
-
-# A sample
-
-
-def test_a_sample_is_the_line_of_its_leaf() -> None:
-    scene = Scene()
-    leaf = two_turns(scene)
-    sample = one(scene)
-    assert trajectory(sample) == leaf.trajectory()
-    assert sample.loss_mask.tolist() == [0] * 3 + [1] * 3 + [0] * 5 + [1] * 2
-    assert sample.weight_versions == (("1", 3, 6), ("1", 11, 13))
-    assert sample.response == decode(leaf.trajectory().tokens[PROMPT:].tolist())
-    assert sample.response_length == 10
-
-
-def test_a_sample_says_where_its_turns_are() -> None:
-    scene = Scene()
-    two_turns(scene)
-    metadata = one(scene).metadata
-    assert [(turn["turn"], turn["start"], turn["end"]) for turn in metadata["turns"]] == [(0, 3, 6), (1, 11, 13)]
-    assert (metadata["session_id"], metadata["leaf"], metadata["untrained_turns"]) == ("s", 1, [])
-    assert (metadata["reason"], metadata["untraced"]) == (None, 0)
-
-
-@pytest.mark.parametrize(
-    ("finish", "status"),
-    [("stop", "completed"), ("tool_calls", "completed"), ("length", "truncated"), ("abort", "aborted")],
-)
-def test_the_status_is_how_the_last_turn_ended(finish: str, status: str) -> None:
-    scene = Scene()
-    two_turns(scene, finish=finish)
-    assert one(scene).status == status
-
-
-def test_what_is_given_at_collection_is_carried() -> None:
-    scene = Scene()
-    scene.session.metadata.update(task="sum", source="session")
-    scene.turn(START)
-    sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
-    assert (sample.reward, sample.label) == (0.5, [1])
-    assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
-    (plain,) = orjson.loads(planned(scene).write())["samples"]
-    assert not {"reward", "label"} & plain.keys()
-    (null,) = orjson.loads(planned(scene, label=None).write())["samples"]
-    assert (null["label"], "reward" in null) == (None, False)
-
-
-def test_nobody_s_metadata_hides_what_the_router_says() -> None:
-    scene = Scene()
-    scene.session.metadata["leaf"] = "mine"
-    scene.turn(START)
-    assert one(scene, metadata={"session_id": "mine", "turns": 3}).metadata["leaf"] == 0
-    assert one(scene, metadata={"session_id": "mine", "turns": 3}).metadata["session_id"] == "s"
-
-
-# Branches
-
-
-def test_each_leaf_gives_a_sample_and_a_shared_turn_is_trained_once() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2)
-    leaves = [scene.follow(first, user(text), given=1, sampled=2) for text in "bc"]
-    one, other = collected(scene)
-    assert [sample.tokens.tolist() for sample in (one, other)] == [leaf.trajectory().tokens.tolist() for leaf in leaves]
-    assert one.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
-    assert other.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert other.logprobs.tolist()[3:5] == one.logprobs.tolist()[3:5] != [0.0, 0.0]
-    assert [sample.metadata["untrained_turns"] for sample in (one, other)] == [[], [0]]
-    assert [sample.metadata["reason"] for sample in (one, other)] == [None, "edited_history"]
-
-
-def test_alone_a_branch_trains_all_of_its_turns() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2)
-    for text in "bc":
-        scene.follow(first, user(text), given=1, sampled=2)
-    assert one(scene, branches="last").loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
-
-
-def test_a_stop_token_that_one_line_dropped_is_trained_in_the_other() -> None:
-    scene = Scene()
-    first = scene.turn(START, sampled=2)
-    scene.follow(first, user("b"), given=1, dropped=1, sampled=1)
-    scene.follow(first, user("c"), given=1, sampled=1)
-    one, other = collected(scene)
-    assert one.loss_mask.tolist() == [0, 0, 0, 1, 0, 1]
-    assert other.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 1]
-    assert other.metadata["untrained_turns"] == []
-
-
-def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
-    scene = Scene()
-    scene.turn(START)
-    helper = scene.turn([user("else")])
-    scene.follow(helper, user("b"))
-    scene.follow(helper, user("c"))
-    assert [sample.metadata["reason"] for sample in collected(scene)] == [None, "sub_agent", "sub_agent"]
-
-
-def test_a_session_without_turns_gives_no_samples() -> None:
-    scene = Scene()
-    assert collected(scene) == []
-    assert orjson.loads(planned(scene).write()) == {
-        "samples": [],
-        "metadata": {"session_id": "s", "turns": 0, "segments": 0, "untraced": []},
-    }
-
-
-def test_a_turn_that_was_aborted_before_its_first_token_gives_no_sample() -> None:
-    scene = Scene()
-    scene.turn(START, "", sampled=0, stop=False, finish="abort", versions=[])
-    assert collected(scene) == []
-    again = scene.turn(START, sampled=2)
-    scene.follow(again, user("b"), given=1, sampled=0, stop=False, finish="abort", versions=[])
-    sample = one(scene)
-    assert (len(sample), sample.status) == (6, "aborted")
-    assert [turn["turn"] for turn in sample.metadata["turns"]] == [1]
-
-
-# Cut at a length
-
-
-@pytest.mark.parametrize("length", range(PROMPT + 1, 15))
+@pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
 def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     scene = Scene()
     whole = two_turns(scene).trajectory()
     sample = one(scene, max_seq_len=length)
     assert trajectory(sample) == whole[:length]
     assert sample.status == ("truncated" if length < 13 else "completed")
-    assert sample.response_length == min(length, 13) - PROMPT
-    assert sample.response == decode(whole.tokens[PROMPT:length].tolist())
+    assert sample.response_length == min(length, 13) - SAMPLES_PROMPT
+    assert sample.response == samples_decode(whole.tokens[SAMPLES_PROMPT:length].tolist())
     spans = [(turn["start"], turn["end"]) for turn in sample.metadata["turns"]]
     assert spans == [(start, min(end, length)) for start, end in ((3, 6), (11, 13)) if start < length]
     assert all(run.end <= length for run in sample.weight_versions)
-
-
-def test_a_sample_that_was_aborted_exactly_at_the_length_is_not_cut() -> None:
-    scene = Scene()
-    two_turns(scene, finish="abort")
-    assert one(scene, max_seq_len=13).status == "aborted"
-    assert one(scene, max_seq_len=12).status == "truncated"
-
-
-@pytest.mark.parametrize("length", range(1, PROMPT + 1))
-def test_a_sample_of_a_prompt_alone_is_refused(length: int) -> None:
-    scene = Scene()
-    two_turns(scene)
-    with pytest.raises(UnusableSample, match="has_a_response: turn 1: the first prompt alone has 3 tokens") as refused:
-        collected(scene, max_seq_len=length)
-    assert (refused.value.status, refused.value.invariant) == (422, "has_a_response")
-
-
-def test_a_sample_whose_versions_are_told_in_part_is_refused() -> None:
-    scene = Scene()
-    first = scene.turn(START)
-    scene.follow(first, user("b"), versions=[])
-    with pytest.raises(UnusableSample, match="versions_cover_the_loss") as refused:
-        collected(scene)
-    assert refused.value.invariant == "versions_cover_the_loss"
-
-
-def test_a_sample_whose_engine_tells_no_versions_has_none() -> None:
-    scene = Scene()
-    scene.turn(START, versions=[])
-    assert one(scene).weight_versions == ()
-
-
-# On the wire
-
-LOGPROBS = np.array([-0.1, -1e-9, -12.092743873596191, -0.0, -3.4e38, -1e-40], dtype=np.float32)
-
-
-def of_hard_logprobs() -> Scene:
-    scene = Scene()
-    asked = scene.ask(START)
-    generated = scene.generated(asked, "ok", sampled=len(LOGPROBS))
-    generated.logprobs = LOGPROBS.tolist()
-    scene.record(asked, generated)
-    scene.follow(scene.session.turns[0], user("b"))
-    return scene
-
-
-def bits(logprobs: Any) -> list[int]:
-    found: list[int] = np.asarray(logprobs, dtype=np.float32).view(np.int32).tolist()
-    return found
-
-
-@pytest.mark.parametrize("form", ["json", "safetensors"])
-def test_every_form_gives_every_array_exactly(form: Format) -> None:
-    scene = of_hard_logprobs()
-    scene.turn([user("else")])
-    found = collected(scene)
-    read = READERS[form](planned(scene, format=form).write())
-    assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
-    assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
-    assert [sample.metadata for sample in read] == [sample.metadata for sample in found]
-
-
-def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
-    scene = of_hard_logprobs()
-    scene.turn([user("else")])
-    scene.session.metadata["task"] = 7
-    told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
-    assert orjson.loads(planned(scene).write())["metadata"] == told
-    assert orjson.loads(unpack(planned(scene, format="safetensors").write())[1]["metadata"]) == told
-
-
-# Beside the event loop
-
-
-async def test_samples_are_written_one_by_one_and_not_for_a_client_that_left() -> None:
-    store = Scene().store
-    archive = SessionArchive(
-        store,
-        cast(Router, SimpleNamespace(store=None, rows={}, config=RouterConfig())),
-        now=lambda: 0.0,
-        clock=lambda: 0.0,
-    )
-    routes = SessionRoutes(store, archive, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
-    go_on, begun = threading.Event(), list[str]()
-
-    async def stays() -> Message:
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
-
-    async def leaves() -> Message:
-        return {"type": "http.disconnect"}
-
-    def one() -> bool:
-        begun.append("one")
-        return go_on.wait(PATIENCE)
-
-    writing = spawn(routes.run_in_thread(Request({"type": "http"}, stays), one), name="one")
-    await until(lambda: begun, "the first is begun")
-    with pytest.raises(ClientDisconnected):
-        await routes.run_in_thread(Request({"type": "http"}, leaves), lambda: begun.append("another"))
-    go_on.set()
-    assert await writing
-    assert begun == ["one"]

@@ -1,26 +1,158 @@
-"""Encoding, spelling and alignment, with real tokenizers: byte-level, byte fallback with and without a dummy prefix."""
+"""Encoding, spelling and alignment with real tokenizers, ASCII encoded here, and long texts in processes."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.tokenizing.alignment import Alignment, align
-from middleware_hub.tokenizing.encoding import TextEncoder
-from miles_router.engines.spelling import NO_CUT, UnknownSpeller, speller_for
+from middleware_hub.tokenizing import async_encoder
+from middleware_hub.tokenizing.alignment import Alignment
+from middleware_hub.tokenizing.ascii_encoding import AsciiEncoder, ascii_encoder
+from middleware_hub.tokenizing.async_encoder import AT_ONCE, PROCESSES, AsyncEncoder, TextTooLong
+from middleware_hub.tokenizing.encoding import UNLOCKED, TextEncoder
+from miles_router.engines.spelling import NO_CUT
+from miles_router.errors import Unavailable
+from miles_router.testing.tiny_tokenizer import build
 from tests.support.tiers import examples
 from tests.support.tokenizers import PACKAGES, tokenizer
+from tests.support.waiting import until
+
+LONGEST = 20_000_000
+#: Smaller than in production, where the test is of what happens and not of how much.
+SMALL, LARGER = 1 << 14, 1 << 15
+WORDS = (
+    "Hello",
+    "  two",
+    "naïve",
+    "世界",
+    "🚀👍🏽",
+    "x</s>y",
+    "\n\n",
+    "<|im_end|>",
+    "1234",
+    "don't",
+    "\t",
+    "é" * 9,
+    " ",
+)
+#: Takes minutes.
+ENDLESS = "long text " * (LONGEST // 10)
+
+
+def text_of(length: int) -> str:
+    dice = random.Random(length)
+    return " ".join(dice.choices(WORDS, k=length))[:length]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two results are equal in every part."""
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other)) and one.dtype == other.dtype
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_encoder, "IN_A_THREAD", SMALL)
+    monkeypatch.setattr(async_encoder, "LARGE", LARGER)
+
+
+@pytest.fixture
+async def encoder() -> AsyncIterator[AsyncEncoder]:
+    made = AsyncEncoder(tokenizer("qwen3"), longest=LONGEST)
+    async with made.lifespan():
+        yield made
+    await until(lambda: not processes(), "its processes have ended")
+
+
+def processes() -> list[psutil.Process]:
+    """Those that encode."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            if child.status() != psutil.STATUS_ZOMBIE and "encoder_process" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+@pytest.mark.usefixtures("bounds")
+@pytest.mark.parametrize("name", ["llama2", "qwen3"])
+async def test_a_text_has_the_same_ids_wherever_it_is_encoded(name: str) -> None:
+    backend, encoder = tokenizer(name).backend_tokenizer, AsyncEncoder(tokenizer(name), longest=LONGEST)
+    async with encoder.lifespan():
+        for length in (AT_ONCE, AT_ONCE + 1, SMALL + 1):
+            whole = await encoder.encode_whole(text := text_of(length))
+            assert whole.ids.tolist() == backend.encode(text).ids  # by the call that holds the interpreter's lock
+            assert same(whole.ends, encoder.encoder.encode_whole(text).ends)
+        assert len(processes()) == 1
+
+
+@pytest.mark.usefixtures("bounds")
+async def test_what_is_too_long_is_refused_and_counted(encoder: AsyncEncoder) -> None:
+    with pytest.raises(TextTooLong, match=r"20000001 characters or ids is longer than 20000000 \(--max-text-chars\)"):
+        await encoder.encode_rest("a" * (LONGEST + 1))
+    with pytest.raises(TextTooLong):
+        await encoder.spell_whole(range(LONGEST + 1))
+    assert encoder.statistics.refused == 2
+    assert not processes()
+
+
+@pytest.mark.usefixtures("bounds")
+async def test_work_that_nobody_waits_for_ends_and_what_waited_behind_it_is_never_begun(encoder: AsyncEncoder) -> None:
+    tasks = [asyncio.ensure_future(encoder.encode_whole(ENDLESS)) for _ in range(PROCESSES + 2)]
+    await until(lambda: len(processes()) == PROCESSES, "as many run as may")
+    busy = processes()
+    assert encoder.statistics.numbers()["pending"] == PROCESSES + 2
+    for task in reversed(tasks):
+        task.cancel()
+    await asyncio.wait(tasks)
+    await until(lambda: not any(each.is_running() for each in busy), "their processes have ended")
+    assert encoder.statistics.numbers() == {"pending": 0, "abandoned": PROCESSES + 2, "refused": 0}
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)  # and another one does the next
+    assert len(processes()) == 1
+
+
+@pytest.mark.usefixtures("bounds")
+async def test_a_process_is_kept_unless_its_text_was_large(encoder: AsyncEncoder) -> None:
+    await encoder.encode_whole(text_of(SMALL + 1))
+    (kept,) = processes()
+    await encoder.encode_whole(text_of(SMALL + 1))
+    assert processes() == [kept]
+    await encoder.encode_whole("a" * (LARGER + 1))
+    assert not processes()
+
+
+@pytest.mark.usefixtures("bounds")
+async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: AsyncEncoder) -> None:
+    task = asyncio.ensure_future(encoder.encode_whole(ENDLESS))
+    await until(processes, "it runs")
+    processes()[0].send_signal(signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        await task
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)
+
 
 NAMES = sorted(PACKAGES)
 CUT = None  # in expectations: NO_CUT
 
 
 @cache
-def encoder(name: str) -> TextEncoder:
+def _encoder(name: str) -> TextEncoder:
     return TextEncoder(tokenizer(name))
 
 
@@ -37,10 +169,7 @@ def shown(aligned: Alignment) -> tuple[str, list[int | None], int, bool]:
 
 
 def aligned(name: str, tokens: list[int], text: str, **how: Any) -> tuple[str, list[int | None], int, bool]:
-    return shown(encoder(name).align(tokens, text, **{"skip_special": True, **how}))
-
-
-# Whole texts and continuations
+    return shown(_encoder(name).align(tokens, text, **{"skip_special": True, **how}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,62 +179,23 @@ def aligned(name: str, tokens: list[int], text: str, **how: Any) -> tuple[str, l
 def test_a_continuation_decodes_to_itself_behind_any_text(name: str, text: str) -> None:
     backend = tokenizer(name).backend_tokenizer
     before = backend.encode("Once 1").ids
-    rest = encoder(name).encode_rest(text)
+    rest = _encoder(name).encode_rest(text)
     if name == "llama2" and "</s>" in text:
         text = text.replace("</s>", "</s> ")  # its own dummy prefix behind a special token, as in any text
     assert backend.decode([*before, *rest.ids], skip_special_tokens=False).endswith(f"Once 1{text}")
     assert rest.ends[-1] in (len(text), len(text.replace("</s> ", "</s>")))
 
 
-def test_a_continuation_has_no_dummy_prefix() -> None:
-    assert tokenizer("llama2").convert_ids_to_tokens(encoder("llama2").encode_rest("Hi").ids.tolist()) == ["Hi"]
-    assert tokenizer("llama2").convert_ids_to_tokens(encoder("llama2").encode_whole("Hi").ids.tolist()) == [
-        "<s>",
-        "▁Hi",
-    ]
-
-
-@pytest.mark.parametrize("text", ["a b " * 20, "é a b " * 20])
-def test_a_tokenizer_that_cuts_and_pads_what_it_is_given_does_neither_here(text: str) -> None:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer.from_str(tokenizer("qwen3").backend_tokenizer.to_str())
-    backend.enable_truncation(1600)  # longer than what is tried first
-    backend.enable_padding(pad_to_multiple_of=7)
-    made = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
-    for long in (text, text * 90):
-        assert made.encode_rendered(long).tolist() == encoder("qwen3").encode_rendered(long).tolist()
-        assert made.encode_whole(long).ids.tolist() == encoder("qwen3").encode_whole(long).ids.tolist()
-
-
-@pytest.mark.parametrize("name", ["llama2", "gemma3"])
-def test_no_text_gets_its_beginning_twice(name: str) -> None:
-    bos = tokenizer(name).bos_token_id
-    assert encoder(name).encode_whole("Hi").ids[0] == bos
-    written = encoder(name).encode_whole(f"{tokenizer(name).bos_token}Hi").ids.tolist()
-    assert written.count(bos) == 1
-    assert bos not in encoder(name).encode_rest("Hi").ids
-
-
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(60))
 @given(text=st.text(max_size=30), cut=st.integers(0, 30))
 def test_ends_say_where_a_text_can_be_cut(name: str, text: str, cut: int) -> None:
-    encoded = encoder(name).encode_rest(text)
+    encoded = _encoder(name).encode_rest(text)
     cuts = [(index + 1, int(end)) for index, end in enumerate(encoded.ends) if end != NO_CUT]
     assert len(encoded.ends) == len(encoded.ids)
     assert [end for _, end in cuts] == sorted(end for _, end in cuts)
-    again = encoder(name).encode_rest(text[: cuts[cut % len(cuts)][1]] if cuts else "")
+    again = _encoder(name).encode_rest(text[: cuts[cut % len(cuts)][1]] if cuts else "")
     assert again.ends.tolist()[-1:] == ([cuts[cut % len(cuts)][1]] if cuts and cuts[cut % len(cuts)][1] else [])
-
-
-# Alignment of what was sampled
-
-
-def test_ordinary_tokens_end_where_their_text_ends() -> None:
-    tokens = ids("qwen3", "Ġthe", "Ġcat")
-    assert aligned("qwen3", tokens, " the cat") == (" the cat", [4, 8], 8, True)
 
 
 def test_a_trimmed_stop_token_is_spelled_behind_what_was_shown() -> None:
@@ -124,10 +214,6 @@ def test_special_tokens_between_shown_characters_have_no_width() -> None:
 def test_a_token_that_a_stop_string_cut_reaches_beyond_what_was_shown() -> None:
     tokens = ids("qwen3", "Ġthe", "Ġcat")
     assert aligned("qwen3", tokens, " the c", stop="a") == (" the cat", [4, 8], 6, True)
-
-
-def test_nothing_shown_is_all_tail() -> None:
-    assert aligned("qwen3", ids("qwen3", "<|im_end|>"), "") == ("<|im_end|>", [10], 0, True)
 
 
 def test_a_character_of_several_tokens_cannot_be_cut_inside() -> None:
@@ -152,18 +238,6 @@ def test_ids_of_a_padded_vocabulary_are_shown_as_id_0() -> None:
     assert aligned("qwen3", [*ids("qwen3", "a"), unused], "a!") == ("a!", [1, 2], 2, True)
 
 
-def test_added_tokens_of_a_sentencepiece_model_show_spaces_too() -> None:
-    tokens = ids("gemma3", "▁▁", "a")
-    assert aligned("gemma3", tokens, "  a") == ("  a", [2, 3], 3, True)
-
-
-def test_the_dummy_prefix_of_the_first_token_is_a_space_behind_other_text() -> None:
-    assert aligned("llama2", ids("llama2", "▁the", "▁"), " the ") == (" the ", [4, 5], 5, True)
-
-
-# What nobody can take apart
-
-
 def test_a_text_that_the_tokens_do_not_spell_makes_one_run() -> None:
     tokens = ids("qwen3", "Ġthe", "Ġcat")
     assert aligned("qwen3", tokens, "他 cat") == ("他 cat", [CUT, 5], 5, False)
@@ -182,25 +256,102 @@ def test_a_run_that_a_stop_string_may_have_cut_is_not_reused() -> None:
     assert aligned("qwen3", ids("qwen3", "Ġthe", "Ġcat"), "他", stop="c") == ("他", [CUT, CUT], 1, False)
 
 
-def test_unknown_decoders_make_runs() -> None:
-    backend = tokenizer("qwen3").backend_tokenizer
-    speller = UnknownSpeller(backend)
-    tokens = ids("qwen3", "Ġthe", "Ġcat", "<|im_end|>")
-    found = shown(align(speller, tokens, " the cat", skip_special=True, stop=tokens[-1]))
-    assert found == (" the cat<|im_end|>", [CUT, 8, 18], 8, False)
+#: Those whose regular expressions have a form in ASCII here.
+FAST = ("qwen3", "gptoss")
+PIECES = [
+    "'ll",
+    "'S",
+    " the",
+    "Hello",
+    "42",
+    "\r\n",
+    "\n\n ",
+    " ",
+    "==",
+    ".",
+]
+texts = st.text(st.characters(max_codepoint=127), max_size=40) | st.lists(
+    st.sampled_from([*PIECES, "<|im_end|>", "<|im_start|>", "<|im_", "<|end|>", "<|start|>"]), max_size=20
+).map("".join)
+
+
+@cache
+def fast(name: str) -> AsciiEncoder:
+    found = ascii_encoder(tokenizer(name).backend_tokenizer)
+    assert found is not None
+    return found
+
+
+def by_itself(backend: Any, text: str) -> list[int]:
+    return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=examples(300))
+@given(text=texts)
+def test_ascii_has_the_ids_that_the_tokenizer_gives_it(name: str, text: str) -> None:
+    assert fast(name).encode(text).tolist() == by_itself(tokenizer(name).backend_tokenizer, text)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., Any]:
+    """A tokenizer with GPT-2's regular expression, and what a test changes of its `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    build(tmp_path)
+    parsed = json.loads((tmp_path / "tokenizer.json").read_text())
+
+    def made(change: Callable[[Any], None] = lambda parsed: None) -> Any:
+        change(parsed)
+        return Tokenizer.from_str(json.dumps(parsed))
+
+    return made
+
+
+def of_first_added(**fields: Any) -> Callable[[Any], None]:
+    return lambda parsed: parsed["added_tokens"][0].update(fields)
+
+
+def normalizing(kind: str) -> Callable[[Any], None]:
+    return lambda parsed: parsed.update(normalizer={"type": kind})
+
+
+def splitting(*splits: Any) -> Callable[[Any], None]:
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return lambda parsed: parsed.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, last]})
+
+
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("qwen3", "ByteLevelSpeller"), ("llama2", "ByteFallbackSpeller"), ("gemma3", "ByteFallbackSpeller")],
-)
-def test_spellers_are_told_by_the_decoder(name: str, kind: str) -> None:
-    assert type(speller_for(tokenizer(name).backend_tokenizer)).__name__ == kind
+    "change",
+    [
+        of_first_added(lstrip=True),
+        of_first_added(single_word=True),
+        of_first_added(normalized=True),
+        normalizing("Lowercase"),
+        lambda parsed: parsed["pre_tokenizer"].update(add_prefix_space=True),
+        lambda parsed: parsed.update(pre_tokenizer=None),
+        splitting(split(r"\p{Han}|.")),
+        splitting(split(r"(a)|[\s\S]")),
+        splitting(split(r"\S+|\s+", "MergedWithPrevious")),
+        splitting(split(r"\d"), split(r"\S+|\s+")),
+        lambda parsed: parsed["model"].update(dropout=0.5),
+        lambda parsed: (of_first_added(content="\u212aing", normalized=True)(parsed), normalizing("NFC")(parsed)),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_to_give_the_same_ids_is_not_used(
+    change: Callable[[Any], None], tiny: Callable[..., Any]
+) -> None:
+    assert ascii_encoder(tiny(change)) is None
 
 
-def test_a_decoder_that_nobody_knows_is_left_alone() -> None:
-    from tokenizers import Tokenizer, decoders, models
-
-    backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
-    backend.decoder = decoders.WordPiece()
-    assert isinstance(speller_for(backend), UnknownSpeller)
+@pytest.mark.parametrize("text", ["plain", "naïve", "é" * 3000, "a b\n" * (UNLOCKED // 4), "x" * (UNLOCKED - 1)])
+def test_a_text_of_any_kind_and_length_has_the_same_ids(text: str) -> None:
+    encoder, backend = TextEncoder(tokenizer("qwen3")), tokenizer("qwen3").backend_tokenizer
+    stop = backend.token_to_id("<|im_end|>")
+    assert encoder.encode_rendered(text).tolist() == by_itself(backend, text)
+    assert encoder.encode_behind(text, stop).tolist() == by_itself(backend, f"<|im_end|>{text}")[1:]
+    assert encoder.encode_behind(text, None).tolist() == by_itself(backend, text)

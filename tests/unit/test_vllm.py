@@ -13,9 +13,9 @@ import pytest
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import GenerateRequest
-from miles_router.engines.known import facts_of, read_facts
+from miles_router.engines.known import facts_of
 from miles_router.engines.vllm.facts import Flags
-from miles_router.engines.vllm.generate import PromptSampling, salt_of
+from miles_router.engines.vllm.generate import PromptSampling
 
 VERSION, INFO, MODELS, WEIGHTS, SAMPLE = (
     *("/version", "/server_info?config_format=json", "/v1/models", "/weight_info", "/inference/v1/generate"),
@@ -55,16 +55,6 @@ def test_what_it_says_about_itself_is_read() -> None:
     assert facts.engine.ranks(facts) == 2
 
 
-def test_before_it_has_told_its_configuration_it_is_no_engine_and_has_a_model() -> None:
-    facts = facts_of(documents(**{INFO: None}))
-    assert (facts.engine, facts.model_path) == (None, "/m")
-
-
-def test_the_cheap_check_tells_its_version_alone() -> None:
-    facts = read_facts({WEIGHTS: b'{"weight_version":"7"}'})
-    assert (facts.engine, facts.weight_version) == (None, "7")
-
-
 def test_another_process_contradicts_and_the_same_with_new_weights_does_not() -> None:
     before = facts_of(documents())
     other = {**CONFIG, "instance_id": 18}
@@ -79,20 +69,6 @@ def test_without_its_configuration_for_good_it_lacks_dev_mode() -> None:
         "--enable-scale-out",
         "VLLM_SERVER_DEV_MODE=1 in its environment",
     ]
-
-
-def test_a_key_that_is_missing_is_no_flag_that_is_missing() -> None:
-    facts = facts_of(documents(**{MODELS: b"null", SAMPLE: b"null"}))
-    assert (facts.engine is not None, facts.lacks) == (True, ())
-
-
-def test_what_says_it_is_no_vllm_is_none() -> None:
-    other = {**CARD, "owned_by": "somebody"}
-    facts = read_facts(documents(**{INFO: b"", MODELS: orjson.dumps({"data": [other]})}))
-    assert facts.engine is None
-
-
-# Answers
 
 
 def sampling(**fields: Any) -> PromptSampling:
@@ -111,11 +87,6 @@ def choice(ids: list[int], finish: str | None = "length", **changed: Any) -> dic
 def answer(*choices: dict[str, Any], prompt: int = 2, completion: int | None = None) -> bytes:
     count = sum(len(each["token_ids"]) for each in choices) if completion is None else completion
     return orjson.dumps({"choices": choices, "usage": {"prompt_tokens": prompt, "completion_tokens": count}})
-
-
-def test_an_answer_without_a_contradiction_is_read() -> None:
-    said = orjson.loads(sampling(rid="mine").whole(answer(choice([7, 8])), None))
-    assert (said["output_ids"], said["meta_info"]["id"], said["meta_info"]["weight_version"]) == ([7, 8], "mine", "1")
 
 
 @pytest.mark.parametrize(
@@ -155,14 +126,6 @@ def test_an_event_behind_the_end_and_one_of_no_generation_are_unreadable() -> No
             stream.event(Event.read(write_event({"choices": [second]})), "1")
 
 
-def test_a_stream_whose_count_comes_before_its_end_is_unreadable() -> None:
-    stream = sampling(stream=True)
-    stream.event(Event.read(write_event({"choices": [choice([7], None)]})), "1")
-    usage = Event.read(write_event({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}))
-    with pytest.raises(UnreadableAnswer):
-        stream.event(usage, "1")
-
-
 def rows(shape: tuple[int, ...]) -> str:
     file = io.BytesIO()
     np.save(file, np.zeros(shape, "u1"))
@@ -174,8 +137,3 @@ def test_rows_of_another_form_are_unreadable(told: Any) -> None:
     asked = sampling(return_routed_experts=True)
     with pytest.raises(UnreadableAnswer):
         asked.whole(answer(choice([7, 8], routed_experts=told)), "1")
-
-
-def test_a_salt_is_short_and_of_its_keys_alone() -> None:
-    assert len({salt_of("a"), salt_of("a", "b"), salt_of("b", "a"), salt_of("\ud800")}) == 4
-    assert len(salt_of("/" * 1000)) == 64

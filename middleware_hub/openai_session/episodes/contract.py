@@ -142,9 +142,9 @@ class SessionStatus(Enum):
         return str(shown.value)
 
     @property
-    def stops_turns(self) -> bool:
-        """Whether this status cancels turns in flight and refuses further ones."""
-        return self in (*STOPPED, SessionStatus.DISCARDED)
+    def allows_turns(self) -> bool:
+        """Whether another turn may begin. A status in `SPENT` leaves that to the check of each turn."""
+        return self not in (*STOPPED, SessionStatus.FINALIZED, SessionStatus.DISCARDED)
 
     @property
     def is_forgotten(self) -> bool:
@@ -160,6 +160,7 @@ Statuses = Collection[SessionStatus]
 
 #: In these, each turn is checked separately: a later turn may still fit, such as the repetition of a counted turn.
 SPENT: Statuses = (SessionStatus.BUDGET_TOKENS, SessionStatus.TURNS, SessionStatus.STALE)
+#: These cancel turns in flight.
 STOPPED: Statuses = (SessionStatus.DEADLINE, SessionStatus.ABORTED)
 FORGOTTEN: Statuses = (SessionStatus.EXPIRED, SessionStatus.DELETED, SessionStatus.DISCARDED)
 
@@ -182,8 +183,8 @@ class SessionEnd:
     Attributes:
         status: what may still happen in the session.
         cause: the first status that ended the session's work; records and samples contain it as `end_reason`. None
-            while
-            the work goes on. FINALIZED and later statuses do not replace it, because they say nothing about the work.
+            while the work goes on. FINALIZED and later statuses do not replace it, because they say nothing about the
+            work.
     """
 
     status: SessionStatus = SessionStatus.OPEN

@@ -363,7 +363,7 @@ def _has_header_only(session: Session) -> bool:
     An agent may send this header for its own purposes, so that no client will ever collect the session.
     """
     named = "instance_id" in session.metadata or any(turn.facts.get("turn_id") for turn in session.turns)
-    return not named and session.finalized_with is None
+    return not named and session.ending.status is not SessionStatus.FINALIZED
 
 
 def _carried_bytes(what: str, carried: Mapping[str, Any]) -> int:

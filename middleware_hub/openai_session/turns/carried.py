@@ -158,7 +158,7 @@ class CarriedTurn(ContinuedRequest):
         """
         generation = ChatGeneration(self.fields, index, prompt, attempt.facts)
         generation.begin(part)
-        generation.abort = finish
+        generation.cut(attempt.facts, finish)
         self._prompts[index] = prompt
         tokens, rid = len(prompt) + len(part["output_ids"]), part["meta_info"].get("id")
         self._rows[index] = CarriedRows(self._plan.deliveries, index, tokens, rid)
@@ -185,7 +185,7 @@ class CarriedTurn(ContinuedRequest):
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """Store the answer of a choice whose last attempt did not end it."""
         self.answers[generation.index] = answer
-        if generation.done:
+        if generation.has_ended:
             self._ended_at_cut.add(generation.index)
 
     def read_attempt(self, answer: Any) -> Any:
@@ -246,7 +246,7 @@ class CarriedAnswer(CarriedTurn):
             self.give_up(error)
             return None
         answers = await self.resume(cut)
-        if any(each.given_up for each in cut):
+        if any(each.is_given_up for each in cut):
             return None
         try:
             choices = [await self._choice(each, answers.get(each["index"]), attempt) for each in first["choices"]]

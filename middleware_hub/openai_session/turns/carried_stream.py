@@ -230,7 +230,7 @@ class CarriedStream(CarriedTurn):
         if stopped:
             raise CannotResume("a stop string spans the cut")
         await self.note_end(attempt, generation, meta["finish_reason"])
-        if generation.done:
+        if generation.has_ended:
             self.answers[generation.index] = joined
         else:
             self._watch(generation)

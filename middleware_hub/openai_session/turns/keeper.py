@@ -24,7 +24,7 @@ from middleware_hub.openai_session.turns.plan import TurnGrant
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_generated
 from miles_router.engines.refusals import Overflow
-from miles_router.errors import BadRequest, NotFound, RouterError
+from miles_router.errors import BadRequest, Conflict, NotFound, RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
 
 #: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
@@ -161,13 +161,14 @@ class EpisodeKeeper:
         """Check that a turn may begin.
 
         Raises:
+            Conflict: the session is finalized.
             ContextOverflow: the episode is over.
             NotFound: the session was deleted.
         """
         until = session.episode.deadline()
-        if not session.ending.status.stops_turns and until is not None and until <= self._clock():
+        if session.ending.status.allows_turns and until is not None and until <= self._clock():
             self.stop(session, SessionStatus.DEADLINE)
-        if session.ending.status.stops_turns:
+        if not session.ending.status.allows_turns:
             raise stop_error(session, session.ending.status)
 
     def stop(self, session: Session, status: SessionStatus) -> None:
@@ -311,7 +312,7 @@ class EpisodeKeeper:
 
 
 def stop_error(session: Session, status: SessionStatus) -> RouterError:
-    """Return the error for an agent whose episode is over."""
+    """Return the error for an agent whose session allows no turns any more."""
     budget = session.episode.contract.budget
     words = {
         SessionStatus.TURNS: f"its contract allows {budget.max_turns} turns",
@@ -320,6 +321,8 @@ def stop_error(session: Session, status: SessionStatus) -> RouterError:
     }
     if status is SessionStatus.DISCARDED:
         return NotFound(f"session {session.id!r} was deleted")
+    if status is SessionStatus.FINALIZED:
+        return Conflict(f"session {session.id!r} is finalized and takes no further turns")
     return ContextOverflow(status.reason, f"the session is over: {words[status]}")
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.errors import ContextOverflow, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
@@ -36,7 +35,7 @@ from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import Conflict, PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
+from miles_router.errors import PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat, flag_worker
 from miles_router.middlewares.rows import RowDeliveries
@@ -132,13 +131,12 @@ class TurnRunner:
                 await reply.finish(events, start_message(events, EVENT_STREAM))
 
     async def _run(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
-        # Checked only here: a recorded answer is repeated even if there is no room for another turn.
-        if session.ending.status is SessionStatus.FINALIZED:
-            raise Conflict(f"session {session.id!r} is finalized and takes no further turns")
+        # Checked only here: a recorded answer is repeated even if the session takes no further turn.
+        self._keeper.check(session)
         self._store.check_room(session)
         if not self._archive.is_saved(session):  # earlier turns must be durable before the session grows
             await self._archive.save(session)
-        self._keeper.check(session)
+            self._keeper.check(session)  # again: the session may have ended meanwhile
         with self._keeper.running(session, asked.exchange) as running:
             with Watch(asked.receive):  # encoding a long text takes time: stop if the agent disconnects
                 request = await asked.face.turn(session, asked.parsed, now=self._now())

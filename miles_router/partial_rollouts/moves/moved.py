@@ -108,12 +108,10 @@ class MovedAnswer(ResumableAnswer):
         self._tries = self._refusals = 0
 
     async def receive_message(self, message: Message) -> None:
-        """Receive one ASGI message of the reply."""
         await self._reply.send(message)
 
     async def finish(self) -> None:
-        """Answer the client, after the reply has ended or was broken off: with the first reply if it was not cut, else
-        with the continued generation."""
+        """Answer the client: with the first reply if it was not cut, else with the continued generation."""
         metrics = self.services.router.metrics
         try:
             answer = self._reply.read()
@@ -134,10 +132,10 @@ class MovedAnswer(ResumableAnswer):
     async def _carry_on_from(self, answer: Any) -> None:
         (generation,) = self.generations
         generation.add(answer)
-        generation.abort = answer["meta_info"]["finish_reason"]
         generation.defaults = self._opening.facts.preferred_sampling_params
         with super().in_flight(self.exchange, self._body):
-            generation.facts = await self.services.router.fleet.facts(self._relocation.target)
+            facts = await self.services.router.fleet.facts(self._relocation.target)
+        generation.cut(facts, answer["meta_info"]["finish_reason"])
         self.answers = [answer]
         await self.carry_on([generation])
 
@@ -186,7 +184,7 @@ class MovedAnswer(ResumableAnswer):
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
         relocation = attempt.exchange.flight.move
         await super().note_end(attempt, generation, finish)
-        if not generation.done and relocation is not None:
+        if generation.is_cut and relocation is not None:
             self._relocation = relocation
             self._send_to_target(attempt.exchange)
             generation.facts = await self.services.router.fleet.facts(relocation.target)
