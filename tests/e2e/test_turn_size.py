@@ -36,7 +36,7 @@ class Size(NamedTuple):
 #: By path, whether the answer is streamed, and what the router is set to: `plain`; `durable`, with `--partial-rollout
 #: resume` and a state directory; `cut`, the same where a pause cuts the turn once, which writes that it paused.
 BOUNDS: dict[tuple[str, bool, str], Size] = {
-    (GENERATE, False, "plain"): Size(35, 168, 0, 0),
+    (GENERATE, False, "plain"): Size(35, 176, 0, 0),
     (CHAT, False, "plain"): Size(90, 524, 2, 6),
     (CHAT, False, "durable"): Size(99, 593, 2, 9),
     (CHAT, False, "cut"): Size(136, 1993, 12, 19),

@@ -66,6 +66,7 @@ HEAVY = frozenset(
         "tests/e2e/test_session_contract_real_sglang.py",
         "tests/e2e/test_vllm.py",
         "tests/e2e/test_weight_updates.py",
+        "tests/training/test_training.py",
     }
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import orjson
 import pytest
@@ -16,6 +16,7 @@ from miles_router.errors import FleetPaused, Unavailable
 from miles_router.fleet.gate import Gate, generates
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.pool import WorkerPool
+from miles_router.shards.membership import Membership
 from miles_router.tasks import spawn
 from tests.support.waiting import at_once, soon, until
 
@@ -142,7 +143,7 @@ class Lease:
 
 def leased_made(lease: Lease) -> Gate:
     gate = Gate(WorkerPool().admission, max_held=10, timeout=0.0)
-    gate.lease = cast(Any, lease)
+    gate.lease = cast(Membership, lease)
     return gate
 
 

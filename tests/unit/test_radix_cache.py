@@ -180,5 +180,5 @@ async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_p
     await store.append(entry.family.owner, {entry.serial: b"nonsense"}, slot=entry.family.slot)
     with pytest.raises(StateError):
         await then.look_up("ask")
-    assert then.archive.statistics.numbers()["failed"] == {"state_damaged": 1}
+    assert then.archive.statistics.numbers()["failed"] == {"state_failed": 1}
     await store.close()

@@ -108,12 +108,10 @@ class MovedAnswer(ResumableAnswer):
         self._tries = self._refusals = 0
 
     async def receive_message(self, message: Message) -> None:
-        """Receive one ASGI message of the reply."""
         await self._reply.send(message)
 
     async def finish(self) -> None:
-        """Answer the client, after the reply has ended or was broken off: with the first reply if it was not cut, else
-        with the continued generation."""
+        """Answer the client: with the first reply if it was not cut, else with the continued generation."""
         metrics = self.services.router.metrics
         try:
             answer = self._reply.read()
