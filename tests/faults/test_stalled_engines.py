@@ -358,9 +358,7 @@ async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: 
     silent = 2.0
     patient = {"health_check_timeout": silent, "stall_timeout": silent / 4}
     async with worker_process("--token-latency-ms", str(silent * 1000)) as worker:
-        router = await stage.router(
-            worker.url, **{**PROBING, "health_check_timeout": silent, "stall_timeout": silent / 4}
-        )
+        router = await stage.router(worker.url, **{**PROBING, **patient})
         slow = [generating(router, 2) for _ in range(4)]  # so that no connection is idle
         while await running(worker) < len(slow):  # noqa: ASYNC110 - another process announces no event
             await asyncio.sleep(0.02)
