@@ -82,31 +82,22 @@ async def the_next_turn_works(trial: SessionTrial, session: str) -> None:
 # Workers that are lost
 
 
-@pytest.mark.parametrize("end", [RESET, CLOSE])
 async def test_a_worker_lost_inside_a_stream_breaks_the_agent_s_connection_off(
-    worker: ScriptedWorker, trial: SessionTrial, end: Any
-) -> None:
-    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:3]), end)).always(GOOD)
-    session = await trial.create()
-    with pytest.raises(CutReply) as caught:
-        await trial.turn(session, HI, SAME, stream=True)
-    assert (caught.value.reply.status, caught.value.reply.body.count(b"data: ")) == (200, 3)
-    await nothing_is_held(trial, session)
-    assert (await trial.turn(session, HI, SAME)).status == 200, "its turn id is free again"
-    assert len(await trial.records(session)) == 1
-
-
-async def test_a_stream_without_its_end_is_no_turn_wherever_it_is_cut(
     worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    for after in range(len(HELLO)):
-        with case(after):
-            worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:after]), RESET)).always(GOOD)
+    """Wherever it is lost, there is no turn."""
+    for end, after in itertools.product((RESET, CLOSE), range(len(HELLO))):
+        with case(end, after):
+            worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:after]), end)).always(GOOD)
             session = await trial.create()
-            with pytest.raises(CutReply):
-                await trial.turn(session, HI, stream=True)
+            with pytest.raises(CutReply) as caught:
+                await trial.turn(session, HI, SAME, stream=True)
+            events = caught.value.reply.body.count(b"data: ")
+            assert (caught.value.reply.status, events) == (200, min(after, 3)), "ids are not shown"
             await nothing_is_held(trial, session)
-            await the_next_turn_works(trial, session)
+            again = await trial.turn(session, HI, SAME)
+            assert message_of(again.json())["content"] == "Hello", "its turn id is free again"
+            assert len(await trial.records(session)) == 1
 
 
 @pytest.mark.parametrize("end", [RESET, CLOSE])
