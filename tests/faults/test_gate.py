@@ -18,7 +18,7 @@ from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
-ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
+ENDLESS = {"max_new_tokens": 400, "ignore_eos": True}
 leaves = pytest.mark.parametrize("leave", [Client.abort, Client.reset], ids=["closes", "resets"])
 
 
@@ -165,7 +165,7 @@ async def cut(stage: Stage, router: RunningRouter, worker: SimulatedWorker, **fi
 async def test_a_client_that_leaves_between_cut_and_continue_is_not_carried_on(
     stage: Stage, leave: Callable[[Client], None], stream: bool
 ) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         leave(await cut(stage, router, worker, stream=stream))
         await held(router, 0)
@@ -294,7 +294,7 @@ async def test_a_rid_ends_those_that_begin_with_it_if_there_is_one_that_is_it(st
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abort", ABORTS, ids=["rid", "all"])
 async def test_an_abort_between_cut_and_continue_is_final(stage: Stage, abort: dict[str, Any], stream: bool) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         client = await cut(stage, router, worker, rid="me", stream=stream)
         await post(router, "/abort_request", **abort)
@@ -310,7 +310,7 @@ async def test_an_abort_between_cut_and_continue_is_final(stage: Stage, abort: d
 
 
 async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on(stage: Stage) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         tasks = {rid: posting(router, text="Hi", rid=rid, sampling_params=ENDLESS) for rid in ("r1", "r10", "r2")}
         await until(lambda: worker.running == 3, "they run")
@@ -329,7 +329,7 @@ async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on
 async def test_an_abort_reaches_a_generation_that_was_carried_on_where_it_runs_now(
     stage: Stage, given: dict[str, str], stream: bool
 ) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         client = await cut(stage, router, worker, **given, stream=stream)
         name = worker.door.at("/generate")[0].generations[0].rid
@@ -347,7 +347,7 @@ async def test_an_abort_reaches_a_generation_that_was_carried_on_where_it_runs_n
 
 
 async def test_an_abort_reaches_all_ids_that_begin_alike_whether_carried_on_or_not(stage: Stage) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         older = {rid: posting(router, text="Hi", rid=rid, sampling_params=ENDLESS) for rid in ("r1", "r2")}
         await until(lambda: worker.running == 2, "they run")
@@ -368,7 +368,7 @@ async def test_an_abort_reaches_all_ids_that_begin_alike_whether_carried_on_or_n
 
 @pytest.mark.parametrize("batch", [False, True])
 async def test_what_goes_on_has_another_name_than_the_stream_that_was_cut(stage: Stage, batch: bool) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         prompts: dict[str, Any] = {"text": ["Hi", "Ho"] if batch else "Hi", "rid": "me", "stream": True}
         count = 1 + batch
@@ -386,14 +386,14 @@ async def test_what_goes_on_has_another_name_than_the_stream_that_was_cut(stage:
         said = answers(await client.read_body())
         assert {each["meta_info"]["id"] for each in said} == ({"me_0", "me_1"} if batch else {"me"})
         ends = [each["meta_info"]["finish_reason"] for each in said if each["meta_info"]["finish_reason"]]
-        assert ends == [{"type": "length", "length": 4000}] * count
+        assert ends == [{"type": "length", "length": 400}] * count
 
 
 @pytest.mark.parametrize(("rid", "aborted"), [("r", []), ("r_0", [0]), ("r_1", [1]), ("r_2", [])])
 async def test_an_abort_of_one_prompt_of_a_list_that_was_cut_ends_it_alone(
     stage: Stage, rid: str, aborted: list[int]
 ) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         task = posting(router, input_ids=[[1], [2]], rid="r", sampling_params=ENDLESS)
         await until(lambda: worker.running == 2, "they run")
@@ -408,7 +408,7 @@ async def test_an_abort_of_one_prompt_of_a_list_that_was_cut_ends_it_alone(
 
 
 async def test_an_abort_of_one_prompt_that_ran_is_remembered_when_a_pause_cuts_the_rest(stage: Stage) -> None:
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         task = posting(router, input_ids=[[1], [2]], rid="r", sampling_params=ENDLESS)
         await until(lambda: worker.running == 2, "they run")

@@ -10,7 +10,6 @@ from tests.support.http import CutReply, request
 from tests.support.scripted_worker import (
     CLOSE,
     HANG,
-    Behaviour,
     chunk,
     chunked_head,
     head,
@@ -18,6 +17,7 @@ from tests.support.scripted_worker import (
     script,
     unread,
 )
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 GARBAGE = {
@@ -44,12 +44,14 @@ BROKEN_CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("garbage", [*GARBAGE.values()], ids=[*GARBAGE])
-async def test_a_reply_that_is_no_http_is_502(stage: Stage, garbage: Behaviour) -> None:
-    worker = (await stage.worker()).always(garbage)
+async def test_a_reply_that_is_no_http_is_502(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("POST", "/generate", body=b"{}")
-    assert (answer.status, answer.error_type) == (502, "upstream_error")
+    for kind, garbage in GARBAGE.items():
+        with case(kind):
+            worker.always(garbage)
+            answer = await router.ask("POST", "/generate", body=b"{}")
+            assert (answer.status, answer.error_type) == (502, "upstream_error")
 
 
 async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
@@ -60,13 +62,15 @@ async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
     assert sum(len(worker.requests) for worker in workers) == 1
 
 
-@pytest.mark.parametrize("stream", [*BROKEN_CHUNKS.values()], ids=[*BROKEN_CHUNKS])
-async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage, stream: list[bytes]) -> None:
-    worker = (await stage.worker()).always(script(chunked_head() + chunk(b"good"), *stream, HANG))
+async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    client = await stage.client(router)
-    with pytest.raises(CutReply):
-        await client.ask("POST", "/generate", body=b"{}")
+    for kind, stream in BROKEN_CHUNKS.items():
+        with case(kind):
+            worker.always(script(chunked_head() + chunk(b"good"), *stream, HANG))
+            client = await stage.client(router)
+            with pytest.raises(CutReply):
+                await client.ask("POST", "/generate", body=b"{}")
 
 
 @pytest.mark.parametrize("pause", ["none", "before the body", "inside the body"])
@@ -92,17 +96,21 @@ async def test_bytes_behind_the_announced_length_are_cut_off_and_the_connection_
     assert len({id(visit.link) for visit in worker.visits}) == 2
 
 
-@pytest.mark.parametrize("status", [299, 418, 599])
-async def test_statuses_without_a_name_are_passed_on(stage: Stage, status: int) -> None:
-    worker = (await stage.worker()).always(script(reply(b"odd", status, reason="Whatever")))
+async def test_statuses_without_a_name_are_passed_on(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("GET", "/x")
-    assert (answer.status, answer.body) == (status, b"odd")
+    for status in (299, 418, 599):
+        with case(status):
+            worker.next(script(reply(b"odd", status, reason="Whatever")))
+            answer = await router.ask("GET", "/x")
+            assert (answer.status, answer.body) == (status, b"odd")
 
 
-@pytest.mark.parametrize("status", [600, 999])
-async def test_a_status_beyond_http_is_502(stage: Stage, status: int) -> None:
-    worker = (await stage.worker()).always(script(reply(b"odd", status)))
+async def test_a_status_beyond_http_is_502(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("GET", "/x")
-    assert (answer.status, answer.error_type) == (502, "upstream_error")
+    for status in (600, 999):
+        with case(status):
+            worker.always(script(reply(b"odd", status)))
+            answer = await router.ask("GET", "/x")
+            assert (answer.status, answer.error_type) == (502, "upstream_error")

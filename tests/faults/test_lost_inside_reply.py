@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,14 +14,13 @@ from tests.support.scripted_worker import (
     CLOSE,
     HANG,
     RESET,
-    Action,
-    Behaviour,
     chunk,
     chunked_head,
     head,
     reply,
     script,
 )
+from tests.support.session_apis import case
 from tests.support.stage import Stage, both_ways
 
 SSE = [("Content-Type", "text/event-stream")]
@@ -39,47 +39,44 @@ BEGINNINGS: dict[str, tuple[bytes, bytes]] = {
     "sse": (chunked_head(SSE) + chunk(b'data: {"a": 1}\n\n'), b'data: {"a": 1}\n\n'),
     "sse, inside an event": (chunked_head(SSE) + chunk(b'data: {"a'), b'data: {"a'),
 }
-beginnings = pytest.mark.parametrize("beginning", [*BEGINNINGS.values()], ids=[*BEGINNINGS])
-ends = pytest.mark.parametrize("end", [CLOSE, RESET])
 
 
-async def cut_reply(stage: Stage, behaviour: Behaviour, expected: bytes, *, retries: int = 3) -> None:
-    """Ask one of two workers that end alike: the client must see the bytes that came, then a broken connection."""
-    workers = [(await stage.worker()).always(behaviour) for _ in range(2)]
-    router = await stage.router(*workers, max_retries=retries)
-    client = await stage.client(router)
-    with pytest.raises(CutReply) as cut:
-        await client.ask("POST", "/generate", body=b"{}")
-    assert cut.value.reply.status in (200, 0)  # 0: not even the head was passed on
-    assert expected.startswith(cut.value.reply.body)
-    assert sum(len(worker.requests) for worker in workers) == 1, "what had begun was asked for again"
-    await stage.nothing_under_way()
-    assert router.app.router.metrics.broken_replies == 1
-
-
-@beginnings
-@ends
-async def test_a_cut_reply_is_cut_for_the_client_too(stage: Stage, beginning: tuple[bytes, bytes], end: Action) -> None:
-    await cut_reply(stage, script(beginning[0], end), beginning[1])
+async def test_a_cut_reply_is_cut_for_the_client_too(stage: Stage) -> None:
+    """Of two workers that end alike one is asked: the client sees the bytes that came, then a broken connection."""
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, max_retries=3)
+    for count, ((kind, (start, expected)), end) in enumerate(itertools.product(BEGINNINGS.items(), (CLOSE, RESET)), 1):
+        with case(kind, end):
+            for worker in workers:
+                worker.always(script(start, end))
+            client = await stage.client(router)
+            with pytest.raises(CutReply) as cut:
+                await client.ask("POST", "/generate", body=b"{}")
+            assert cut.value.reply.status in (200, 0)  # 0: not even the head was passed on
+            assert expected.startswith(cut.value.reply.body)
+            assert sum(len(worker.requests) for worker in workers) == count, "what had begun was asked for again"
+            await stage.nothing_under_way()
+            assert router.app.router.metrics.broken_replies == count
 
 
 @both_ways
-@pytest.mark.parametrize("beginning", [BEGINNINGS["content-length"], BEGINNINGS["chunked"], BEGINNINGS["sse"]])
-@ends
 async def test_what_came_before_the_cut_reaches_the_client_at_once(
-    stage: Stage, beginning: tuple[bytes, bytes], end: Action, layers: tuple[MiddlewareSpec, ...]
+    stage: Stage, layers: tuple[MiddlewareSpec, ...]
 ) -> None:
-    gate = asyncio.Event()
-    worker = (await stage.worker()).always(script(beginning[0], gate, end))
+    worker = await stage.worker()
     router = await stage.router(worker, middlewares=layers)
-    client = await stage.client(router)
-    await client.send(request("POST", "/generate", body=b"{}"))
-    assert (await client.read_head()).status == 200
-    got = await _read_exactly(client.read_part, len(beginning[1]))
-    assert got == beginning[1]
-    gate.set()
-    with pytest.raises(CutReply):
-        await client.read_part()
+    for kind, end in itertools.product(("content-length", "chunked", "sse"), (CLOSE, RESET)):
+        with case(kind, end):
+            gate = asyncio.Event()
+            worker.always(script(BEGINNINGS[kind][0], gate, end))
+            client = await stage.client(router)
+            await client.send(request("POST", "/generate", body=b"{}"))
+            assert (await client.read_head()).status == 200
+            got = await _read_exactly(client.read_part, len(BEGINNINGS[kind][1]))
+            assert got == BEGINNINGS[kind][1]
+            gate.set()
+            with pytest.raises(CutReply):
+                await client.read_part()
 
 
 async def _read_exactly(read_part: Callable[[], Awaitable[bytes]], size: int) -> bytes:

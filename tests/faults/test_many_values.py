@@ -13,7 +13,7 @@ from miles_router.engines import client_json
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
 from tests.support.http import RawReply
-from tests.support.session_apis import COMPLETIONS, FIELDS, MESSAGES, RESPONSES
+from tests.support.session_apis import COMPLETIONS, FIELDS, MESSAGES, RESPONSES, case
 from tests.support.session_trial import CHAT, SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 
@@ -62,9 +62,9 @@ async def test_a_turn_of_very_many_values_is_refused(trial: SessionTrial, path: 
     assert (await trial.ask("POST", f"/sessions/{session}{path}", plain)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+async def test_a_body_of_very_many_values_is_refused(trial: SessionTrial) -> None:
+    await trial.create("s")
+    bodies: list[tuple[str, dict[str, Any]]] = [
         ("/sessions", {"metadata": {"a": LETTERS}}),
         ("/sessions", {"metadata": {"a": NUMBERS}}),
         ("/sessions/s/samples", {"label": {"a": NUMBERS}}),
@@ -72,12 +72,11 @@ async def test_a_turn_of_very_many_values_is_refused(trial: SessionTrial, path: 
         ("/generate", {"text": "Hi", "sampling_params": {"stop": LETTERS}}),
         ("/retrieve_from_text", {"text": LETTERS}),
         (MESSAGES, {"messages": [{"role": "user", "content": PARTS}]}),
-    ],
-)
-async def test_a_body_of_very_many_values_is_refused(trial: SessionTrial, path: str, body: dict[str, Any]) -> None:
-    await trial.create("s")
-    headers = [("X-Session-Id", "s")] if path == MESSAGES else []
-    assert refused(await trial.ask("POST", path, body, headers))
+    ]
+    for path, body in bodies:
+        with case(path, *body):
+            headers = [("X-Session-Id", "s")] if path == MESSAGES else []
+            assert refused(await trial.ask("POST", path, body, headers))
 
 
 async def test_ids_and_long_texts_are_not_counted(trial: SessionTrial) -> None:
@@ -86,19 +85,19 @@ async def test_ids_and_long_texts_are_not_counted(trial: SessionTrial) -> None:
         assert b"context length" in reply.body, "the engine was asked, which has no room for so many"
 
 
-@pytest.mark.parametrize("path", FIELDS)
-async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage, path: str) -> None:
-    given, length = FIELDS[path]
-    body = {"model": "m", given: [user("Hi")] if given == "messages" else "Hi", length: 4}
+async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage) -> None:
     many = {"metadata": {"a": ["a"] * values.MAX_VALUES}}
     async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        for _ in range(2):
-            reply = await trial.ask("POST", f"/sessions/{session}{path}", {**body, **many})
-            assert reply.status == 400
-            assert b"more than 65536 values beside lists of ids" in reply.body
-            assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
-        assert len(await trial.records(session)) == 2
+        for path, (given, length) in FIELDS.items():
+            with case(path):
+                body = {"model": "m", given: [user("Hi")] if given == "messages" else "Hi", length: 4}
+                session = await trial.create()
+                for _ in range(2):
+                    reply = await trial.ask("POST", f"/sessions/{session}{path}", {**body, **many})
+                    assert reply.status == 400
+                    assert b"more than 65536 values beside lists of ids" in reply.body
+                    assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
+                assert len(await trial.records(session)) == 2
 
 
 ARGUMENTS = json.dumps({"a": NUMBERS})
@@ -113,15 +112,16 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", CALLS)
-async def test_arguments_of_very_many_values_are_refused(trial: SessionTrial, path: str) -> None:
-    given, _ = FIELDS[path]
-    session = await trial.create()
-    body = {"model": "m", given: [user("Hi"), CALLS[path], user("Hi")], "max_tokens": 4}
-    reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
-    assert reply.status == 400
-    assert b"the arguments of a call have more than 2000 values" in reply.body
-    assert await trial.records(session) == []
+async def test_arguments_of_very_many_values_are_refused(trial: SessionTrial) -> None:
+    for path, call in CALLS.items():
+        with case(path):
+            given, _ = FIELDS[path]
+            session = await trial.create()
+            body = {"model": "m", given: [user("Hi"), call, user("Hi")], "max_tokens": 4}
+            reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
+            assert reply.status == 400
+            assert b"the arguments of a call have more than 2000 values" in reply.body
+            assert await trial.records(session) == []
 
 
 async def test_a_prompt_of_very_many_ids_is_refused(trial: SessionTrial) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from miles_router.control import call
 from miles_router.fleet.workers import WorkerState
 from tests.support.fleet import (
     JSON,
@@ -42,9 +43,16 @@ def hurry(router: RunningRouter, seconds: float = 0.15) -> None:
         by_path[path] = replace(known, timeout=seconds)
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give workers less time to go on, too, where a pause is undone."""
+    monkeypatch.setattr(call, "BRIEF", 0.15)
+
+
 # Some worker does not do it
 
 
+@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_pause_that_a_worker_hangs_on_is_undone_in_bounded_time_by_name(stage: Stage, mode: str) -> None:
     well, hanging = await stage.worker(), await stage.worker()
@@ -76,6 +84,7 @@ async def test_a_worker_that_was_too_slow_for_a_pause_goes_on_with_the_others(st
     assert (await states(router), await is_open(router)) == ({well.url: "ready", slow.url: "ready"}, True)
 
 
+@pytest.mark.usefixtures("brief")
 async def test_a_worker_that_may_be_paused_returns_once_it_says_that_it_is_not(stage: Stage) -> None:
     well, slow = await stage.worker(), await stage.worker()
     router = await stage.router(well, slow, **PROBING)

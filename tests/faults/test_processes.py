@@ -83,7 +83,7 @@ async def test_layer_statistics_sum_over_all_processes(stage: Stage, tmp_path: P
 
 
 async def test_a_stalled_worker_counts_once_however_many_processes_have_seen_it() -> None:
-    settings = ("--stall-timeout", "0.3", "--health-check-interval", "0.05", "--gate-timeout", "1")
+    settings = ("--stall-timeout", "1", "--health-check-interval", "0.05", "--gate-timeout", "1")
     long = {"text": "Hi", "sampling_params": {"max_new_tokens": 1000}}
     async with (
         SimulatedWorker(token_latency_s=0.01, stop_probability=0) as sick,

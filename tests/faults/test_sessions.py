@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.support.scripted_worker import (
     reply,
     script,
 )
+from tests.support.session_apis import case
 from tests.support.session_trial import (
     CHAT,
     SessionTrial,
@@ -80,30 +82,22 @@ async def the_next_turn_works(trial: SessionTrial, session: str) -> None:
 # Workers that are lost
 
 
-@pytest.mark.parametrize("end", [RESET, CLOSE])
 async def test_a_worker_lost_inside_a_stream_breaks_the_agent_s_connection_off(
-    worker: ScriptedWorker, trial: SessionTrial, end: Any
+    worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:3]), end)).always(GOOD)
-    session = await trial.create()
-    with pytest.raises(CutReply) as caught:
-        await trial.turn(session, HI, SAME, stream=True)
-    assert (caught.value.reply.status, caught.value.reply.body.count(b"data: ")) == (200, 3)
-    await nothing_is_held(trial, session)
-    assert (await trial.turn(session, HI, SAME)).status == 200, "its turn id is free again"
-    assert len(await trial.records(session)) == 1
-
-
-@pytest.mark.parametrize("after", range(len(HELLO)))
-async def test_a_stream_without_its_end_is_no_turn_wherever_it_is_cut(
-    worker: ScriptedWorker, trial: SessionTrial, after: int
-) -> None:
-    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:after]), RESET)).always(GOOD)
-    session = await trial.create()
-    with pytest.raises(CutReply):
-        await trial.turn(session, HI, stream=True)
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
+    """Wherever it is lost, there is no turn."""
+    for end, after in itertools.product((RESET, CLOSE), range(len(HELLO))):
+        with case(end, after):
+            worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:after]), end)).always(GOOD)
+            session = await trial.create()
+            with pytest.raises(CutReply) as caught:
+                await trial.turn(session, HI, SAME, stream=True)
+            events = caught.value.reply.body.count(b"data: ")
+            assert (caught.value.reply.status, events) == (200, min(after, 3)), "ids are not shown"
+            await nothing_is_held(trial, session)
+            again = await trial.turn(session, HI, SAME)
+            assert message_of(again.json())["content"] == "Hello", "its turn id is free again"
+            assert len(await trial.records(session)) == 1
 
 
 @pytest.mark.parametrize("end", [RESET, CLOSE])
@@ -188,17 +182,18 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("garbage", [*GARBAGE.values()], ids=[*GARBAGE])
 async def test_an_answer_that_cannot_be_recorded_exactly_is_not_given_either(
-    worker: ScriptedWorker, trial: SessionTrial, garbage: bytes
+    worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    worker.next(script(garbage)).always(GOOD)
-    session = await trial.create()
-    answer = await trial.turn(session, HI)
-    assert (answer.status, answer.error_type) == (502, "upstream_error")
-    assert answer.json()["error"]["message"]
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
+    for kind, garbage in GARBAGE.items():
+        with case(kind):
+            worker.next(script(garbage)).always(GOOD)
+            session = await trial.create()
+            answer = await trial.turn(session, HI)
+            assert (answer.status, answer.error_type) == (502, "upstream_error")
+            assert answer.json()["error"]["message"]
+            await nothing_is_held(trial, session)
+            await the_next_turn_works(trial, session)
 
 
 async def test_one_bad_choice_of_several_spoils_them_all(worker: ScriptedWorker, trial: SessionTrial) -> None:
@@ -294,34 +289,31 @@ def nested(where: str, levels: int, *, stream: bool) -> Behaviour:
     return script(reply(json.dumps(answer).encode().replace(b'"here"', deep), headers=JSON))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("where", "levels"), [("message", 205), ("message", 253), ("choice", 300), ("answer", 300), ("message", 2000)]
-)
 async def test_an_answer_that_is_nested_too_deep_is_no_turn_and_spoils_none(
-    worker: ScriptedWorker, trial: SessionTrial, where: str, levels: int, stream: bool
+    worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    worker.next(nested(where, levels, stream=stream)).always(GOOD)
-    session = await trial.create()
-    answer = await trial.turn(session, HI, stream=stream)
-    if stream:
-        assert (answer.status, answer.body[-len(DONE) :]) == (200, DONE), "what was on its way already passes"
-        assert len((await trial.read(session))["metadata"]["untraced"]) == 1
-    else:
-        assert (answer.status, answer.error_type) == (502, "upstream_error")
-    await nothing_is_held(trial, session, untraced=stream)
-    await the_next_turn_works(trial, session)
+    places = (("message", 205), ("message", 253), ("choice", 300), ("answer", 300), ("message", 2000))
+    for (where, levels), stream in itertools.product(places, (False, True)):
+        with case(where, levels, stream):
+            worker.next(nested(where, levels, stream=stream)).always(GOOD)
+            session = await trial.create()
+            answer = await trial.turn(session, HI, stream=stream)
+            if stream:
+                assert (answer.status, answer.body[-len(DONE) :]) == (200, DONE), "what was on its way already passes"
+                assert len((await trial.read(session))["metadata"]["untraced"]) == 1
+            else:
+                assert (answer.status, answer.error_type) == (502, "upstream_error")
+            await nothing_is_held(trial, session, untraced=stream)
+            await the_next_turn_works(trial, session)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["message", "choice", "answer"])
-async def test_an_answer_that_is_nested_deep_is_recorded_and_read(
-    worker: ScriptedWorker, trial: SessionTrial, where: str, stream: bool
-) -> None:
-    worker.always(nested(where, 190, stream=stream))
-    session = await trial.create()
-    assert (await trial.turn(session, HI, stream=stream)).status == 200
-    assert len(await trial.records(session)) == len(await trial.samples(session)) == 1
+async def test_an_answer_that_is_nested_deep_is_recorded_and_read(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    for where, stream in itertools.product(("message", "choice", "answer"), (False, True)):
+        with case(where, stream):
+            worker.next(nested(where, 190, stream=stream))
+            session = await trial.create()
+            assert (await trial.turn(session, HI, stream=stream)).status == 200
+            assert len(await trial.records(session)) == len(await trial.samples(session)) == 1
 
 
 # Clients that leave

@@ -18,6 +18,7 @@ import pytest
 from yarl import URL
 
 from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker import cli
 from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
@@ -350,17 +351,14 @@ async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aioh
         assert (process.returncode, errors) == (0, b"")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--moe", "4x8"], "expected LAYERSxEXPERTSxTOPK such as 4x8x2, got '4x8'"),
-        (["--count", "0"], "--count must be at least 1"),
-        (["--tokenizer", "/nowhere"], "no tokenizer.json in /nowhere"),
-        (["--script", "/nowhere"], "[Errno 2] No such file or directory: '/nowhere'"),
-    ],
-)
-async def test_the_command_refuses_what_it_cannot_use_in_one_line(arguments: list[str], complaint: str) -> None:
-    async with command(*arguments) as process:
-        _, errors = await soon(process.communicate())
-        assert process.returncode == 2
-        assert errors.decode().splitlines()[-1].endswith(f"error: {complaint}")
+def test_the_command_refuses_what_it_cannot_use_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for argument, value, complaint in (
+        ("--moe", "4x8", "expected LAYERSxEXPERTSxTOPK such as 4x8x2, got '4x8'"),
+        ("--count", "0", "--count must be at least 1"),
+        ("--tokenizer", "/nowhere", "no tokenizer.json in /nowhere"),
+        ("--script", "/nowhere", "[Errno 2] No such file or directory: '/nowhere'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([argument, value])
+        assert ended.value.code == 2, argument
+        assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {complaint}")

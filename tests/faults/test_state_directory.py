@@ -17,8 +17,11 @@ import pytest
 from miles_router.state.store import StateStore
 from tests.support.apart import MOUNTS, STRACE, mounted, traced
 from tests.support.committing import value
+from tests.support.tiers import nightly
 from tests.support.waiting import soon, until
 
+#: After how many commits a process is killed.
+KILLS = [20 + 37 * kill for kill in (range(8) if nightly() else (1, 4, 7))]
 MODULE = (sys.executable, "-m", "tests.support.committing")
 
 
@@ -44,9 +47,9 @@ async def line(running: asyncio.subprocess.Process) -> str:
 async def test_no_kill_loses_what_was_acknowledged(tmp_path: Path, sync: str) -> None:
     directory = tmp_path / "state"
     acknowledged: set[tuple[str, int]] = set()
-    for kill in range(8):
+    for told in KILLS:
         async with process(*MODULE, str(directory), sync, "12") as running:
-            said = [await line(running) for _ in range(20 + 37 * kill)]
+            said = [await line(running) for _ in range(told)]
             running.send_signal(signal.SIGKILL)
             assert running.stdout is not None
             said += [each for each in (await running.stdout.read()).decode().split("\n")[:-1] if each]
@@ -57,7 +60,7 @@ async def test_no_kill_loses_what_was_acknowledged(tmp_path: Path, sync: str) ->
             for number in (number for each, number in acknowledged if each == owner):
                 assert held[number] == value(owner, number, 3000)
         await store.close()
-    assert len(acknowledged) > 8 * 20
+    assert len(acknowledged) > max(KILLS)
 
 
 @mounted

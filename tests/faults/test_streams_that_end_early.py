@@ -15,7 +15,7 @@ from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import CutReply, RawReply
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, able, chat_answer, chat_events, delta, event
 from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
-from tests.support.session_apis import FIELDS, RESPONSES, Api
+from tests.support.session_apis import FIELDS, RESPONSES, Api, case
 from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
 from tests.support.stage import Stage
 
@@ -161,22 +161,23 @@ async def test_official_clients_raise(worker: ScriptedWorker, trial: SessionTria
 
 
 @apis
-@pytest.mark.parametrize("odd", ["none", "null", "missing", "no finish", "half"])
 async def test_a_whole_answer_without_its_choices_is_an_error(
-    worker: ScriptedWorker, trial: SessionTrial, api: Api, odd: str
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
 ) -> None:
-    answer = chat_answer([7, 8])
-    if odd == "missing":
-        del answer["choices"]
-    else:
-        (choice,) = answer["choices"]
-        unfinished = {**choice, "finish_reason": None}
-        answer["choices"] = {"none": [], "null": None, "no finish": [unfinished], "half": [{"index": 0}]}[odd]
-    worker.next(script(reply(json.dumps(answer).encode(), headers=JSON)))
-    session = await trial.create()
-    refused = await api.ask(trial, session, 8)
-    assert refused.status == 502, refused.body
-    await nothing_is_held(trial, session)
+    for odd in ("none", "null", "missing", "no finish", "half"):
+        with case(odd):
+            answer = chat_answer([7, 8])
+            if odd == "missing":
+                del answer["choices"]
+            else:
+                (choice,) = answer["choices"]
+                unfinished = {**choice, "finish_reason": None}
+                answer["choices"] = {"none": [], "null": None, "no finish": [unfinished], "half": [{"index": 0}]}[odd]
+            worker.next(script(reply(json.dumps(answer).encode(), headers=JSON)))
+            session = await trial.create()
+            refused = await api.ask(trial, session, 8)
+            assert refused.status == 502, refused.body
+            await nothing_is_held(trial, session)
 
 
 async def test_a_whole_answer_with_fewer_choices_than_asked_is_an_error(

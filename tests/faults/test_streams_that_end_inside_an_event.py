@@ -3,6 +3,7 @@ and nothing is learned from it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 
@@ -20,7 +21,7 @@ from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import CutReply
 from tests.support.scripted_chat import DONE, JSON, able, event
 from tests.support.scripted_worker import ScriptedWorker
-from tests.support.session_apis import Api
+from tests.support.session_apis import Api, case
 from tests.support.session_trial import CHAT, SessionTrial, session_trial
 from tests.support.stage import Stage
 
@@ -53,15 +54,14 @@ async def is_broken_off(trial: SessionTrial, api: Api) -> None:
 
 
 @apis
-@pytest.mark.parametrize("missing", MISSING)
-@pytest.mark.parametrize("last", [1, 2], ids=["the ids", "the finish reason"])
 async def test_a_stream_that_ends_inside_its_last_event_is_broken_off(
-    worker: ScriptedWorker, trial: SessionTrial, api: Api, missing: int, last: int
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
 ) -> None:
-    events = hello(api)
-    events = events[: len(events) - last + 1]
-    worker.next(given(*events[:-1], events[-1][:-missing]))
-    await is_broken_off(trial, api)
+    for last, missing in itertools.product(("the ids", "the finish reason"), MISSING):
+        with case(last, missing):
+            *begun, cut = hello(api)[: None if last == "the ids" else -1]
+            worker.next(given(*begun, cut[:-missing]))
+            await is_broken_off(trial, api)
 
 
 @apis
@@ -115,13 +115,14 @@ async def test_what_comes_behind_the_end_is_not_given_to_the_client(
     assert not any(mark in longer.body for mark in INTERNAL)
 
 
-@pytest.mark.parametrize("missing", MISSING)
 async def test_a_traced_stream_of_generate_that_ends_inside_an_event_is_broken_off(
-    stage: Stage, worker: ScriptedWorker, missing: int
+    stage: Stage, worker: ScriptedWorker
 ) -> None:
     router = await stage.router(worker, middlewares=(MiddlewareSpec(CACHE),), hf_checkpoint=checkpoint())
     body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1}, "stream": True}).encode()
-    worker.next(given(generated(None), generated("length")[:-missing]))
-    with pytest.raises(CutReply) as broken:
-        await router.ask("POST", "/generate", JSON, body)
-    assert b"output_token_logprobs" not in broken.value.reply.body
+    for missing in MISSING:
+        with case(missing):
+            worker.next(given(generated(None), generated("length")[:-missing]))
+            with pytest.raises(CutReply) as broken:
+                await router.ask("POST", "/generate", JSON, body)
+            assert b"output_token_logprobs" not in broken.value.reply.body

@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.scripted_worker import CLOSE, chunk, chunked_head, head, reply, script
+from tests.support.scripted_worker import CLOSE, LAST_CHUNK, chunk, chunked_head, head, reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 ODD_JSON = b'{ "error" : {"message":"caf\xc3\xa9 \\u00e9","code":400} ,\n"big":12345678901234567890, "nan":NaN}\n\n'
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 413, 422, 429, 499, 500, 501, 502, 503, 504, 529])
-async def test_error_replies_pass_byte_for_byte_and_are_not_retried(stage: Stage, status: int) -> None:
+STATUSES = (400, 401, 403, 404, 405, 409, 413, 422, 429, 499, 500, 501, 502, 503, 504, 529)
+
+
+async def test_error_replies_pass_byte_for_byte_and_are_not_retried(stage: Stage) -> None:
     headers = [("Content-Type", "application/json"), ("Retry-After", "7"), ("X-Reason", "a, b"), ("X-Reason", "c")]
-    workers = [(await stage.worker()).always(script(reply(ODD_JSON, status, headers))) for _ in range(2)]
+    workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
-    answer = await router.ask("POST", "/generate", body=b"{}")
-    assert (answer.status, answer.body) == (status, ODD_JSON)
-    assert (answer.values("retry-after"), answer.values("x-reason")) == ([b"7"], [b"a, b", b"c"])
-    assert sum(len(worker.requests) for worker in workers) == 1
+    for count, status in enumerate(STATUSES, 1):
+        with case(status):
+            for worker in workers:
+                worker.always(script(reply(ODD_JSON, status, headers)))
+            answer = await router.ask("POST", "/generate", body=b"{}")
+            assert (answer.status, answer.body) == (status, ODD_JSON)
+            assert (answer.values("retry-after"), answer.values("x-reason")) == ([b"7"], [b"a, b", b"c"])
+            assert sum(len(worker.requests) for worker in workers) == count
     assert [worker.failures for worker in router.pool] == [0, 0]
 
 
-@pytest.mark.parametrize("status", [400, 500])
-@pytest.mark.parametrize("framing", ["chunked", "until close", "empty"])
-async def test_error_replies_pass_in_every_framing(stage: Stage, status: int, framing: str) -> None:
-    replies = {
-        "chunked": script(chunked_head(status=status) + chunk(b"Some") + chunk(b"thing") + b"0\r\n\r\n"),
-        "until close": script(head(status) + b"Something", CLOSE),
-        "empty": script(reply(b"", status)),
-    }
-    worker = (await stage.worker()).always(replies[framing])
+async def test_error_replies_pass_in_every_framing(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("POST", "/generate", body=b"{}")
-    assert (answer.status, answer.body) == (status, b"" if framing == "empty" else b"Something")
+    for status in (400, 500):
+        for framing, answered, body in (
+            ("chunked", script(chunked_head(status=status), chunk(b"Some"), chunk(b"thing"), LAST_CHUNK), b"Something"),
+            ("until close", script(head(status) + b"Something", CLOSE), b"Something"),
+            ("empty", script(reply(b"", status)), b""),
+        ):
+            with case(status, framing):
+                worker.next(answered)
+                answer = await router.ask("POST", "/generate", body=b"{}")
+                assert (answer.status, answer.body) == (status, body)
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
-async def test_redirects_are_the_clients_business(stage: Stage, status: int) -> None:
-    worker = (await stage.worker()).always(script(reply(b"", status, [("Location", "/elsewhere?x=%2F")])))
+async def test_redirects_are_the_clients_business(stage: Stage) -> None:
+    worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("GET", "/here")
-    assert (answer.status, answer.value("location")) == (status, b"/elsewhere?x=%2F")
-    assert len(worker.requests) == 1
+    statuses = (301, 302, 307, 308)
+    for status in statuses:
+        with case(status):
+            worker.next(script(reply(b"", status, [("Location", "/elsewhere?x=%2F")])))
+            answer = await router.ask("GET", "/here")
+            assert (answer.status, answer.value("location")) == (status, b"/elsewhere?x=%2F")
+    assert len(worker.requests) == len(statuses)
 
 
 async def test_not_modified_and_no_content_end_without_a_body(stage: Stage) -> None:

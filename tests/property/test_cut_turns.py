@@ -19,7 +19,7 @@ from tests.support.chat_turns import plain, read_stream
 from tests.support.cuts import continue_, pause
 from tests.support.session_trial import ADD, ASK_ADD, SessionTrial, qwen3, session_trial, user
 from tests.support.stage import Stage
-from tests.support.tiers import examples, nightly
+from tests.support.tiers import LEAST, nightly
 from tests.support.waiting import soon
 
 HI = [user("What is 17 + 25?")]
@@ -211,7 +211,7 @@ async def test_a_turn_that_was_cut_is_what_an_uncut_one_would_be(
 ) -> None:
     source = random.Random() if nightly() else random.Random(parsers)
     async with scene_of(stage, parsers=parsers, thinks=thinks, incremental=incremental) as scene:
-        for plan in (*SURE, *(Plan.drawn(source) for _ in range(examples(100)))):
+        for plan in (*SURE, *(Plan.drawn(source) for _ in range(100 if nightly() else LEAST))):
             try:
                 await play(scene, plan)
             except AssertionError as error:

@@ -6,7 +6,7 @@ import pytest
 
 from miles_router.shards import protocol
 from tests.support.shard_world import Broken, World
-from tests.support.tiers import examples
+from tests.support.tiers import examples, nightly
 
 LEASE, NOTHING = 8.0, ((0, 0), None)
 #: How many worlds are tried at most until one shows what a rule is for.
@@ -21,26 +21,26 @@ def test_what_a_leader_and_its_shards_promise_holds(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "broken"),
+    ("rule", "broken", "known"),
     [
-        ("leases from sending", {"one", "barrier", "store"}),
-        ("waiting for shards", {"barrier"}),
-        ("leases", {"barrier", "store"}),
-        ("waiting for leases", {"barrier", "one", "store"}),
-        ("the register", {"one", "leader", "barrier", "store"}),
-        ("certainty", {"leader", "barrier"}),
-        ("epochs", {"store"}),
-        ("freshness", {"progress: a seat does not act", "progress: a pause is not answered", "one", "store"}),
-        ("clocks that agree", {"one", "barrier", "store"}),
+        ("leases from sending", {"one", "barrier", "store"}, 7),
+        ("waiting for shards", {"barrier"}, 3),
+        ("leases", {"barrier", "store"}, 3),
+        ("waiting for leases", {"barrier", "one", "store"}, 2),
+        ("the register", {"one", "leader", "barrier", "store"}, 0),
+        ("certainty", {"leader", "barrier"}, 0),
+        ("epochs", {"store"}, 12),
+        ("freshness", {"progress: a seat does not act", "progress: a pause is not answered", "one", "store"}, 0),
+        ("clocks that agree", {"one", "barrier", "store"}, 26),
     ],
 )
-def test_without_a_rule_a_promise_is_broken(rule: str, broken: set[str]) -> None:
-    assert _first_broken(rule) in broken
+def test_without_a_rule_a_promise_is_broken(rule: str, broken: set[str], known: int) -> None:
+    assert _first_broken(rule, known) in broken
 
 
 def test_a_lease_is_counted_longer_by_who_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "SLACK", 1.0)
-    assert _first_broken("") in {"one", "barrier", "store"}
+    assert _first_broken("", 57) in {"one", "barrier", "store"}
 
 
 def test_leader_with_a_possible_rival_waits_for_its_certainty() -> None:
@@ -75,8 +75,11 @@ def test_a_life_goes_on_in_its_seat_where_its_successor_leaves_before_it_has_it(
     assert leader.confirmed(2.0, 2.0) == [("first", protocol.Beat(1, 1.0))]
 
 
-def _first_broken(rule: str) -> str:
-    for seed in range(WORLDS):
+def _first_broken(rule: str, known: int) -> str:
+    """Name the promise that the first world breaks without `rule`. The search begins with a world that is `known` to
+    break one, in the nightly tier with the first world of all."""
+    begin = 0 if nightly() else known
+    for seed in range(begin, begin + WORLDS):
         try:
             World(seed, rule).play()
         except Broken as broken:

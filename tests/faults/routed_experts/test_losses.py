@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -47,6 +48,7 @@ from tests.support.scripted_worker import (
     head,
     script,
 )
+from tests.support.session_apis import case
 from tests.support.session_trial import CHAT
 from tests.support.stage import Stage
 from tests.support.waiting import soon
@@ -79,24 +81,23 @@ async def test_under_resume_too_a_worker_lost_within_its_rows_is_a_lost_answer(
     await the_next_works(trial, worker)
 
 
-@pytest.mark.parametrize("end", [RESET, CLOSE])
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_worker_lost_within_its_rows_is_a_lost_answer(
-    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial, end: Any, asks: bool, stream: bool
+    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial
 ) -> None:
-    worker.next(script(chunked_head(EVENT_STREAM if stream else JSON), *map(chunk, half(stream=stream)), end))
-    body = {**ASKED, "stream": stream, "return_routed_experts": asks}
-    got, cut = await outcome(trial.post("/generate", body))
-    if cut:
-        assert stream or asks, "what the client has seen nothing of is an error"
-        assert (got.status, b"[DONE]" in got.body) == (200, False)
-        assert asks or FIELD not in got.body
-    else:
-        assert (stream, got.status, got.error_type) == (False, 502, "upstream_error")
-    await stage.nothing_under_way()
-    await nothing_is_held(trial)
-    assert trial.held["answers"] == 0
+    for end, asks, stream in itertools.product((RESET, CLOSE), (False, True), (False, True)):
+        with case(end, asks, stream):
+            worker.next(script(chunked_head(EVENT_STREAM if stream else JSON), *map(chunk, half(stream=stream)), end))
+            body = {**ASKED, "stream": stream, "return_routed_experts": asks}
+            got, cut = await outcome(trial.post("/generate", body))
+            if cut:
+                assert stream or asks, "what the client has seen nothing of is an error"
+                assert (got.status, b"[DONE]" in got.body) == (200, False)
+                assert asks or FIELD not in got.body
+            else:
+                assert (stream, got.status, got.error_type) == (False, 502, "upstream_error")
+            await stage.nothing_under_way()
+            await nothing_is_held(trial)
+            assert trial.held["answers"] == 0
     await the_next_works(trial, worker)
 
 
@@ -135,29 +136,27 @@ async def test_a_turn_lost_within_its_rows_is_no_turn(
     await the_next_turn_works(sessions, worker)
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_within_the_rows_leaves_nothing(
-    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial, stream: bool, asks: bool
+    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial
 ) -> None:
-    sent = asyncio.Event()
-    steps = [chunk(each) for each in half(stream=stream)]
+    for asks, stream in itertools.product((False, True), (False, True)):
+        with case(asks, stream):
+            sent = asyncio.Event()
+            parts = script(chunked_head(EVENT_STREAM if stream else JSON), *map(chunk, half(stream=stream)))
 
-    async def behave(visit: Any) -> None:
-        await visit.read_body()
-        for each in (chunked_head(EVENT_STREAM if stream else JSON), *steps):
-            await visit.write(each)
-        sent.set()
-        await visit.run((HANG,))
+            async def behave(visit: Any, parts: Any = parts, sent: asyncio.Event = sent) -> None:
+                await parts(visit)
+                sent.set()
+                await visit.run((HANG,))
 
-    worker.next(behave)
-    client = await stage.client(trial.router)
-    body = compact({**ASKED, "stream": stream, "return_routed_experts": asks})
-    await client.send(request("POST", "/generate", JSON, body))
-    await soon(sent.wait())
-    client.abort()
-    await stage.nothing_under_way()
-    await nothing_is_held(trial)
+            worker.next(behave)
+            client = await stage.client(trial.router)
+            body = compact({**ASKED, "stream": stream, "return_routed_experts": asks})
+            await client.send(request("POST", "/generate", JSON, body))
+            await soon(sent.wait())
+            client.abort()
+            await stage.nothing_under_way()
+            await nothing_is_held(trial)
     assert await trial.missing() == {}
     await the_next_works(trial, worker)
 
@@ -235,20 +234,20 @@ async def test_rows_without_an_end_take_no_more_room_than_there_is(
     await the_next_works(trial, worker)
 
 
-@pytest.mark.parametrize("experts", [GOOD, None], ids=["with rows", "without"])
-@pytest.mark.parametrize("asks", [False, True])
 async def test_an_event_that_never_ends_holds_nothing_and_is_given_up_with_its_worker(
-    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial, asks: bool, experts: str | None
+    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial
 ) -> None:
-    unended = event_of(generated(IDS, experts))[:-2]
-    worker.next(script(chunked_head(EVENT_STREAM), chunk(event_of(RUNNING)), chunk(unended), RESET))
-    with pytest.raises(CutReply) as caught:
-        await trial.post("/generate", {**ASKED, "stream": True, "return_routed_experts": asks})
-    assert caught.value.reply.status == 200
-    assert b"finish_reason" in caught.value.reply.body
-    assert b'"type":"length"' not in caught.value.reply.body or asks
-    await stage.nothing_under_way()
-    await nothing_is_held(trial)
+    for experts, asks in itertools.product((GOOD, None), (False, True)):
+        with case(experts, asks):
+            unended = event_of(generated(IDS, experts))[:-2]
+            worker.next(script(chunked_head(EVENT_STREAM), chunk(event_of(RUNNING)), chunk(unended), RESET))
+            with pytest.raises(CutReply) as caught:
+                await trial.post("/generate", {**ASKED, "stream": True, "return_routed_experts": asks})
+            assert caught.value.reply.status == 200
+            assert b"finish_reason" in caught.value.reply.body
+            assert b'"type":"length"' not in caught.value.reply.body or asks
+            await stage.nothing_under_way()
+            await nothing_is_held(trial)
     await the_next_works(trial, worker)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,38 +47,47 @@ from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT, chat_events, chat_reply, meta_of, streamed
 from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.session_apis import case
 from tests.support.session_trial import SESSIONS, message_of, user
 from tests.support.stage import Stage
 
 
 @pytest.mark.parametrize("required", [True, False])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_a_worker_without_the_flag_is_named(
-    stage: Stage, around: Sequence[str], asks: bool, stream: bool, required: bool
-) -> None:
+async def test_a_worker_without_the_flag_is_named(stage: Stage, around: Sequence[str], required: bool) -> None:
     options = {"moe_shape": SHAPE, "required": required}
     vocabulary = checkpoint()
     async with SimulatedWorker(tokenizer=vocabulary) as bad, SimulatedWorker(moe=MOE, tokenizer=vocabulary) as good:
         trial = await experts_trial(stage, bad, around=around, options=options)
-        body = {"text": "Hi", "sampling_params": SHORT, "stream": stream, "return_routed_experts": asks}
-        answer = await trial.post("/generate", {**body, "rid": "bad"})
-        if required:
-            error = failure(answer, stream=stream)
-            assert error["type"] == "upstream_error"
-            assert bad.url in error["message"]
-            assert FLAG in error["message"]
-        else:
-            assert answer.status == 200
-            assert (events(answer.body)[-1] if stream else answer.json())["meta_info"]["completion_tokens"] == 6
-        assert await trial.missing() == {"worker": 1}
-        await nothing_is_held(trial)
+        ways = list(itertools.product((False, True), (False, True)))
+        for count, (asks, stream) in enumerate(ways, 1):
+            with case(asks, stream):
+                answer = await trial.post("/generate", asking("bad", count, asks=asks, stream=stream))
+                if required:
+                    error = failure(answer, stream=stream)
+                    assert error["type"] == "upstream_error"
+                    assert bad.url in error["message"]
+                    assert FLAG in error["message"]
+                else:
+                    assert answer.status == 200
+                    last = events(answer.body)[-1] if stream else answer.json()
+                    assert last["meta_info"]["completion_tokens"] == 6
+                assert trial.held["missing"] == {"worker": count}
+                await nothing_is_held(trial)
+        assert await trial.missing() == {"worker": len(ways)}
         await another_worker_takes_over(trial, bad.url, good.url)
-        answer = await trial.post("/generate", {**body, "rid": "good"})
-        assert answer.status == 200
-        assert (FIELD in answer.body) == asks
-        assert np.array_equal(await trial.rows(rid="good"), truth(tokens_of(good.door.generation("good"))))
+        for count, (asks, stream) in enumerate(ways, 1):
+            with case("good", asks, stream):
+                asked = asking("good", count, asks=asks, stream=stream)
+                answer = await trial.post("/generate", asked)
+                assert (answer.status, FIELD in answer.body) == (200, asks)
+                rid = asked["rid"]
+                assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(good.door.generation(rid))))
+
+
+def asking(whom: str, number: int, *, asks: bool, stream: bool) -> dict[str, Any]:
+    fields = {"text": f"Hi {number}", "sampling_params": SHORT, "rid": f"{whom} {number}"}
+    return {**fields, "stream": stream, "return_routed_experts": asks}
 
 
 async def another_worker_takes_over(trial: ExpertsTrial, gone: str, new: str) -> None:
@@ -160,19 +171,20 @@ async def test_what_is_missing_of_one_turn_is_asked_for_with_the_next(stage: Sta
     assert len(await trial.exact(session)) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("odd", [None, 7, "", [], {}], ids=str)
-async def test_what_is_told_in_another_form_is_not_told(
-    worker: ScriptedWorker, trial: ExpertsTrial, odd: Any, stream: bool
-) -> None:
-    answer = {**generated(IDS, None), "meta_info": {**generated(IDS, None)["meta_info"], "routed_experts": odd}}
-    worker.next(streamed(event_of(answer), DONE) if stream else script(in_one(answer)))
-    got = await trial.post("/generate", {**ASKED, "stream": stream})
-    if odd == "":  # a string, and too short
-        assert (got.status, await trial.missing()) == (200, {"experts_without_gap": 1})
-    else:
-        assert failure(got, stream=stream)["type"] == "upstream_error"
-    await nothing_is_held(trial)
+async def test_what_is_told_in_another_form_is_not_told(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
+    for odd, stream in itertools.product((None, 7, "", [], {}), (False, True)):
+        with case(odd, stream):
+            before = Counter(trial.held["missing"])
+            answer = {**generated(IDS, None), "meta_info": {**generated(IDS, None)["meta_info"], "routed_experts": odd}}
+            worker.next(streamed(event_of(answer), DONE) if stream else script(in_one(answer)))
+            got = await trial.post("/generate", {**ASKED, "stream": stream})
+            if odd == "":  # a string, and too short
+                assert got.status == 200
+                assert Counter(trial.held["missing"]) - before == {"experts_without_gap": 1}
+            else:
+                assert failure(got, stream=stream)["type"] == "upstream_error"
+            await nothing_is_held(trial)
+    assert (await trial.missing())["experts_without_gap"] == 2
     await the_next_works(trial, worker)
 
 
@@ -268,20 +280,20 @@ def zipped(*, stream: bool) -> tuple[bytes, bytes]:
     return reply(body, headers=[*(EVENT_STREAM if stream else JSON), ("Content-Encoding", "gzip")]), body
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_compressed_reply_is_refused_where_rows_are_required(
-    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool, asks: bool
+    worker: ScriptedWorker, trial: ExpertsTrial
 ) -> None:
-    worker.next(script(zipped(stream=stream)[0]))
-    asked = {**ASKED, "stream": stream, "return_routed_experts": asks}
-    got = await trial.post("/generate", asked, [("Accept-Encoding", "gzip")])
-    assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
-    assert (got.status, got.error_type) == (502, "upstream_error")
-    assert worker.url in got.json()["error"]["message"]
-    assert "gzip" in got.json()["error"]["message"]
-    assert await trial.missing() == {"unread": 1}
-    await nothing_is_held(trial)
+    for asks, stream in itertools.product((False, True), (False, True)):
+        with case(asks, stream):
+            worker.next(script(zipped(stream=stream)[0]))
+            asked = {**ASKED, "stream": stream, "return_routed_experts": asks}
+            got = await trial.post("/generate", asked, [("Accept-Encoding", "gzip")])
+            assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
+            assert (got.status, got.error_type) == (502, "upstream_error")
+            assert worker.url in got.json()["error"]["message"]
+            assert "gzip" in got.json()["error"]["message"]
+            await nothing_is_held(trial)
+    assert await trial.missing() == {"unread": 4}
     await the_next_works(trial, worker)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.support.cache_trial import checkpoint
 from tests.support.experts_trial import ASKED, MOE, ExpertsTrial, compact, event_of, experts_trial, generated, truth
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, chat_events, streamed
 from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -47,50 +49,47 @@ UNTOUCHED: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("answer", UNTOUCHED.values(), ids=UNTOUCHED)
-async def test_what_is_no_answer_passes_untouched(
-    worker: ScriptedWorker, alone: ExpertsTrial, answer: bytes, asks: bool
-) -> None:
-    trial = alone
-    worker.next(script(answer))
-    headers = [("Accept-Encoding", "gzip")]
-    got = await trial.post("/generate", {**ASKED, "return_routed_experts": asks}, headers)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert f"HTTP/1.1 {got.status} ".encode() in head
-    assert got.body == body
-    for name in ("content-type", "content-encoding", "retry-after"):
-        assert (got.value(name) or b"") in head
-    assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
-    await nothing_is_held(trial)
-    assert await trial.missing() == {}
-    await the_next_works(trial, worker)
+async def test_what_is_no_answer_passes_untouched(worker: ScriptedWorker, alone: ExpertsTrial) -> None:
+    for (kind, answer), asks in itertools.product(UNTOUCHED.items(), (False, True)):
+        with case(kind, asks):
+            worker.next(script(answer))
+            headers = [("Accept-Encoding", "gzip")]
+            got = await alone.post("/generate", {**ASKED, "return_routed_experts": asks}, headers)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert f"HTTP/1.1 {got.status} ".encode() in head
+            assert got.body == body
+            for name in ("content-type", "content-encoding", "retry-after"):
+                assert (got.value(name) or b"") in head
+            assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
+            await nothing_is_held(alone)
+            assert alone.held["missing"] == {}
+    assert await alone.missing() == {}
+    await the_next_works(alone, worker)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 500, 503])
-async def test_errors_reach_agents_as_they_are(
-    worker: ScriptedWorker, sessions: ExpertsTrial, status: int, stream: bool
-) -> None:
-    worker.next(script(reply(b'{"message": "no"}', status, JSON)))
-    session = await sessions.create()
-    got = await sessions.turn(session, HI, stream=stream)
-    assert (got.status, got.body) == (status, b'{"message": "no"}')
+async def test_errors_reach_agents_as_they_are(worker: ScriptedWorker, sessions: ExpertsTrial) -> None:
+    for status, stream in itertools.product((400, 500, 503), (False, True)):
+        with case(status, stream):
+            worker.next(script(reply(b'{"message": "no"}', status, JSON)))
+            session = await sessions.create()
+            got = await sessions.turn(session, HI, stream=stream)
+            assert (got.status, got.body) == (status, b'{"message": "no"}')
+            await nothing_is_held(sessions)
     assert await sessions.missing() == {}
-    await nothing_is_held(sessions)
     await the_next_turn_works(sessions, worker)
 
 
-@pytest.mark.parametrize("garbage", [*GARBAGE.values()], ids=[*GARBAGE])
 async def test_an_answer_that_makes_no_sense_is_the_same_error_as_without_a_keeper(
-    worker: ScriptedWorker, sessions: ExpertsTrial, garbage: bytes
+    worker: ScriptedWorker, sessions: ExpertsTrial
 ) -> None:
-    worker.next(script(garbage))
-    session = await sessions.create()
-    got = await sessions.turn(session, HI)
-    assert (got.status, got.error_type) == (502, "upstream_error"), got.body
-    assert await sessions.records(session) == []
-    await nothing_is_held(sessions)
+    for kind, garbage in GARBAGE.items():
+        with case(kind):
+            worker.next(script(garbage))
+            session = await sessions.create()
+            got = await sessions.turn(session, HI)
+            assert (got.status, got.error_type) == (502, "upstream_error"), got.body
+            assert await sessions.records(session) == []
+            await nothing_is_held(sessions)
     await the_next_turn_works(sessions, worker)
 
 
@@ -107,19 +106,21 @@ ODD_EVENTS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("odd", ODD_EVENTS.values(), ids=ODD_EVENTS)
 async def test_an_event_that_is_none_of_the_engine_s_passes_in_its_place(
-    worker: ScriptedWorker, alone: ExpertsTrial, odd: bytes, behind: bool, asks: bool
+    worker: ScriptedWorker, alone: ExpertsTrial
 ) -> None:
-    first, last = event_of(RUNNING), event_of(generated(IDS, GOOD))
-    parts = [first, last, odd, DONE] if behind else [first, odd, last, DONE]
-    worker.next(streamed(*parts))
-    got = await alone.post("/generate", {**ASKED, "stream": True, "return_routed_experts": asks})
-    shown = [event_of(generated(IDS, None)) if part is last and not asks else part for part in parts]
-    assert (got.status, got.body) == (200, b"".join(shown))
-    assert np.array_equal(await alone.rows(rid="r1"), truth(TOKENS))
+    cases = itertools.product(ODD_EVENTS.items(), (False, True), (False, True))
+    for number, ((kind, odd), behind, asks) in enumerate(cases):
+        with case(kind, behind, asks):
+            rid = f"r{number}"
+            first, last = event_of(RUNNING), event_of(generated(IDS, GOOD, id=rid))
+            parts = [first, last, odd, DONE] if behind else [first, odd, last, DONE]
+            worker.next(streamed(*parts))
+            got = await alone.post("/generate", {**ASKED, "stream": True, "return_routed_experts": asks})
+            bare = event_of(generated(IDS, None, id=rid))
+            shown = [bare if part is last and not asks else part for part in parts]
+            assert (got.status, got.body) == (200, b"".join(shown))
+            assert np.array_equal(await alone.rows(rid=rid), truth(TOKENS))
     assert await alone.missing() == {}
 
 
