@@ -75,13 +75,6 @@ async def test_failures_in_a_row_quarantine_a_worker(stage: Stage, death: Behavi
     assert (len(sick.requests), len(well.requests) - before) == (0, 4)
 
 
-async def test_a_worker_that_is_gone_is_quarantined(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await router_of(stage, worker)
-    worker.kill()
-    await state(router, worker, WorkerState.QUARANTINED)
-
-
 async def test_fewer_failures_than_the_threshold_are_forgotten_by_one_success(stage: Stage) -> None:
     worker = await stage.worker()
     router = await router_of(stage, worker, health_check_failure_threshold=5)

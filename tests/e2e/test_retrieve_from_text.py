@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -274,9 +275,12 @@ async def test_old_versions_are_evicted_first(stage: Stage) -> None:
         assert (await trial.retrieve(rid=answers[1]["meta_info"]["id"]))["weight_versions"][0]["version"] == "new"
 
 
+SENSELESS: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}]
+
+
 async def test_senseless_options_are_refused_at_the_start(stage: Stage) -> None:
     async with simulated_trial(stage) as plenty:
-        for options in [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}]:
+        for options in SENSELESS:
             with case(options):
                 assert plenty.worker is not None
                 with pytest.raises(ConfigError, match=next(iter(options))):

@@ -350,18 +350,21 @@ async def test_new_weights_come_by_vllms_way_and_a_cached_prompt_is_computed_ane
     await client.post("/update_weight_version", new_version="default")
 
 
+LEFT_OUT: list[dict[str, Any]] = [
+    {"session_params": {"id": "a"}},
+    {"return_hidden_states": True},
+    {"custom_logit_processor": "x"},
+    {"token_ids_logprob": [1]},
+    {"return_routed_experts": True},
+    {"return_indexer_topk": True},
+    {"image_data": "x"},
+    {"a_field_of_tomorrow": 1},
+    {"stream": True, "return_logprob": True, "logprob_start_len": 0},
+]
+
+
 async def test_what_vllm_would_leave_out_is_refused_by_name(client: Client) -> None:
-    for fields in [
-        {"session_params": {"id": "a"}},
-        {"return_hidden_states": True},
-        {"custom_logit_processor": "x"},
-        {"token_ids_logprob": [1]},
-        {"return_routed_experts": True},
-        {"return_indexer_topk": True},
-        {"image_data": "x"},
-        {"a_field_of_tomorrow": 1},
-        {"stream": True, "return_logprob": True, "logprob_start_len": 0},
-    ]:
+    for fields in LEFT_OUT:
         with case(*fields):
             message = await client.refused("/generate", input_ids=PROMPT, sampling_params=SHORT, **fields)
             assert any(name in message for name in [*fields, "routed experts"])

@@ -208,8 +208,16 @@ async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRout
     assert [each["id"] for each in (await router.ask("GET", "/workers")).json()["workers"]] == [again["id"]]
 
 
+BAD_ATTRIBUTES: list[dict[str, Any]] = [
+    {"api_key": 7},
+    {"api_key": "a\nb"},
+    {"worker_type": "prefill"},
+    {"labels": "x" * 9999},
+]
+
+
 async def test_attributes_that_cannot_be_used_are_400_and_register_nothing(router: RunningRouter) -> None:
-    for fields in [{"api_key": 7}, {"api_key": "a\nb"}, {"worker_type": "prefill"}, {"labels": "x" * 9999}]:
+    for fields in BAD_ATTRIBUTES:
         with case(fields):
             answer = await post(router, "/workers", in_json(url=ONE, **fields))
             assert (answer.status, answer.error_type, await listed(router)) == (400, "invalid_request", [])

@@ -32,7 +32,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def words_of_code(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def words_of_code(path: Path) -> list[tuple[int, str]]:
+    return [*_words_of_code(path)]
+
+
+def _words_of_code(path: Path) -> Iterator[tuple[int, str]]:
     """Identifiers and strings, without docstrings and comments: a source may be cited, and not be a condition."""
     parsed = tree(path)
     docstrings = {
