@@ -104,18 +104,19 @@ async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:
 # The client's view
 
 
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True},
+    {"return_logprob": True, "logprob_start_len": 0},
+    {"stream": True},
+    {"stream": True, "return_logprob": True},
+]
+SHAPES: list[dict[str, Any]] = [{"text": "one"}, {"text": ["one", "two"]}, {"text": "one", "n": 2}]
+
+
 async def test_the_client_sees_what_the_worker_shows(trial: Trial) -> None:
-    for extra, shape in itertools.product(
-        [
-            {},
-            {"return_logprob": True},
-            {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True},
-            {"return_logprob": True, "logprob_start_len": 0},
-            {"stream": True},
-            {"stream": True, "return_logprob": True},
-        ],
-        [{"text": "one"}, {"text": ["one", "two"]}, {"text": "one", "n": 2}],
-    ):
+    for extra, shape in itertools.product(EXTRAS, SHAPES):
         with case(extra, shape):
             params = {**SHORT, "n": shape.get("n", 1), "temperature": 0}
             body = {"text": shape["text"], "sampling_params": params, "rid": "r", **extra}
