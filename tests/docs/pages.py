@@ -12,6 +12,7 @@ What a fence promises:
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def read(name: str) -> str:
     """The text of a page, by its path from the root."""
     return (ROOT / name).read_text(encoding="utf-8")
@@ -84,6 +86,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
     return {anchor(heading) for heading in _HEADING.findall(prose(page))}
@@ -98,6 +101,7 @@ def guarantees() -> dict[str, list[str]]:
     }
 
 
+@functools.cache
 def guarantee_tests() -> dict[str, list[str]]:
     """Return the tests of each guarantee, by its anchor."""
     tests: dict[str, list[str]] = yaml.safe_load(read("tests/guarantees.yaml"))

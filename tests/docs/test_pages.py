@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tests.docs.pages import (
@@ -31,26 +31,22 @@ FRAMEWORKS = {"miles", "slime", "verl", "prime-rl", "SkyRL", "TRL", "Dressage"}
 GUARANTEES = [heading for headings in guarantees().values() for heading in headings]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    broken = []
-    for link in links(page):
-        path, _, heading = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if re.match(r"https?://", link):
-            continue
-        if not target.exists() or (heading and heading not in anchors(target)):
-            broken.append(link)
-    assert broken == []
+def is_broken(link: str, page: Path) -> bool:
+    path, _, heading = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return not target.exists() or bool(heading and heading not in anchors(target))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_pages_keep_to_their_form(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    assert text.count("```") % 2 == 0
-    long = [line for line in prose(page).splitlines() if len(line) > LINE_LENGTH and not line.startswith(("|", "!["))]
-    assert long == []
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    inner = [(name_of(page), link, page) for page in PAGES for link in links(page) if not re.match(r"https?://", link)]
+    assert [(name, link) for name, link, page in inner if is_broken(link, page)] == []
+
+
+def test_pages_keep_to_their_form() -> None:
+    texts = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}
+    assert [name for name, text in texts.items() if not text.startswith("# ") or text.count("```") % 2] == []
+    lines = [(name_of(page), line) for page in PAGES for line in prose(page).splitlines()]
+    assert [each for each in lines if len(each[1]) > LINE_LENGTH and not each[1].startswith(("|", "!["))] == []
 
 
 def test_every_fence_says_what_it_promises() -> None:
@@ -62,26 +58,25 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert [name_of(page) for page in PAGES if page.name != "README.md" and name_of(page) not in reached] == []
 
 
-def named_tests() -> list[str]:
-    """Return the tests that guarantees and frameworks' calls name."""
+def functions(path: str) -> set[str]:
+    tree = ast.parse(read(path))
+    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def test_every_named_test_exists() -> None:
+    """The tests that guarantees and frameworks' calls name."""
     of_calls = re.findall(r"tests/[\w/]+\.py::\w+", read("tests/frameworks.yaml"))
-    return list(dict.fromkeys(chain(*guarantee_tests().values(), of_calls)))
+    named = defaultdict(set)
+    for test in chain(*guarantee_tests().values(), of_calls):
+        path, _, name = test.partition("::")
+        named[path].add(name)
+    assert {path: missing for path, names in named.items() if (missing := names - functions(path))} == {}
 
 
-@pytest.mark.parametrize("test", named_tests())
-def test_every_named_test_exists(test: str) -> None:
-    path, _, name = test.partition("::")
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, functions)}
-
-
-@pytest.mark.parametrize("heading", GUARANTEES)
-def test_every_guarantee_is_short_and_has_tests(heading: str) -> None:
-    tests = guarantee_tests()[anchor(heading)]
-    assert len(heading) <= HEADING_LENGTH
-    assert tests
-    assert len(set(tests)) == len(tests)
+def test_every_guarantee_is_short_and_has_tests() -> None:
+    assert [heading for heading in GUARANTEES if len(heading) > HEADING_LENGTH] == []
+    tests = {heading: guarantee_tests()[anchor(heading)] for heading in GUARANTEES}
+    assert [heading for heading, named in tests.items() if not named or len(set(named)) < len(named)] == []
 
 
 def test_tests_are_mapped_to_guarantees_of_the_page() -> None:

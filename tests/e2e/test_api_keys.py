@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.http import Pairs
 from tests.support.running_router import RunningRouter
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 DATA, ADMIN = "data-key", "admin-key"
@@ -48,23 +47,27 @@ async def urls(router: RunningRouter, key: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("headers", [*WRONG.values()], ids=[*WRONG])
-async def test_without_the_right_key_nothing_is_forwarded(stage: Stage, headers: Pairs) -> None:
+async def test_without_the_right_key_nothing_is_forwarded(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, api_key=DATA)
-    answer = await router.ask("POST", "/generate", headers, b"{}")
-    assert (answer.status, answer.error_type, answer.value("www-authenticate")) == (401, "unauthorized", b"Bearer")
-    assert worker.requests == []
+    for name, headers in WRONG.items():
+        with case(name):
+            answer = await router.ask("POST", "/generate", headers, b"{}")
+            assert (answer.status, answer.error_type, answer.value("www-authenticate")) == (
+                401,
+                "unauthorized",
+                b"Bearer",
+            )
+            assert worker.requests == []
 
 
-@pytest.mark.parametrize(
-    "headers", [bearer(DATA), [("authorization", f"bearer  {DATA}")], [("X-Api-Key", DATA)]], ids=["bearer", "odd", "x"]
-)
-async def test_the_right_key_opens_and_stays_with_the_router(stage: Stage, headers: Pairs) -> None:
+async def test_the_right_key_opens_and_stays_with_the_router(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, api_key=DATA)
-    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
-    assert DATA.encode() not in worker.requests[0].head
+    for headers in [bearer(DATA), [("authorization", f"bearer  {DATA}")], [("X-Api-Key", DATA)]]:
+        with case(headers):
+            assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
+            assert DATA.encode() not in worker.requests[-1].head
 
 
 async def test_without_a_data_key_the_clients_credentials_are_the_workers_business(stage: Stage) -> None:
@@ -74,14 +77,15 @@ async def test_without_a_data_key_the_clients_credentials_are_the_workers_busine
     assert worker.requests[0].values("authorization") == [b"Bearer for the worker"]
 
 
-@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
-async def test_administration_takes_the_admin_key_alone(stage: Stage, method: str, path: str) -> None:
-    router = await stage.router("http://127.0.0.7:2", api_key=DATA, admin_api_key=ADMIN, connect_timeout=0.05)
-    for headers in ([], bearer(DATA), bearer("wrong")):
-        answer = await router.ask(method, path, headers)
-        assert (answer.status, answer.error_type) == (401, "unauthorized")
-    assert await urls(router, ADMIN) == ["http://127.0.0.7:2"]
-    assert (await router.ask(method, path, bearer(ADMIN))).status in (200, 201, 404)
+async def test_administration_takes_the_admin_key_alone(stage: Stage) -> None:
+    for method, path in ADMIN_ROUTES:
+        with case(method, path):
+            router = await stage.router("http://127.0.0.7:2", api_key=DATA, admin_api_key=ADMIN, connect_timeout=0.05)
+            for headers in ([], bearer(DATA), bearer("wrong")):
+                answer = await router.ask(method, path, headers)
+                assert (answer.status, answer.error_type) == (401, "unauthorized")
+            assert await urls(router, ADMIN) == ["http://127.0.0.7:2"]
+            assert (await router.ask(method, path, bearer(ADMIN))).status in (200, 201, 404)
 
 
 async def test_administration_is_never_more_open_than_the_data_plane(stage: Stage) -> None:
@@ -90,37 +94,34 @@ async def test_administration_is_never_more_open_than_the_data_plane(stage: Stag
     assert (await router.ask("GET", "/workers", bearer(DATA))).status == 200
 
 
-async def test_the_admin_key_does_not_open_the_data_plane(stage: Stage) -> None:
+async def test_health_needs_no_key_and_tells_no_secret(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
-    assert (await router.ask("POST", "/generate", bearer(ADMIN), b"{}")).status == 401
-    assert worker.requests == []
+    for path in OPEN_ROUTES:
+        with case(path):
+            answer = await router.ask("GET", path)
+            assert answer.status == 200
+            assert worker.url.encode() not in answer.body
 
 
-@pytest.mark.parametrize("path", OPEN_ROUTES)
-async def test_health_needs_no_key_and_tells_no_secret(stage: Stage, path: str) -> None:
+async def test_what_lies_behind_an_open_route_is_not_open(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
-    answer = await router.ask("GET", path)
-    assert answer.status == 200
-    assert worker.url.encode() not in answer.body
+    for path in ["/health/x", "/health;x", "/readiness/", "/dashboard/x", "/liveness/x/"]:
+        with case(path):
+            assert (await router.ask("POST", path, body=b"{}")).status == 401
+            assert worker.requests == []
 
 
-@pytest.mark.parametrize("path", ["/health/x", "/health;x", "/readiness/", "/dashboard/x", "/liveness/x/"])
-async def test_what_lies_behind_an_open_route_is_not_open(stage: Stage, path: str) -> None:
+async def test_what_lies_behind_an_admin_route_goes_to_a_worker_with_the_same_key(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
-    assert (await router.ask("POST", path, body=b"{}")).status == 401
-    assert worker.requests == []
-
-
-@pytest.mark.parametrize("path", ["/metrics/x", "/router/other", "/list_workers/"])
-async def test_what_lies_behind_an_admin_route_goes_to_a_worker_with_the_same_key(stage: Stage, path: str) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
-    assert [(await router.ask("GET", path, headers)).status for headers in ([], bearer(DATA))] == [401, 401]
-    assert (await router.ask("GET", path, bearer(ADMIN))).status == 200
-    assert [received.target.decode() for received in worker.requests] == [path]
+    for path in ["/metrics/x", "/router/other", "/list_workers/"]:
+        with case(path):
+            assert [(await router.ask("GET", path, headers)).status for headers in ([], bearer(DATA))] == [401, 401]
+            assert (await router.ask("GET", path, bearer(ADMIN))).status == 200
+            assert worker.requests.pop().target.decode() == path
+            assert worker.requests == []
 
 
 async def test_keys_from_files_open_each_alone_and_stay_with_the_router(stage: Stage, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,13 +31,13 @@ from tests.support.scripted_worker import (
     HANG,
     RESET,
     ScriptedWorker,
-    Step,
     chunk,
     chunked_head,
     head,
     reply,
     script,
 )
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, until
@@ -138,38 +139,43 @@ NOT_REPEATABLE: list[Asked] = [
 ]
 
 
-@pytest.mark.parametrize("ask", REPEATABLE)
-async def test_what_may_be_carried_out_twice_is_asked_again_when_no_reply_began(
-    server: ScriptedWorker, ask: Asked
-) -> None:
-    server.next(script(RESET), script(CLOSE))
-    server.always(script(reply(b'{"workers": [], "sessions": [], "samples": []}')))
-    async with connected(server) as client:
-        await ask(client)
-    first, *others = server.requests
-    assert [(each.method, each.target, each.body) for each in others] == [(first.method, first.target, first.body)] * 2
-    assert {bytes(each.values("x-turn-id")[0]) if each.values("x-turn-id") else b"" for each in others} == {
-        bytes(first.values("x-turn-id")[0]) if first.values("x-turn-id") else b""
-    }
+async def test_what_may_be_carried_out_twice_is_asked_again_when_no_reply_began(server: ScriptedWorker) -> None:
+    for ask in REPEATABLE:
+        with case(ask):
+            server.next(script(RESET), script(CLOSE))
+            server.always(script(reply(b'{"workers": [], "sessions": [], "samples": []}')))
+            async with connected(server) as client:
+                await ask(client)
+            first, *others = server.requests
+            assert [(each.method, each.target, each.body) for each in others] == [
+                (first.method, first.target, first.body)
+            ] * 2
+            assert {bytes(each.values("x-turn-id")[0]) if each.values("x-turn-id") else b"" for each in others} == {
+                bytes(first.values("x-turn-id")[0]) if first.values("x-turn-id") else b""
+            }
+            server.requests.clear()
 
 
-@pytest.mark.parametrize("ask", NOT_REPEATABLE)
-@pytest.mark.parametrize("end", [RESET, CLOSE])
-async def test_what_may_have_been_carried_out_is_not_asked_again(server: ScriptedWorker, ask: Asked, end: Step) -> None:
-    server.always(script(end))
-    async with connected(server) as client:
-        with pytest.raises(ConnectionLost):
-            await ask(client)
-    assert len(server.requests) == 1
+async def test_what_may_have_been_carried_out_is_not_asked_again(server: ScriptedWorker) -> None:
+    for ask, end in itertools.product(NOT_REPEATABLE, [RESET, CLOSE]):
+        with case(ask, end):
+            server.always(script(end))
+            async with connected(server) as client:
+                with pytest.raises(ConnectionLost):
+                    await ask(client)
+            assert len(server.requests) == 1
+            server.requests.clear()
 
 
-@pytest.mark.parametrize("ask", [*REPEATABLE, *NOT_REPEATABLE])
-async def test_a_reply_that_had_begun_is_never_asked_for_again(server: ScriptedWorker, ask: Asked) -> None:
-    server.always(script(chunked_head(STREAM), event(), CLOSE))
-    async with connected(server) as client:
-        with pytest.raises(ConnectionLost):
-            await ask(client)
-    assert len(server.requests) == 1
+async def test_a_reply_that_had_begun_is_never_asked_for_again(server: ScriptedWorker) -> None:
+    for ask in [*REPEATABLE, *NOT_REPEATABLE]:
+        with case(ask):
+            server.always(script(chunked_head(STREAM), event(), CLOSE))
+            async with connected(server) as client:
+                with pytest.raises(ConnectionLost):
+                    await ask(client)
+            assert len(server.requests) == 1
+            server.requests.clear()
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 502, 503])

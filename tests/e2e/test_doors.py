@@ -13,6 +13,7 @@ from tests.support.cache_trial import checkpoint
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.plain_engine import TOLD, PlainEngine, plain_engine
 from tests.support.running_router import RunningRouter
+from tests.support.session_apis import case
 from tests.support.session_trial import SESSIONS
 from tests.support.spellings import some_spellings
 from tests.support.stage import Stage
@@ -48,31 +49,35 @@ def within(target: str) -> str:
     return target.replace("router.test", "router.test/sessions/s", 1) if "://" in target else f"/sessions/s{target}"
 
 
-@pytest.mark.parametrize("path", TOLD)
 async def test_no_spelling_of_a_control_path_is_carried_out_with_the_key_of_clients(
-    stage: Stage, engine: PlainEngine, path: str
+    stage: Stage, engine: PlainEngine
 ) -> None:
     router = await with_sessions(stage, engine, **SETTINGS)
-    ways = some_spellings(path, TOLD)
-    for target in (*ways, *map(within, ways)):
-        answer = await tried(router, target)
-        assert (engine.called, answer.status) in [([], status) for status in (400, 401, 404)], target
-    for target in ways:
-        assert (await tried(router, target, "GET")).status in (400, 401, 404), target
-    assert engine.called == []
+    for path in TOLD:
+        with case(path):
+            ways = some_spellings(path, TOLD)
+            for target in (*ways, *map(within, ways)):
+                answer = await tried(router, target)
+                assert (engine.called, answer.status) in [([], status) for status in (400, 401, 404)], target
+            for target in ways:
+                assert (await tried(router, target, "GET")).status in (400, 401, 404), target
+            assert engine.called == []
 
 
-@pytest.mark.parametrize("path", GENERATIONS)
-async def test_no_spelling_of_a_generation_passes_a_closed_gate(stage: Stage, engine: PlainEngine, path: str) -> None:
+async def test_no_spelling_of_a_generation_passes_a_closed_gate(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine, gate_max_held=0)
-    assert (await tried(router, path)).status == 200
-    assert engine.called == [path]
-    assert (await router.ask("POST", "/pause_generation", DATA, b'{"mode": "abort"}')).status == 200
-    engine.called.clear()
-    for target in [each for way in some_spellings(path, GENERATIONS) for each in (way, within(way))]:
-        answer = await tried(router, target)
-        assert engine.called == [], target
-        assert answer.status in (307, 400, 404, 503), target
+    for path in GENERATIONS:
+        with case(path):
+            assert (await tried(router, path)).status == 200
+            assert engine.called == [path]
+            assert (await router.ask("POST", "/pause_generation", DATA, b'{"mode": "abort"}')).status == 200
+            engine.called.clear()
+            for target in [each for way in some_spellings(path, GENERATIONS) for each in (way, within(way))]:
+                answer = await tried(router, target)
+                assert engine.called == [], target
+                assert answer.status in (307, 400, 404, 503), target
+            assert (await router.ask("POST", "/continue_generation", DATA, b"{}")).status == 200
+            engine.called.clear()
 
 
 @pytest.mark.parametrize("control", KNOWN)
@@ -207,18 +212,18 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("headers", FOREIGN, ids=str)
-async def test_without_a_key_a_page_of_somebody_else_changes_nothing(
-    stage: Stage, engine: PlainEngine, headers: Pairs
-) -> None:
+async def test_without_a_key_a_page_of_somebody_else_changes_nothing(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine)
-    for method, target in CHANGES:
-        answer = await router.ask(method, target, headers, b"{}")
-        assert (answer.status, answer.error_type) == (403, "unauthorized"), target
-    assert (engine.called, [worker.url for worker in router.pool]) == ([], [engine.url])
-    assert (await router.ask("GET", "/sessions/s")).status == 200
-    for method, target in (("GET", "/list_workers"), ("GET", "/health"), ("POST", "/generate")):
-        assert (await router.ask(method, target, headers, b"{}")).status == 200
+    for headers in FOREIGN:
+        with case(headers):
+            engine.called.clear()
+            for method, target in CHANGES:
+                answer = await router.ask(method, target, headers, b"{}")
+                assert (answer.status, answer.error_type) == (403, "unauthorized"), target
+            assert (engine.called, [worker.url for worker in router.pool]) == ([], [engine.url])
+            assert (await router.ask("GET", "/sessions/s")).status == 200
+            for method, target in (("GET", "/list_workers"), ("GET", "/health"), ("POST", "/generate")):
+                assert (await router.ask(method, target, headers, b"{}")).status == 200
 
 
 @pytest.mark.parametrize(
@@ -242,39 +247,47 @@ async def made_at(router: RunningRouter, host: str | None) -> RawReply:
     return await ask(router.url, "POST", "/sessions", headers, b"{}")
 
 
-@pytest.mark.parametrize("host", ["router.test", "router.test:8080", "10.0.0.7:80", "[::1]:31000", "my_router-1"])
-async def test_a_session_is_at_the_address_that_its_maker_used(stage: Stage, engine: PlainEngine, host: str) -> None:
+async def test_a_session_is_at_the_address_that_its_maker_used(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine)
-    assert (await made_at(router, host)).json()["base_url"].startswith(f"http://{host}/sessions/")
+    for host in ["router.test", "router.test:8080", "10.0.0.7:80", "[::1]:31000", "my_router-1"]:
+        with case(host):
+            assert (await made_at(router, host)).json()["base_url"].startswith(f"http://{host}/sessions/")
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["a b", "evil.test/x?", "user@evil.test", "a,b", "evil.test#", "[::1", "x:y", "é", "%41", "x:99999", "x:0", "x:"],
-)
-async def test_an_address_that_is_none_makes_no_session(stage: Stage, engine: PlainEngine, host: str) -> None:
+async def test_an_address_that_is_none_makes_no_session(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine)
-    answer = await made_at(router, host)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert len((await router.ask("GET", "/sessions")).json()["sessions"]) == 1
+    for host in [
+        "a b",
+        "evil.test/x?",
+        "user@evil.test",
+        "a,b",
+        "evil.test#",
+        "[::1",
+        "x:y",
+        "é",
+        "%41",
+        "x:99999",
+        "x:0",
+        "x:",
+    ]:
+        with case(host):
+            answer = await made_at(router, host)
+            assert (answer.status, answer.error_type) == (400, "invalid_request")
+            assert len((await router.ask("GET", "/sessions")).json()["sessions"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("target", "authority"),
-    [
+async def test_an_absolute_target_says_the_address_whatever_host_says(stage: Stage, engine: PlainEngine) -> None:
+    router = await with_sessions(stage, engine)
+    for target, authority in [
         ("http://router.test:8080/sessions", "router.test:8080"),
         ("http://router.test/sessions", "router.test"),
         ("HTTP://somebody@[::1]:31000/sessions", "[::1]:31000"),
-    ],
-)
-async def test_an_absolute_target_says_the_address_whatever_host_says(
-    stage: Stage, engine: PlainEngine, target: str, authority: str
-) -> None:
-    router = await with_sessions(stage, engine)
-    answer = await router.ask("POST", target, [("Host", "elsewhere.test")], b"{}")
-    assert answer.json()["base_url"].startswith(f"http://{authority}/sessions/")
-    answer = await router.ask("POST", "http://router.test:99999/sessions", [("Host", "router.test")], b"{}")
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    ]:
+        with case(target, authority):
+            answer = await router.ask("POST", target, [("Host", "elsewhere.test")], b"{}")
+            assert answer.json()["base_url"].startswith(f"http://{authority}/sessions/")
+            answer = await router.ask("POST", "http://router.test:99999/sessions", [("Host", "router.test")], b"{}")
+            assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize("public", ["https://rollouts.test", "https://rollouts.test/router/"])

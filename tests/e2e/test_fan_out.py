@@ -23,6 +23,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, Behaviour, reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -85,15 +86,16 @@ async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: 
             assert (came.method, came.target, came.body) == (method, path, body)
 
 
-@pytest.mark.parametrize("path", [*CONTROL])
-async def test_a_method_that_a_row_does_not_take_is_405_and_asks_nobody(stage: Stage, path: str) -> None:
+async def test_a_method_that_a_row_does_not_take_is_405_and_asks_nobody(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    wrong = ["PUT", "DELETE"] + ["GET"] * (("POST", path) in ROWS and ("GET", path) not in ROWS)
-    for method in wrong:
-        answer = await router.ask(method, path, JSON, orjson.dumps(BODIES.get(path, {})))
-        assert (answer.status, answer.error_type) == (405, "invalid_request")
-    assert worker.requests == []
+    for path in [*CONTROL]:
+        with case(path):
+            wrong = ["PUT", "DELETE"] + ["GET"] * (("POST", path) in ROWS and ("GET", path) not in ROWS)
+            for method in wrong:
+                answer = await router.ask(method, path, JSON, orjson.dumps(BODIES.get(path, {})))
+                assert (answer.status, answer.error_type) == (405, "invalid_request")
+            assert worker.requests == []
 
 
 @pytest.mark.parametrize(
@@ -290,13 +292,14 @@ async def test_where_all_fail_within_it_is_502_and_not_their_500(stage: Stage) -
     assert (answer.status, {each["status"] for each in answer.json()["workers"].values()}) == (502, {500})
 
 
-@pytest.mark.parametrize(("path", "body"), BAD)
-async def test_bad_input_is_refused_before_any_worker_is_asked(stage: Stage, path: str, body: bytes) -> None:
+async def test_bad_input_is_refused_before_any_worker_is_asked(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    answer = await router.ask("POST", path, JSON, body)
-    assert (answer.status, answer.error_type, worker.requests) == (400, "invalid_request", [])
-    assert not router.app.router.gate.closed
+    for path, body in BAD:
+        with case(path, body):
+            answer = await router.ask("POST", path, JSON, body)
+            assert (answer.status, answer.error_type, worker.requests) == (400, "invalid_request", [])
+            assert not router.app.router.gate.closed
 
 
 # Rows of the user's

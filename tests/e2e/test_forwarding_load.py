@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
+from tests.support.forks import fork_router
 from tests.support.http import Client, CutReply, request
 from tests.support.running_router import RouterProcess, refuses, router_process
 from tests.support.scripted_worker import (
@@ -44,7 +45,7 @@ async def worker() -> AsyncIterator[ScriptedWorker]:
 
 @pytest.fixture
 async def router(worker: ScriptedWorker) -> AsyncIterator[RouterProcess]:
-    async with router_process("--worker-urls", worker.url, "--shutdown-timeout", "1") as running:
+    async with router_process("--worker-urls", worker.url, "--shutdown-timeout", "1", start=fork_router) as running:
         yield running
 
 
@@ -150,10 +151,11 @@ async def test_a_request_in_flight_is_finished_after_sigterm(worker: ScriptedWor
         assert await stopping == 0
 
 
-async def test_a_request_that_does_not_finish_is_broken_off_after_the_shutdown_timeout(worker: ScriptedWorker) -> None:
+async def test_a_request_that_does_not_finish_is_broken_off_after_the_shutdown_timeout(
+    worker: ScriptedWorker, router: RouterProcess
+) -> None:
     worker.always(script(chunked_head(), chunk(b"one"), HANG))
-    settings = ("--worker-urls", worker.url, "--shutdown-timeout", "1")
-    async with router_process(*settings) as router, await Client.connect(router.url) as client:
+    async with await Client.connect(router.url) as client:
         await client.send(request("POST", "/generate", body=b"{}"))
         await client.read_head()
         assert await client.read_part() == b"one"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import orjson
@@ -17,6 +16,7 @@ import pytest
 from miles_router import cli
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import checkpoint
+from tests.support.forks import ForkedRouter, fork_router
 from tests.support.http import RawReply, ask
 from tests.support.ports import free_ports
 from tests.support.session_trial import SESSIONS, user
@@ -33,7 +33,7 @@ class Joined:
 
     def __init__(self, directory: Path, worker: str) -> None:
         self.ports = free_ports(COUNT + 1)
-        self.parts: list[subprocess.Popen[bytes]] = []
+        self.parts: list[ForkedRouter] = []
         self.logs = [directory / f"{index}.log" for index in range(COUNT + 1)]
         self._directory = directory
         self._worker = worker
@@ -47,12 +47,13 @@ class Joined:
         settings = ["--shards", str(count), "--secret-file", str(self._directory / "secret"), "--log-level", "info"]
         settings += ["--state-dir", str(self._directory / f"state-{place}"), "--worker-urls", self._worker]
         settings += ["--middleware-paths", SESSIONS, TEXTS, "--hf-checkpoint", checkpoint()]
-        return [sys.executable, "-m", "miles_router", *own, *settings, "--port", str(self.ports[place])]
+        return [*own, *settings, "--port", str(self.ports[place])]
 
     def start(self, place: int, count: int = COUNT) -> None:
-        with self.logs[place].open("ab") as log:
-            process = subprocess.Popen(self.command(place, count), stdout=log, stderr=log)
-        self.parts[place : place + 1] = [process]
+        log = self.logs[place]
+        log.touch()
+        Path(f"{log}.status").unlink(missing_ok=True)
+        self.parts[place : place + 1] = [fork_router(self.command(place, count), str(log), os.environ, checkpoint())]
 
     async def ask(self, shard: int, method: str, path: str, **fields: object) -> RawReply:
         """The first answer of a shard that is no 503."""
@@ -71,19 +72,11 @@ class Joined:
     async def turns(self, shard: int, session: str) -> int:
         return len((await self.ask(shard, "GET", f"/sessions/{session}")).json()["records"])
 
-    def kill(self, place: int) -> None:
-        self.parts[place].kill()
-        self.parts[place].wait()
-
-
-@contextlib.contextmanager
-def ended(joined: Joined) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for each in joined.parts:
-            each.kill()
-            each.wait()
+    async def kill(self) -> None:
+        """Kill all that run."""
+        for part in self.parts:
+            part.kill()
+        await until(lambda: all(part.poll() is not None for part in self.parts), "all have ended")
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +84,10 @@ async def joined() -> AsyncIterator[Joined]:
     with tempfile.TemporaryDirectory(prefix="joined-") as directory:
         async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
             made = Joined(Path(directory), worker.url)
-            with ended(made):
+            try:
                 yield made
+            finally:
+                await made.kill()
 
 
 async def test_joined_shards_are_one_router_and_survive_kills() -> None:
@@ -114,8 +109,7 @@ async def test_joined_shards_are_one_router_and_survive_kills() -> None:
         assert told["tokens"][-6:] == first["output_ids"]
 
         assert (await router.ask(0, "POST", "/pause_generation", mode="in_place")).status == 200
-        for place in range(COUNT + 1):
-            router.kill(place)
+        await router.kill()
         for place in range(COUNT + 1):
             router.start(place)
         assert (await router.ask(1, "GET", "/router/info")).json()["gate"]["closed"], "the fleet is still paused"

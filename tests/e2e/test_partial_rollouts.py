@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import orjson
@@ -39,6 +40,7 @@ from tests.support.resuming import (
     told,
 )
 from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, Visit, chunk, chunked_head, reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -177,24 +179,26 @@ REFUSED_STREAMS: dict[str, Behaviour] = {
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-async def test_what_no_worker_carries_on_is_returned_as_the_engine_gave_it(stage: Stage, refusal: Behaviour) -> None:
+async def test_what_no_worker_carries_on_is_returned_as_the_engine_gave_it(stage: Stage) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
-    generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router))
-    one.goes.append(refusal)
-    assert (await going_on(router, generating)).json() == answer([5], ABORT)
-    assert router.app.router.statistics["partial_rollouts"]() == {"resumed": 0, "returned": 1}
+    for returned, (name, refusal) in enumerate(REFUSALS.items(), 1):
+        with case(name):
+            generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router))
+            one.goes.append(refusal)
+            assert (await going_on(router, generating)).json() == answer([5], ABORT)
+            assert router.app.router.statistics["partial_rollouts"]() == {"resumed": 0, "returned": returned}
 
 
-@pytest.mark.parametrize("refusal", REFUSED_STREAMS.values(), ids=REFUSED_STREAMS)
-async def test_so_is_a_stream(stage: Stage, refusal: Behaviour) -> None:
+async def test_so_is_a_stream(stage: Stage) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
-    cut = a_stream(answer([5]), answer([5, 6], ABORT))
-    generating = await pause(router, one, cut, lambda: generate(router, stream=True))
-    one.goes.append(refusal)
-    assert events(await going_on(router, generating)) == [answer([5]), answer([5, 6], ABORT)]
+    for name, refusal in REFUSED_STREAMS.items():
+        with case(name):
+            cut = a_stream(answer([5]), answer([5, 6], ABORT))
+            generating = await pause(router, one, cut, lambda: generate(router, stream=True))
+            one.goes.append(refusal)
+            assert events(await going_on(router, generating)) == [answer([5]), answer([5, 6], ABORT)]
 
 
 @pytest.mark.parametrize("field", ["return_hidden_states", "custom_logit_processor"])
@@ -229,27 +233,28 @@ async def test_a_stream_that_cannot_go_on_takes_nothing_back(
 PLAIN = [b"data: %b\n\n" % orjson.dumps(answer([5, 6][:n], None if n < 2 else length(2))) for n in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"".join([*PLAIN, DONE]),
-        b"".join([b": comment\n\n", *PLAIN, b"data:[DONE]\n\n"]),
-        b"".join([*PLAIN, b"rest"]),
-        b'data: {"error": {"message": "no"}}\n\n' + DONE,
-        PLAIN[0] + DONE,
-        b"data: {}\n\ndata: 7\n\n",
-        b"",
-        b"\n\n",
-    ],
-)
-@pytest.mark.parametrize("piece", [7, 10_000])
-async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage, body: bytes, piece: int) -> None:
+async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume", resume_on_worker_loss=True)
-    pieces = [chunk(body[at : at + piece]) for at in range(0, len(body), piece)]
-    one.goes.append(script(EVENTS, *pieces, chunk(b"")))
-    assert (await soon(generate(router, stream=True))).body == body
-    assert len(one.asked) == 1
+    for body, piece in itertools.product(
+        [
+            b"".join([*PLAIN, DONE]),
+            b"".join([b": comment\n\n", *PLAIN, b"data:[DONE]\n\n"]),
+            b"".join([*PLAIN, b"rest"]),
+            b'data: {"error": {"message": "no"}}\n\n' + DONE,
+            PLAIN[0] + DONE,
+            b"data: {}\n\ndata: 7\n\n",
+            b"",
+            b"\n\n",
+        ],
+        [7, 10_000],
+    ):
+        with case(body, piece):
+            pieces = [chunk(body[at : at + piece]) for at in range(0, len(body), piece)]
+            one.goes.append(script(EVENTS, *pieces, chunk(b"")))
+            assert (await soon(generate(router, stream=True))).body == body
+            assert len(one.asked) == 1
+            one.asked.clear()
 
 
 async def test_a_comment_between_events_does_not_keep_a_stream_from_going_on(stage: Stage) -> None:

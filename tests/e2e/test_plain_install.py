@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 from tests.support.http import ask
@@ -42,6 +41,20 @@ class Absent:
 for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
     del sys.modules[name]
 sys.meta_path.insert(0, Absent)
+"""
+EACH = """
+import sys
+
+for code in %r:
+    end = None
+    try:
+        exec(code)
+    except SystemExit as exit:
+        end = exit.code
+    except ImportError as error:
+        end = type(error).__name__
+        print(error, file=sys.stderr)
+    print(end)
 """
 SERVE = """
 import sys
@@ -124,60 +137,37 @@ async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stag
     assert {name for name in direct() if not modules_of({name}) & loaded} == set(), "required and not used"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "miles_router.compat",
-        "miles_router.check",
-        "middleware_hub.view.command",
-        "middleware_hub.radix_tree_middleware",
-    ],
-)
-def test_a_plain_install_has_what_the_other_ways_in_need(module: str) -> None:
-    done = run(f"import {module}")
+def test_a_plain_install_has_what_the_other_ways_in_need() -> None:
+    modules = "miles_router.compat, miles_router.check, middleware_hub.view.command"
+    done = run(f"import {modules}, middleware_hub.radix_tree_middleware")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("code", "extra"),
-    [
-        ("from miles_router.client import RouterClient", "client"),
-        ("from miles_router.testing import SimulatedWorker", "testing"),
-    ],
-)
-def test_what_needs_an_extra_says_which(code: str, extra: str) -> None:
-    done = run(code)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f"needs aiohttp: pip install 'miles-router[{extra}]'")
+def test_what_needs_an_extra_says_which_in_one_line() -> None:
+    commands = (
+        "from miles_router.client import RouterClient",
+        "from miles_router.testing import SimulatedWorker",
+        "from miles_router.testing.worker.cli import main; sys.exit(main(['--port', '0']))",
+        "from miles_router.cli import main; main(['--port', '0', '--otel', 'true'])",
+    )
+    done = run(EACH % (commands,))
+    assert done.stdout.splitlines() == ["ImportError", "ImportError", "2", "2"]
+    said = [line for line in done.stderr.splitlines() if "pip install" in line]
+    client, testing, command, traces = said
+    assert client.endswith("needs aiohttp: pip install 'miles-router[client]'")
+    assert testing.endswith("needs aiohttp: pip install 'miles-router[testing]'")
+    assert command.endswith("needs aiohttp: pip install 'miles-router[testing]'")
+    assert "traces need the module 'opentelemetry'" in traces
+    assert traces.endswith("pip install 'miles-router[otel]'")
 
 
-def test_the_simulated_workers_command_says_in_one_line_which_extra_it_needs() -> None:
-    done = run("import sys; from miles_router.testing.worker.cli import main; sys.exit(main(['--port', '0']))")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].endswith("needs aiohttp: pip install 'miles-router[testing]'")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["view", "samples.json"], "view: No module named 'middleware_hub'"),
-        (["audit", "--router", "http://127.0.0.1:1"], "audit: No module named 'middleware_hub'"),
-        (["--port", "0"], "DashboardMiddleware': there is no module 'middleware_hub'"),
-    ],
-)
-def test_what_ships_beside_the_router_is_named_where_it_is_missing(arguments: list[str], said: str) -> None:
-    done = without_hub(f"from miles_router.cli import main; main({arguments!r})")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.rstrip().endswith(said)
-
-
-def test_the_router_alone_needs_nothing_that_ships_beside_it() -> None:
-    done = without_hub("from miles_router import create_app, RouterConfig; create_app(RouterConfig(dashboard=False))")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_traces_without_their_extra_stop_the_start_and_say_what_to_install() -> None:
-    done = run("from miles_router.cli import main; main(['--port', '0', '--otel', 'true'])")
-    assert done.returncode == 2
-    assert "traces need the module 'opentelemetry'" in done.stderr.splitlines()[-1]
-    assert done.stderr.splitlines()[-1].endswith("pip install 'miles-router[otel]'")
+def test_what_ships_beside_the_router_is_named_where_it_is_missing() -> None:
+    arguments = (["view", "samples.json"], ["audit", "--router", "http://127.0.0.1:1"], ["--port", "0"])
+    commands = [f"from miles_router.cli import main; main({each!r})" for each in arguments]
+    alone = "from miles_router import create_app, RouterConfig; create_app(RouterConfig(dashboard=False))"
+    done = without_hub(EACH % ([*commands, alone],))
+    assert done.stdout.splitlines() == ["2", "2", "2", "None"], "the router alone needs nothing of it"
+    view, audit, router = done.stderr.splitlines()
+    assert view.endswith("view: No module named 'middleware_hub'")
+    assert audit.endswith("audit: No module named 'middleware_hub'")
+    assert router.endswith("DashboardMiddleware': there is no module 'middleware_hub'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from tests.support.fleet import JSON, info, post, posting, until_health
 from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
+from tests.support.session_apis import case
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
 
@@ -98,11 +100,12 @@ def refused(answer: str | RawReply) -> dict[str, Any]:
 # Requests
 
 
-@pytest.mark.parametrize("path", ROUTES)
-async def test_a_request_goes_to_a_worker_of_its_model(path: str) -> None:
+async def test_a_request_goes_to_a_worker_of_its_model() -> None:
     async with scene("actor", "judge") as made:
-        for name in ("judge", "judge", "actor", "judge", "actor"):
-            assert await made.answers(path, model=name) == name
+        for path in ROUTES:
+            with case(path):
+                for name in ("judge", "judge", "actor", "judge", "actor"):
+                    assert await made.answers(path, model=name) == name
 
 
 async def test_an_unknown_model_is_404_with_those_that_are_known_and_no_worker_hears_of_it() -> None:
@@ -166,29 +169,28 @@ async def test_a_name_that_two_engines_have_is_none() -> None:
 SAID = '"messages": [{"role": "user", "content": "\\"model\\": \\"actor\\""}]'
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        '{"model": "judge", %s, "max_tokens": 2}',
-        ' {\n "max_tokens": 2, %s, "model": "judge" } ',
-        '{"max_tokens": 2, "model": "judge", %s}',
-        '{"metadata": {"model": "actor"}, "model": "judge", "max_tokens": 2, %s}',
-        '{"model": "judge", "metadata": {"model": "actor"}, "max_tokens": 2, %s}',
-        '{"max_tokens": 2, %s, "model": "judge", "metadata": {"model": "actor"}}',
-    ],
-)
-async def test_the_model_is_found_wherever_it_stands_and_the_body_stays_as_it_is(body: str) -> None:
+async def test_the_model_is_found_wherever_it_stands_and_the_body_stays_as_it_is() -> None:
     async with scene("actor", "judge") as made:
-        sent = (body % SAID).encode()
-        assert (await made.router.ask("POST", CHAT, JSON, sent)).status == 200
-        assert (made["judge"].door.at(CHAT)[-1].body, len(made["actor"].door.generations)) == (sent, 0)
+        for body in [
+            '{"model": "judge", %s, "max_tokens": 2}',
+            ' {\n "max_tokens": 2, %s, "model": "judge" } ',
+            '{"max_tokens": 2, "model": "judge", %s}',
+            '{"metadata": {"model": "actor"}, "model": "judge", "max_tokens": 2, %s}',
+            '{"model": "judge", "metadata": {"model": "actor"}, "max_tokens": 2, %s}',
+            '{"max_tokens": 2, %s, "model": "judge", "metadata": {"model": "actor"}}',
+        ]:
+            with case(body):
+                sent = (body % SAID).encode()
+                assert (await made.router.ask("POST", CHAT, JSON, sent)).status == 200
+                assert (made["judge"].door.at(CHAT)[-1].body, len(made["actor"].door.generations)) == (sent, 0)
 
 
-@pytest.mark.parametrize("headers", [[("Content-Encoding", "gzip")], [("Content-Type", "multipart/form-data")]])
-async def test_a_model_that_cannot_be_read_is_refused(headers: list[tuple[str, str]]) -> None:
+async def test_a_model_that_cannot_be_read_is_refused() -> None:
     async with scene("actor", "judge") as made:
-        answer = await made.router.ask("POST", CHAT, headers, b"\x1f\x8b")
-        assert (answer.status, made.generations()) == (400, {"actor": 0, "judge": 0})
+        for headers in [[("Content-Encoding", "gzip")], [("Content-Type", "multipart/form-data")]]:
+            with case(headers):
+                answer = await made.router.ask("POST", CHAT, headers, b"\x1f\x8b")
+                assert (answer.status, made.generations()) == (400, {"actor": 0, "judge": 0})
 
 
 async def test_a_model_whose_workers_have_left_is_not_answered_by_another() -> None:
@@ -219,11 +221,12 @@ async def test_a_worker_stays_in_its_pool_until_it_is_removed() -> None:
         assert {await made.answers(model="judge") for _ in range(2)} == {"actor", "judge"}
 
 
-@pytest.mark.parametrize("model_id", ["", " judge", 7, "x" * 257])
-async def test_a_model_id_that_is_no_name_is_refused(model_id: object) -> None:
+async def test_a_model_id_that_is_no_name_is_refused() -> None:
     async with running_router() as router:
-        answer = await post(router, "/workers", url="http://127.0.0.1:1", model_id=model_id)
-        assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
+        for model_id in ["", " judge", 7, "x" * 257]:
+            with case(model_id):
+                answer = await post(router, "/workers", url="http://127.0.0.1:1", model_id=model_id)
+                assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
 
 
 async def test_the_default_pool_may_have_a_name() -> None:
@@ -294,13 +297,14 @@ async def test_without_a_model_id_the_workers_that_were_given_none_are_meant() -
         assert await made.answers(model="judge") == "judge"
 
 
-@pytest.mark.parametrize("query", ["", "?model_id=gpt-4"])
-async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody(query: str) -> None:
+async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() -> None:
     async with scene("actor", "judge") as made:
-        answer = await post(made.router, f"/pause_generation{query}")
-        assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
-        assert "known models: actor, judge" in answer.json()["error"]["message"]
-        assert [worker.door.at("/pause_generation") for worker in made.workers.values()] == [[], []]
+        for query in ["", "?model_id=gpt-4"]:
+            with case(query):
+                answer = await post(made.router, f"/pause_generation{query}")
+                assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
+                assert "known models: actor, judge" in answer.json()["error"]["message"]
+                assert [worker.door.at("/pause_generation") for worker in made.workers.values()] == [[], []]
 
 
 async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
@@ -393,15 +397,16 @@ def never_applied(answer: str | RawReply) -> None:
     assert "/v1/responses ignores LoRA adapters" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])
-@pytest.mark.parametrize("adapter", ["one", "org/two:b"])
-@pytest.mark.parametrize("base", ["actor:", "org/actor:", ""])
-async def test_an_adapter_answers_however_it_is_named(path: str, adapter: str, base: str) -> None:
+async def test_an_adapter_answers_however_it_is_named() -> None:
     async with with_adapters() as made:
-        assert await made.answers(path, model=f"{base}{adapter}") == "actor"
-        assert applied(made["actor"]) == adapter
-        assert await made.answers(path, model="actor") == "actor"
-        assert applied(made["actor"]) is None
+        for path, adapter, base in itertools.product(
+            ["/generate", CHAT, "/v1/completions", "/v1/messages"], ["one", "org/two:b"], ["actor:", "org/actor:", ""]
+        ):
+            with case(path, adapter, base):
+                assert await made.answers(path, model=f"{base}{adapter}") == "actor"
+                assert applied(made["actor"]) == adapter
+                assert await made.answers(path, model="actor") == "actor"
+                assert applied(made["actor"]) is None
 
 
 async def test_an_adapter_that_a_generation_names_itself_counts() -> None:
@@ -448,13 +453,16 @@ async def one_model_with_adapters() -> AsyncIterator[Scene]:
         yield Scene(router, {"": worker})
 
 
-@pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])
-@pytest.mark.parametrize("adapter", ["one", "org/two:b"])
-@pytest.mark.parametrize("base", ["org/plain:", "default:", "gpt:", ""])
-async def test_an_adapter_answers_where_no_worker_has_a_model_id(path: str, adapter: str, base: str) -> None:
+async def test_an_adapter_answers_where_no_worker_has_a_model_id() -> None:
     async with one_model_with_adapters() as made:
-        assert await made.answers(path, model=f"{base}{adapter}") == ""
-        assert applied(made[""]) == adapter
+        for path, adapter, base in itertools.product(
+            ["/generate", CHAT, "/v1/completions", "/v1/messages"],
+            ["one", "org/two:b"],
+            ["org/plain:", "default:", "gpt:", ""],
+        ):
+            with case(path, adapter, base):
+                assert await made.answers(path, model=f"{base}{adapter}") == ""
+                assert applied(made[""]) == adapter
 
 
 async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> None:

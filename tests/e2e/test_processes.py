@@ -11,6 +11,7 @@ from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
 from tests.support.door import Door
 from tests.support.fleet import JSON, asked, by_path
+from tests.support.forks import fork_router
 from tests.support.http import Client, ask, request
 from tests.support.processes import processes
 from tests.support.running_router import AS_USERS_DO, refuses, router_process
@@ -164,7 +165,8 @@ async def test_a_key_s_requests_go_to_one_worker_whichever_process_sends_them(st
 async def test_keys_are_asked_for_where_requests_come_in(stage: Stage) -> None:
     worker = await stage.worker()
     keys = ("--api-key", "theirs", "--admin-api-key", "ours", "--middleware-paths", "tests.support.owned.Owned")
-    async with router_process("--worker-urls", worker.url, "--processes", "2", *keys) as router:
+    given = ("--worker-urls", worker.url, "--processes", "2", *keys)
+    async with router_process(*given, start=fork_router) as router:
         for target in ("/workers", "/metrics", "/router/info"):
             assert (await ask(router.url, "GET", target)).status == 401
             assert (await ask(router.url, "GET", target, [("Authorization", "Bearer theirs")])).status == 401

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.support.cache_trial import (
 from tests.support.http import CutReply, request
 from tests.support.metrics import metric
 from tests.support.scripted_worker import CLOSE, RESET, chunk, chunked_head, head, reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -41,9 +44,12 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
 # What is left alone
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
+async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Stage) -> None:
+    worker = await stage.worker()
+    worker.always(script(reply(b'{"strange": "answer"}', 418)))
+    trial = await trial_before(stage, worker)
+    counted = Counter[str]()
+    for body, reason in [
         ({"text": "x", "image_data": ["aGk="]}, "beyond_text"),
         ({"input_embeds": [[0.5]]}, "beyond_text"),
         ({"text": "x", "input_ids": [1]}, "text_and_ids"),
@@ -58,35 +64,35 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
         ({"text": "x", "sampling_params": {"n": 5000}}, "too_many"),
         ({"text": ["x", "y"], "return_logprob": [True]}, "return_logprob"),
         (["no", "object"], "no_object"),
-    ],
-)
-async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Stage, body: Any, reason: str) -> None:
-    worker = await stage.worker()
-    worker.always(script(reply(b'{"strange": "answer"}', 418)))
-    trial = await trial_before(stage, worker)
-    raw = json.dumps(body, indent=3).encode()
-    answer = await trial.post("/generate", raw)
-    assert (answer.status, answer.body) == (418, b'{"strange": "answer"}')
-    assert worker.requests[-1].body == raw, "byte for byte"
-    assert trial.statistics()["passed_through"] == {reason: 1}
-    assert await metric(trial.router, "miles_router_radix_tree_passed_through_total", reason=reason) == 1
+    ]:
+        with case(body, reason):
+            raw = json.dumps(body, indent=3).encode()
+            counted[reason] += 1
+            answer = await trial.post("/generate", raw)
+            assert (answer.status, answer.body) == (418, b'{"strange": "answer"}')
+            assert worker.requests[-1].body == raw, "byte for byte"
+            assert trial.statistics()["passed_through"] == counted
+            assert (
+                await metric(trial.router, "miles_router_radix_tree_passed_through_total", reason=reason)
+                == counted[reason]
+            )
 
 
 NO_MEDIA: list[Any] = [[], "", [[]], [None], None, {}, [""], [[None]], False, " ", {"url": ""}, [{"url": None}]]
 
 
-@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
-@pytest.mark.parametrize("empty", NO_MEDIA, ids=json.dumps)
-async def test_media_that_hold_nothing_are_no_media(trial: Trial, field: str, empty: Any) -> None:
-    answer = await trial.generate(text="Is it there", **{field: empty})
-    await exactly_recorded(trial, answer, trial.given()[0])
-    (one, other) = await trial.generate(text=["One", "Two"], **{field: [empty, empty]})
-    given = trial.given()
-    await exactly_recorded(trial, one, given[0])
-    await exactly_recorded(trial, other, given[1])
-    streamed = await trial.post("/generate", {"text": "On and on", "stream": True, field: empty})
-    await exactly_recorded(trial, events(streamed.body)[-1], trial.given()[0])
-    assert trial.statistics()["passed_through"] == {}
+async def test_media_that_hold_nothing_are_no_media(trial: Trial) -> None:
+    for field, empty in itertools.product(["image_data", "video_data", "audio_data"], NO_MEDIA):
+        with case(field, empty):
+            answer = await trial.generate(text="Is it there", **{field: empty})
+            await exactly_recorded(trial, answer, trial.given()[0])
+            (one, other) = await trial.generate(text=["One", "Two"], **{field: [empty, empty]})
+            given = trial.given()
+            await exactly_recorded(trial, one, given[0])
+            await exactly_recorded(trial, other, given[1])
+            streamed = await trial.post("/generate", {"text": "On and on", "stream": True, field: empty})
+            await exactly_recorded(trial, events(streamed.body)[-1], trial.given()[0])
+            assert trial.statistics()["passed_through"] == {}
 
 
 async def test_media_beside_empty_ones_are_still_beyond_text(trial: Trial) -> None:
@@ -95,25 +101,28 @@ async def test_media_beside_empty_ones_are_still_beyond_text(trial: Trial) -> No
     assert trial.statistics()["passed_through"] == {"beyond_text": 2}
 
 
-@pytest.mark.parametrize("ids", [[1, -1], [1 << 31], [1 << 40], [[1], [-1]]])
-async def test_ids_that_no_engine_has_are_refused(trial: Trial, ids: Any) -> None:
+async def test_ids_that_no_engine_has_are_refused(trial: Trial) -> None:
     """An engine ends over them."""
-    answer = await trial.post("/generate", {"input_ids": ids})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert answer.json()["error"]["message"].startswith("input_ids: tokens_are_ids")
-    assert (trial.door, trial.statistics()["passed_through"]) == ([], {})
+    for ids in [[1, -1], [1 << 31], [1 << 40], [[1], [-1]]]:
+        with case(ids):
+            answer = await trial.post("/generate", {"input_ids": ids})
+            assert (answer.status, answer.error_type) == (400, "invalid_request")
+            assert answer.json()["error"]["message"].startswith("input_ids: tokens_are_ids")
+            assert (trial.door, trial.statistics()["passed_through"]) == ([], {})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud8"}'])
-async def test_malformed_bodies_are_refused(trial: Trial, body: bytes) -> None:
-    answer = await trial.post("/generate", body)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
+async def test_malformed_bodies_are_refused(trial: Trial) -> None:
+    for body in [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud8"}']:
+        with case(body):
+            answer = await trial.post("/generate", body)
+            assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
-@pytest.mark.parametrize("prompt", [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}])
-async def test_empty_prompts_are_refused_because_a_worker_ends_over_them(trial: Trial, prompt: dict[str, Any]) -> None:
-    assert (await trial.post("/generate", prompt)).status == 400
-    assert not trial.door
+async def test_empty_prompts_are_refused_because_a_worker_ends_over_them(trial: Trial) -> None:
+    for prompt in [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}]:
+        with case(prompt):
+            assert (await trial.post("/generate", prompt)).status == 400
+            assert not trial.door
 
 
 async def test_other_paths_and_methods_are_untouched(stage: Stage) -> None:
@@ -140,27 +149,23 @@ async def test_errors_of_the_worker_pass_and_leave_nothing(trial: Trial, stream:
     assert trial.statistics()["passed_through"] == {}, "the client was told"
 
 
-@pytest.mark.parametrize(
-    ("status", "headers"),
-    [
+async def test_what_is_no_good_json_answer_passes_byte_for_byte(stage: Stage) -> None:
+    worker = await stage.worker()
+    odd = b'{ "output_ids" : [1.50],   "text": "\\u00e9", "meta_info": {"output_token_logprobs": [] } }'
+    trial = await trial_before(stage, worker)
+    for status, headers in [
         (400, [("Content-Type", "application/json")]),
         (500, [("Content-Type", "application/json")]),
         (200, [("Content-Type", "text/plain")]),
         (200, [("Content-Type", "application/json"), ("Content-Encoding", "br")]),
         (200, []),
-    ],
-)
-async def test_what_is_no_good_json_answer_passes_byte_for_byte(
-    stage: Stage, status: int, headers: list[tuple[str, str]]
-) -> None:
-    worker = await stage.worker()
-    odd = b'{ "output_ids" : [1.50],   "text": "\\u00e9", "meta_info": {"output_token_logprobs": [] } }'
-    worker.always(script(reply(odd, status, headers)))
-    trial = await trial_before(stage, worker)
-    answer = await trial.post("/generate", {"text": "one"})
-    assert (answer.status, answer.body) == (status, odd)
-    assert [answer.value(name) for name, _ in headers] == [value.encode() for _, value in headers]
-    assert trial.statistics()["entries"] == 0
+    ]:
+        with case(status, headers):
+            worker.always(script(reply(odd, status, headers)))
+            answer = await trial.post("/generate", {"text": "one"})
+            assert (answer.status, answer.body) == (status, odd)
+            assert [answer.value(name) for name, _ in headers] == [value.encode() for _, value in headers]
+            assert trial.statistics()["entries"] == 0
 
 
 def answer_of(**changed: Any) -> dict[str, Any]:
@@ -192,64 +197,66 @@ GAP = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end
 BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] for a, b in ((1, 2), (0, 1), (0, 3)))
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason", "of_a_stream"),
-    [
-        ("no object", "incomplete", "incomplete"),
-        ([1, 2], "answer_count", "incomplete"),
-        ({}, "incomplete", "incomplete"),
-        ([7], "incomplete", "incomplete"),
-        (b"not json", "not_json", "not_json"),
-        ({"text": "a", "output_ids": [1]}, "incomplete", "incomplete"),
-        ({"text": "a", "output_ids": [1], "meta_info": None}, "incomplete", "incomplete"),
-        ([answer_of(), {}, {}], "answer_count", "incomplete"),
-        ([answer_of(), answer_of()], "answer_count", "incomplete"),
-        ([], "answer_count", "incomplete"),
-        (answer_of(text=7), "incomplete", "incomplete"),
-        (answer_of(completion_tokens=3), "token_counts_disagree", "token_counts_disagree"),
-        (answer_of(output_ids=[7]), "token_counts_disagree", "token_counts_disagree"),
-        (answer_of(output_token_logprobs=[[-1.0, 7, None]]), "token_counts_disagree", "token_counts_disagree"),
-        (
-            answer_of(output_token_logprobs=[[-1.0, 7], [-1.0, 9]]),
-            "logprobs_of_other_tokens",
-            "logprobs_of_other_tokens",
-        ),
-        (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "invalid_tokens", "invalid_tokens"),
-        *(
-            (answer_of(output_ids=ids, output_token_logprobs=of_ids(ids)), "invalid_tokens", "invalid_tokens")
-            for ids in NO_IDS
-        ),
-        (answer_of(weight_versions=GAP), "versions_leave_gaps", "versions_leave_gaps"),
-        (answer_of(weight_versions=BEGINS_LATE), "versions_leave_gaps", "versions_leave_gaps"),
-        (answer_of(weight_versions=ENDS_EARLY), "versions_end_elsewhere", "versions_end_elsewhere"),
-        (answer_of(weight_versions=ENDS_LATE), "versions_end_elsewhere", "versions_end_elsewhere"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
 async def test_answers_that_make_no_sense_pass_and_are_counted_and_logged_and_not_recorded(
-    stage: Stage, caplog: pytest.LogCaptureFixture, answer: Any, reason: str, of_a_stream: str, stream: bool
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     worker = await stage.worker()
-    if stream:
-        sent = b"data: " + raw + b"\n\ndata: [DONE]\n\n"
-        worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
-    else:
-        sent = raw
-        worker.always(script(reply(raw, headers=JSON)))
-    trial = await trial_before(stage, worker)
-    with caplog.at_level(logging.WARNING):
-        got = await trial.post("/generate", {"text": "one", "stream": stream, "return_logprob": True})
-    assert (got.status, got.body) == (200, sent)
-    expected = of_a_stream if stream else reason
-    fields = [record.__dict__["fields"] for record in caplog.records if record.message == "answer_not_recorded"]
-    assert [(each["reason"], each["worker"]) for each in fields] == [(expected, worker.url)]
-    got = await trial.post("/generate", {"text": "one", "stream": stream})
-    assert got.status == 200
-    assert b'"output_token_logprobs"' not in got.body or reason == "answer_count"
-    statistics = trial.statistics()
-    assert statistics["recorded"] == statistics["entries"] == 0
-    assert statistics["passed_through"] == {expected: 2}
+    trial, counted = await trial_before(stage, worker), Counter[str]()
+    for (answer, reason, of_a_stream), stream in itertools.product(
+        [
+            ("no object", "incomplete", "incomplete"),
+            ([1, 2], "answer_count", "incomplete"),
+            ({}, "incomplete", "incomplete"),
+            ([7], "incomplete", "incomplete"),
+            (b"not json", "not_json", "not_json"),
+            ({"text": "a", "output_ids": [1]}, "incomplete", "incomplete"),
+            ({"text": "a", "output_ids": [1], "meta_info": None}, "incomplete", "incomplete"),
+            ([answer_of(), {}, {}], "answer_count", "incomplete"),
+            ([answer_of(), answer_of()], "answer_count", "incomplete"),
+            ([], "answer_count", "incomplete"),
+            (answer_of(text=7), "incomplete", "incomplete"),
+            (answer_of(completion_tokens=3), "token_counts_disagree", "token_counts_disagree"),
+            (answer_of(output_ids=[7]), "token_counts_disagree", "token_counts_disagree"),
+            (answer_of(output_token_logprobs=[[-1.0, 7, None]]), "token_counts_disagree", "token_counts_disagree"),
+            (
+                answer_of(output_token_logprobs=[[-1.0, 7], [-1.0, 9]]),
+                "logprobs_of_other_tokens",
+                "logprobs_of_other_tokens",
+            ),
+            (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "invalid_tokens", "invalid_tokens"),
+            *(
+                (answer_of(output_ids=ids, output_token_logprobs=of_ids(ids)), "invalid_tokens", "invalid_tokens")
+                for ids in NO_IDS
+            ),
+            (answer_of(weight_versions=GAP), "versions_leave_gaps", "versions_leave_gaps"),
+            (answer_of(weight_versions=BEGINS_LATE), "versions_leave_gaps", "versions_leave_gaps"),
+            (answer_of(weight_versions=ENDS_EARLY), "versions_end_elsewhere", "versions_end_elsewhere"),
+            (answer_of(weight_versions=ENDS_LATE), "versions_end_elsewhere", "versions_end_elsewhere"),
+        ],
+        [False, True],
+    ):
+        with case(answer, reason, of_a_stream, stream):
+            raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            if stream:
+                sent = b"data: " + raw + b"\n\ndata: [DONE]\n\n"
+                worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+            else:
+                sent = raw
+                worker.always(script(reply(raw, headers=JSON)))
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                got = await trial.post("/generate", {"text": "one", "stream": stream, "return_logprob": True})
+            assert (got.status, got.body) == (200, sent)
+            expected = of_a_stream if stream else reason
+            counted[expected] += 2
+            fields = [record.__dict__["fields"] for record in caplog.records if record.message == "answer_not_recorded"]
+            assert [(each["reason"], each["worker"]) for each in fields] == [(expected, worker.url)]
+            got = await trial.post("/generate", {"text": "one", "stream": stream})
+            assert got.status == 200
+            assert b'"output_token_logprobs"' not in got.body or reason == "answer_count"
+            statistics = trial.statistics()
+            assert statistics["recorded"] == statistics["entries"] == 0
+            assert statistics["passed_through"] == counted
 
 
 async def test_events_of_answers_that_nobody_asked_for_pass_and_are_counted_once(stage: Stage) -> None:

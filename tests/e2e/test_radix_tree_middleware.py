@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,6 +27,7 @@ from tests.support.cache_trial import (
 )
 from tests.support.http import request
 from tests.support.scripted_worker import chunk, chunked_head, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"}
@@ -102,31 +104,30 @@ async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:
 # The client's view
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"return_logprob": True},
-        {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True},
-        {"return_logprob": True, "logprob_start_len": 0},
-        {"stream": True},
-        {"stream": True, "return_logprob": True},
-    ],
-)
-@pytest.mark.parametrize("shape", [{"text": "one"}, {"text": ["one", "two"]}, {"text": "one", "n": 2}])
-async def test_the_client_sees_what_the_worker_shows(
-    trial: Trial, extra: dict[str, Any], shape: dict[str, Any]
-) -> None:
-    params = {**SHORT, "n": shape.get("n", 1), "temperature": 0}
-    body = {"text": shape["text"], "sampling_params": params, "rid": "r", **extra}
-    through = await trial.post("/generate", body)
-    async with SimulatedWorker(tokenizer=checkpoint()) as other:
-        direct = await ask_worker(other.url, body)
-    assert through.value("content-type") == direct.value("content-type")
-    seen = events(through.body) if "stream" in extra else through.json()
-    assert steady(seen) == steady(events(direct.body) if "stream" in extra else direct.json())
-    if "return_logprob" not in extra:
-        assert not any(name.encode() in through.body for name in LOGPROBS)
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True},
+    {"return_logprob": True, "logprob_start_len": 0},
+    {"stream": True},
+    {"stream": True, "return_logprob": True},
+]
+SHAPES: list[dict[str, Any]] = [{"text": "one"}, {"text": ["one", "two"]}, {"text": "one", "n": 2}]
+
+
+async def test_the_client_sees_what_the_worker_shows(trial: Trial) -> None:
+    for extra, shape in itertools.product(EXTRAS, SHAPES):
+        with case(extra, shape):
+            params = {**SHORT, "n": shape.get("n", 1), "temperature": 0}
+            body = {"text": shape["text"], "sampling_params": params, "rid": "r", **extra}
+            through = await trial.post("/generate", body)
+            async with SimulatedWorker(tokenizer=checkpoint()) as other:
+                direct = await ask_worker(other.url, body)
+            assert through.value("content-type") == direct.value("content-type")
+            seen = events(through.body) if "stream" in extra else through.json()
+            assert steady(seen) == steady(events(direct.body) if "stream" in extra else direct.json())
+            if "return_logprob" not in extra:
+                assert not any(name.encode() in through.body for name in LOGPROBS)
 
 
 def steady(answer: Any) -> Any:
@@ -165,16 +166,17 @@ async def test_a_stream_is_given_on_event_by_event(stage: Stage) -> None:
     assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
 
 
-@pytest.mark.parametrize("cut", [1, 7, 64, 1000])
-async def test_events_are_understood_however_they_are_cut(stage: Stage, cut: int) -> None:
+async def test_events_are_understood_however_they_are_cut(stage: Stage) -> None:
     whole = event([7], "a") + event([7, 8], "aé") + event([7, 8, 9], "aéc", finish=True) + b"data: [DONE]\n\n"
-    pieces = [chunk(whole[i : i + cut]) for i in range(0, len(whole), cut)]
     worker = await stage.worker()
-    worker.always(script(chunked_head(STREAM), *pieces, b"0\r\n\r\n"))
     trial = await trial_before(stage, worker)
-    answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
-    assert answer.body == whole
-    assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
+    for cut in [1, 7, 64, 1000]:
+        with case(cut):
+            pieces = [chunk(whole[i : i + cut]) for i in range(0, len(whole), cut)]
+            worker.always(script(chunked_head(STREAM), *pieces, b"0\r\n\r\n"))
+            answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
+            assert answer.body == whole
+            assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
 
 
 SPACES = (", ", " : ")

@@ -13,6 +13,7 @@ from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simu
 from tests.support.exactness import binary_arrays
 from tests.support.metrics import metrics, total
 from tests.support.oracle import retrieved_arrays, same
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 BINARY = "application/octet-stream"
@@ -183,9 +184,8 @@ async def test_retrieving_while_others_generate(trial: Trial) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+async def test_what_cannot_be_asked_is_refused(trial: Trial) -> None:
+    for asked in [
         {"text": ""},
         {"texts": [""]},
         {"texts": ["a", 7]},
@@ -204,11 +204,10 @@ async def test_retrieving_while_others_generate(trial: Trial) -> None:
         ["a"],
         "a",
         None,
-    ],
-)
-async def test_what_cannot_be_asked_is_refused(trial: Trial, asked: Any) -> None:
-    refused = await trial.post("/retrieve_from_text", asked)
-    assert (refused.status, refused.error_type) == (400, "invalid_request")
+    ]:
+        with case(asked):
+            refused = await trial.post("/retrieve_from_text", asked)
+            assert (refused.status, refused.error_type) == (400, "invalid_request")
 
 
 async def test_malformed_json_is_refused(trial: Trial) -> None:
@@ -276,9 +275,13 @@ async def test_old_versions_are_evicted_first(stage: Stage) -> None:
         assert (await trial.retrieve(rid=answers[1]["meta_info"]["id"]))["weight_versions"][0]["version"] == "new"
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}])
-async def test_senseless_options_are_refused_at_the_start(stage: Stage, options: dict[str, Any]) -> None:
+SENSELESS: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}]
+
+
+async def test_senseless_options_are_refused_at_the_start(stage: Stage) -> None:
     async with simulated_trial(stage) as plenty:
-        assert plenty.worker is not None
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            await trial_before(stage, plenty.worker, **options)
+        for options in SENSELESS:
+            with case(options):
+                assert plenty.worker is not None
+                with pytest.raises(ConfigError, match=next(iter(options))):
+                    await trial_before(stage, plenty.worker, **options)

@@ -4,6 +4,7 @@ what the worker's engine has generated, never against what the router says of it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from tests.support.experts_trial import (
 from tests.support.http import ask
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON
 from tests.support.scripted_worker import LAST_CHUNK, chunk, chunked_head, script
+from tests.support.session_apis import case
 from tests.support.session_trial import CHAT, SESSIONS
 from tests.support.stage import Stage, staged
 
@@ -118,14 +120,15 @@ async def test_the_request_is_asked_in_addition_to_what_it_asks(stage: Stage, ra
         assert trial.worker.door.at("/generate")[-1].json() == want
 
 
-@pytest.mark.parametrize("raw", [b"{}", b"[1]", b"7", b'{"text": ', b'{"text": 7}', b""])
-async def test_what_is_no_request_is_refused_in_the_words_of_the_worker(stage: Stage, raw: bytes) -> None:
+async def test_what_is_no_request_is_refused_in_the_words_of_the_worker(stage: Stage) -> None:
     async with simulated_experts(stage) as trial:
-        through = await trial.post("/generate", raw)
-        direct = await ask(trial.worker.url, "POST", "/generate", JSON, raw)
-        assert direct.status == 400
-        assert (through.status, through.body) == (400, direct.body)
-        assert (trial.held["generations"], trial.held["missing"]) == (0, {})
+        for raw in [b"{}", b"[1]", b"7", b'{"text": ', b'{"text": 7}', b""]:
+            with case(raw):
+                through = await trial.post("/generate", raw)
+                direct = await ask(trial.worker.url, "POST", "/generate", JSON, raw)
+                assert direct.status == 400
+                assert (through.status, through.body) == (400, direct.body)
+                assert (trial.held["generations"], trial.held["missing"]) == (0, {})
 
 
 async def test_what_generates_nothing_passes_as_it_is(trial: ExpertsTrial) -> None:
@@ -235,25 +238,25 @@ async def test_a_client_that_asks_gets_every_byte_as_the_worker_sent_it(
     assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
 
 
-@pytest.mark.parametrize("cut", [1, 7, 100])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_rows_are_cut_out_however_the_answer_comes(stage: Stage, cut: int, stream: bool) -> None:
-    odd = {"odd": '\\"routed_experts": "AAAA"'}
-    parts = [{**part, **odd} for part in PARTS]
-    bare = [json.loads(json.dumps(part)) for part in parts]
-    del bare[1]["meta_info"]["routed_experts"]
-    whole, want = (
-        (event_of(parts[0]) + event_of(parts[1]) + DONE, event_of(bare[0]) + event_of(bare[1]) + DONE)
-        if stream
-        else (compact(parts[1]), compact(bare[1]))
-    )
-    pieces = [chunk(whole[at : at + cut]) for at in range(0, len(whole), cut)]
+async def test_rows_are_cut_out_however_the_answer_comes(stage: Stage) -> None:
     worker = await stage.worker()
-    worker.always(script(chunked_head(EVENT_STREAM if stream else JSON), *pieces, LAST_CHUNK))
     trial = await experts_trial(stage, worker)
-    answer = await trial.post("/generate", {**ASKED, "stream": stream})
-    assert (answer.status, answer.body) == (200, want)
-    assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
+    for cut, stream in itertools.product([1, 7, 100], [False, True]):
+        with case(cut, stream):
+            odd = {"odd": '\\"routed_experts": "AAAA"'}
+            parts = [{**part, **odd} for part in PARTS]
+            bare = [json.loads(json.dumps(part)) for part in parts]
+            del bare[1]["meta_info"]["routed_experts"]
+            whole, want = (
+                (event_of(parts[0]) + event_of(parts[1]) + DONE, event_of(bare[0]) + event_of(bare[1]) + DONE)
+                if stream
+                else (compact(parts[1]), compact(bare[1]))
+            )
+            pieces = [chunk(whole[at : at + cut]) for at in range(0, len(whole), cut)]
+            worker.always(script(chunked_head(EVENT_STREAM if stream else JSON), *pieces, LAST_CHUNK))
+            answer = await trial.post("/generate", {**ASKED, "stream": stream})
+            assert (answer.status, answer.body) == (200, want)
+            assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
 
 
 @pytest.mark.parametrize("place", ["first", "last", "only"])
@@ -312,19 +315,21 @@ async def test_a_client_gets_the_rows_that_the_worker_itself_would_tell_it(cache
 
 
 @pytest.mark.parametrize("way", ["whole", "cumulative", "incremental"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
 async def test_every_answer_has_the_rows_that_its_client_asked_for(
-    stage: Stage, around: Sequence[str], shape: dict[str, Any], way: str
+    stage: Stage, around: Sequence[str], way: str
 ) -> None:
     async with simulated_experts(stage, around=around, incremental_streaming_output=way == "incremental") as trial:
-        body = {"sampling_params": SHORT, **shape, "stream": way != "whole", "return_routed_experts": True}
-        answer = await trial.post("/generate", body)
-        seen = answer.json() if way == "whole" else events(answer.body)
-        metas = [each["meta_info"] for each in (seen if isinstance(seen, list) else [seen])]
-        found = {meta["id"]: meta["routed_experts"] for meta in metas if meta["finish_reason"] is not None}
-        assert found == {each.rid: encode_routes(truth(tokens_of(each))) for each in trial.generations("/generate")}
-        await all_kept(trial)
+        for name, shape in SHAPES.items():
+            trial.worker.door.clear()
+            body = {"sampling_params": SHORT, **shape, "stream": way != "whole", "return_routed_experts": True}
+            answer = await trial.post("/generate", body)
+            seen = answer.json() if way == "whole" else events(answer.body)
+            metas = [each["meta_info"] for each in (seen if isinstance(seen, list) else [seen])]
+            found = {meta["id"]: meta["routed_experts"] for meta in metas if meta["finish_reason"] is not None}
+            rows = {each.rid: encode_routes(truth(tokens_of(each))) for each in trial.generations("/generate")}
+            assert found == rows, name
+            await all_kept(trial)
 
 
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])

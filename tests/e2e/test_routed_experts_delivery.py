@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.experts_trial import (
 )
 from tests.support.scripted_chat import able, chat_reply, meta_of
 from tests.support.scripted_worker import Visit, script
+from tests.support.session_apis import case
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.stage import Stage, staged
 from tests.support.waiting import until
@@ -136,32 +138,30 @@ async def kept() -> AsyncIterator[ExpertsTrial]:
         yield made
 
 
-@pytest.mark.parametrize("form", ["raw", "json", "safetensors"])
-@pytest.mark.parametrize(
-    ("start", "stop"), [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)], ids=str
-)
-async def test_any_range_of_rows_is_delivered(
-    kept: ExpertsTrial, form: str, start: int | None, stop: int | None
-) -> None:
-    want = truth(tokens_of(kept.worker.door.generation("one")))
-    first = len(want) if start == -1 else start
-    last = len(want) if stop == -1 else stop
-    part = want[first:last]
-    given = {name: value for name, value in (("start", first), ("stop", last)) if value is not None}
-    answer = await kept.deliver(rid="one", format=form, **given)
-    assert answer.status == 200, answer.body
-    if form == "raw":
-        assert np.array_equal(array_of(answer), part)
-        assert array_of(answer).shape == part.shape
-        assert answer.value("x-start") == str(first or 0).encode()
-    elif form == "json":
-        told = answer.json()
-        assert (told["routed_experts"], told["start"]) == (encode_routes(part), first or 0)
-        assert told["shape"] == [*part.shape]
-    else:
-        found = load(answer.body)["routed_experts"]
-        assert found.shape == part.shape
-        assert np.array_equal(found, part)
+async def test_any_range_of_rows_is_delivered(kept: ExpertsTrial) -> None:
+    for form, (start, stop) in itertools.product(
+        ["raw", "json", "safetensors"], [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)]
+    ):
+        with case(form, start, stop):
+            want = truth(tokens_of(kept.worker.door.generation("one")))
+            first = len(want) if start == -1 else start
+            last = len(want) if stop == -1 else stop
+            part = want[first:last]
+            given = {name: value for name, value in (("start", first), ("stop", last)) if value is not None}
+            answer = await kept.deliver(rid="one", format=form, **given)
+            assert answer.status == 200, answer.body
+            if form == "raw":
+                assert np.array_equal(array_of(answer), part)
+                assert array_of(answer).shape == part.shape
+                assert answer.value("x-start") == str(first or 0).encode()
+            elif form == "json":
+                told = answer.json()
+                assert (told["routed_experts"], told["start"]) == (encode_routes(part), first or 0)
+                assert told["shape"] == [*part.shape]
+            else:
+                found = load(answer.body)["routed_experts"]
+                assert found.shape == part.shape
+                assert np.array_equal(found, part)
 
 
 async def test_rows_are_delivered_by_whatever_names_them(kept: ExpertsTrial) -> None:
@@ -186,9 +186,10 @@ UNKNOWN: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "error"), UNKNOWN, ids=[str(each) for each, _ in UNKNOWN])
-async def test_what_nobody_has_is_not_found(kept: ExpertsTrial, asked: Any, error: str) -> None:
-    assert (await kept.refused(**asked))[:2] == (404, error)
+async def test_what_nobody_has_is_not_found(kept: ExpertsTrial) -> None:
+    for asked, error in UNKNOWN:
+        with case(asked, error):
+            assert (await kept.refused(**asked))[:2] == (404, error)
 
 
 REFUSED: list[Any] = [
@@ -227,14 +228,15 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("asked", REFUSED, ids=str)
-async def test_what_is_no_request_for_rows_is_refused_and_changes_nothing(kept: ExpertsTrial, asked: Any) -> None:
-    before = kept.held
-    answer = await kept.post("/routed_experts", asked)
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert answer.json()["error"]["message"]
-    assert kept.held == before
-    assert (await kept.deliver(rid="one")).status == 200
+async def test_what_is_no_request_for_rows_is_refused_and_changes_nothing(kept: ExpertsTrial) -> None:
+    for asked in REFUSED:
+        with case(asked):
+            before = kept.held
+            answer = await kept.post("/routed_experts", asked)
+            assert (answer.status, answer.error_type) == (400, "invalid_request")
+            assert answer.json()["error"]["message"]
+            assert kept.held == before
+            assert (await kept.deliver(rid="one")).status == 200
 
 
 async def test_what_no_layer_holds_cannot_be_named(stage: Stage) -> None:

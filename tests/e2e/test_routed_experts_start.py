@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.support.experts_trial import (
     truth,
 )
 from tests.support.scripted_worker import script
+from tests.support.session_apis import case
 from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
 
@@ -47,25 +47,37 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("order", "says"), ORDERS, ids=[str(number) for number in range(len(ORDERS))])
-async def test_a_keeper_in_the_wrong_place_stops_the_start(stage: Stage, order: Sequence[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=f"routed_experts.*({says})"):
-        await stage.router(middlewares=[MiddlewareSpec(path, {}) for path in order], hf_checkpoint=checkpoint())
+async def test_a_keeper_in_the_wrong_place_stops_the_start(stage: Stage) -> None:
+    for order, says in ORDERS:
+        with case(order, says), pytest.raises(ConfigError, match=f"routed_experts.*({says})"):
+            await stage.router(middlewares=[MiddlewareSpec(path, {}) for path in order], hf_checkpoint=checkpoint())
 
 
-@pytest.mark.parametrize(
-    "shape",
-    ["48x128", "48x128x8x1", "0x8x2", "4x0x2", "4x8x0", "4x8x9", "-4x8x2", "fourx8x2", "4x70000x2", "4*8*2", "x"],
-)
-async def test_a_shape_that_is_none_stops_the_start(stage: Stage, shape: str) -> None:
-    with pytest.raises(ConfigError, match="moe_shape"):
-        await experts_trial(stage, options={"moe_shape": shape})
+async def test_a_shape_that_is_none_stops_the_start(stage: Stage) -> None:
+    for shape in [
+        "48x128",
+        "48x128x8x1",
+        "0x8x2",
+        "4x0x2",
+        "4x8x0",
+        "4x8x9",
+        "-4x8x2",
+        "fourx8x2",
+        "4x70000x2",
+        "4*8*2",
+        "x",
+    ]:
+        with case(shape), pytest.raises(ConfigError, match="moe_shape"):
+            await experts_trial(stage, options={"moe_shape": shape})
 
 
-@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_bytes": -1}, {"shape": SHAPE}], ids=str)
-async def test_options_that_make_no_sense_stop_the_start(stage: Stage, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="routed_experts"):
-        await experts_trial(stage, options=options)
+SENSELESS: list[dict[str, Any]] = [{"max_bytes": 0}, {"max_bytes": -1}, {"shape": SHAPE}]
+
+
+async def test_options_that_make_no_sense_stop_the_start(stage: Stage) -> None:
+    for options in SENSELESS:
+        with case(options), pytest.raises(ConfigError, match="routed_experts"):
+            await experts_trial(stage, options=options)
 
 
 @pytest.mark.parametrize("shape", ["3X40X2", SHAPE])

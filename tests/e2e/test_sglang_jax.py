@@ -27,7 +27,7 @@ from miles_router.testing.worker.model.moe import MoeShape
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS
-from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of
+from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of, impatient
 from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
@@ -180,7 +180,7 @@ async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
     whole: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
     streamed = {**whole, "sampling_params": {**LONG, "max_new_tokens": 40 if engines.simulated else 400}}
     for worker in engines.simulated:
-        worker.engine.token_latency_s = 1.0  # so that all is there when the pause comes
+        worker.engine.token_latency_s = 0.3  # so that all is there when the pause comes
     async with contextlib.AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(client.stream("/generate", **streamed)) for _ in range(2)]
         for stream in streams:
@@ -194,7 +194,8 @@ async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
         )
         late = spawn(client.generate(**whole), name="late")
         await until(lambda: client.router.app.router.gate.held, "a late one waits")
-        flushed = await client.ask("POST", "/flush_cache")
+        with impatient():
+            flushed = await client.ask("POST", "/flush_cache")
         assert flushed.status == 400 or flushed.json["error"]["type"] == "fan_out_failed"
         assert re.search(rb"The pause holds \d requests on this worker: ", flushed.body), flushed.body
         for worker in engines.simulated:

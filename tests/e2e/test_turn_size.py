@@ -21,7 +21,7 @@ from tests.support.stage import Stage
 from tests.support.under_way import under_way
 
 pytestmark = pytest.mark.alone("calls are counted in the test's own process")
-TOKENS, TURNS = 12, 4
+TOKENS, TURNS = 12, 3
 
 
 class Size(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from tests.support.agent_apis import APIS
 from tests.support.by_ids_trial import five_turns, is_exactly, went
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.door import Door
-from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of
+from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of, impatient
+from tests.support.session_apis import case
 from tests.support.session_trial import qwen3
 from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
@@ -161,13 +163,11 @@ async def test_an_abort_by_its_clients_name_ends_it_with_all_that_was_sampled(cl
 # Pauses
 
 
-@pytest.mark.parametrize("spelled", ["/pause_generation", "/pause"])
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_a_pause_in_each_mode_cuts_or_holds_and_versions_say_where(
-    stage: Stage, engines: Engines, mode: str, spelled: str
-) -> None:
+async def test_a_pause_in_each_mode_cuts_or_holds_and_versions_say_where(stage: Stage, engines: Engines) -> None:
     async with client_of(stage, engines.urls[:1]) as client:
-        await _pauses(client, mode, spelled)
+        for spelled, mode in itertools.product(["/pause_generation", "/pause"], ["abort", "retract", "in_place"]):
+            with case(spelled, mode):
+                await _pauses(client, mode, spelled)
 
 
 async def _pauses(client: Client, mode: str, spelled: str) -> None:
@@ -185,7 +185,8 @@ async def _pauses(client: Client, mode: str, spelled: str) -> None:
         assert paused.status == 200, paused.body
         late = spawn(client.generate(**request), name="late")
         await until(lambda: client.router.app.router.gate.held, "a late one waits")
-        flushed = await client.ask("POST", "/flush_cache")
+        with impatient():
+            flushed = await client.ask("POST", "/flush_cache")
         assert flushed.status == (400 if mode == "in_place" else 200), "what is kept in place is held on to"
         named = await client.ask("POST", "/update_weight_version", {"new_version": f"{mode} {spelled}"})
         assert named.status == 200
@@ -349,24 +350,24 @@ async def test_new_weights_come_by_vllms_way_and_a_cached_prompt_is_computed_ane
     await client.post("/update_weight_version", new_version="default")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"session_params": {"id": "a"}},
-        {"return_hidden_states": True},
-        {"custom_logit_processor": "x"},
-        {"token_ids_logprob": [1]},
-        {"return_routed_experts": True},
-        {"return_indexer_topk": True},
-        {"image_data": "x"},
-        {"a_field_of_tomorrow": 1},
-        {"stream": True, "return_logprob": True, "logprob_start_len": 0},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-async def test_what_vllm_would_leave_out_is_refused_by_name(client: Client, fields: dict[str, Any]) -> None:
-    message = await client.refused("/generate", input_ids=PROMPT, sampling_params=SHORT, **fields)
-    assert any(name in message for name in [*fields, "routed experts"])
+LEFT_OUT: list[dict[str, Any]] = [
+    {"session_params": {"id": "a"}},
+    {"return_hidden_states": True},
+    {"custom_logit_processor": "x"},
+    {"token_ids_logprob": [1]},
+    {"return_routed_experts": True},
+    {"return_indexer_topk": True},
+    {"image_data": "x"},
+    {"a_field_of_tomorrow": 1},
+    {"stream": True, "return_logprob": True, "logprob_start_len": 0},
+]
+
+
+async def test_what_vllm_would_leave_out_is_refused_by_name(client: Client) -> None:
+    for fields in LEFT_OUT:
+        with case(*fields):
+            message = await client.refused("/generate", input_ids=PROMPT, sampling_params=SHORT, **fields)
+            assert any(name in message for name in [*fields, "routed experts"])
 
 
 async def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(client: Client) -> None:

@@ -12,6 +12,7 @@ from tests.support.http import RawReply, request
 from tests.support.metrics import metric, total
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -61,9 +62,8 @@ async def router(stage: Stage) -> RunningRouter:
 # Registration, the spelling of slime and miles
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+async def test_a_worker_registers_by_query_or_body_under_either_name(router: RunningRouter) -> None:
+    for path, body in [
         (f"/add_worker?url={ONE}", None),
         (f"/add_worker?worker_url={ONE}", None),
         ("/add_worker?url=http%3A%2F%2F127.0.0.7%3A30000", None),
@@ -72,14 +72,12 @@ async def router(stage: Stage) -> RunningRouter:
         ("/add_worker", in_json(url=ONE + "/")),
         (f"/add_worker?url={ONE}/", b""),
         ("/add_worker?url=HTTP://127.0.0.7:30000", None),
-    ],
-)
-async def test_a_worker_registers_by_query_or_body_under_either_name(
-    router: RunningRouter, path: str, body: bytes | None
-) -> None:
-    answer = await post(router, path, body)
-    assert (answer.status, answer.json()) == (200, {"status": "success", "worker_urls": {ONE: 0}})
-    assert await listed(router) == [ONE]
+    ]:
+        with case(path, body):
+            answer = await post(router, path, body)
+            assert (answer.status, answer.json()) == (200, {"status": "success", "worker_urls": {ONE: 0}})
+            assert await listed(router) == [ONE]
+            assert (await post(router, f"/remove_worker?url={ONE}")).status == 200
 
 
 async def test_registering_again_changes_nothing(router: RunningRouter) -> None:
@@ -89,65 +87,60 @@ async def test_registering_again_changes_nothing(router: RunningRouter) -> None:
     assert len(router.pool) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "normal"),
-    [
+async def test_a_url_is_normalised(router: RunningRouter) -> None:
+    for given, normal in [
         ("http://127.0.0.7:80", "http://127.0.0.7"),
         ("https://127.0.0.7:443/", "https://127.0.0.7"),
         ("HTTP://LOCALHOST:9", "http://localhost:9"),
         ("http://127.0.0.7:8000/engines/0//", "http://127.0.0.7:8000/engines/0"),
         ("http://[2001:DB8::1]:8000/", "http://[2001:db8::1]:8000"),
         ("  http://127.0.0.7:8000\n", "http://127.0.0.7:8000"),
-    ],
-)
-async def test_a_url_is_normalised(router: RunningRouter, given: str, normal: str) -> None:
-    answer = await post(router, "/add_worker", in_json(url=given))
-    assert (answer.status, list(answer.json()["worker_urls"])) == (200, [normal])
+    ]:
+        with case(given, normal):
+            answer = await post(router, "/add_worker", in_json(url=given))
+            assert (answer.status, list(answer.json()["worker_urls"])) == (200, [normal])
+            assert (await post(router, "/remove_worker", in_json(url=normal))).status == 200
 
 
-@pytest.mark.parametrize("path", ["/add_worker", "/workers", "/remove_worker"])
-async def test_a_malformed_url_is_400_and_changes_nothing(router: RunningRouter, path: str) -> None:
+async def test_a_malformed_url_is_400_and_changes_nothing(router: RunningRouter) -> None:
     await post(router, "/add_worker", in_json(url=ONE))
-    for url in BAD_URLS:
-        answer = await post(router, path, in_json(url=url))
-        assert (answer.status, answer.error_type) == (400, "invalid_request"), url
-    assert await listed(router) == [ONE]
+    for path in ["/add_worker", "/workers", "/remove_worker"]:
+        with case(path):
+            for url in BAD_URLS:
+                answer = await post(router, path, in_json(url=url))
+                assert (answer.status, answer.error_type) == (400, "invalid_request"), url
+            assert await listed(router) == [ONE]
 
 
-@pytest.mark.parametrize("path", ["/add_worker", "/workers", "/remove_worker"])
-async def test_a_missing_url_or_a_body_that_is_no_object_is_400_and_changes_nothing(
-    router: RunningRouter, path: str
-) -> None:
+async def test_a_missing_url_or_a_body_that_is_no_object_is_400_and_changes_nothing(router: RunningRouter) -> None:
     await post(router, "/add_worker", in_json(url=ONE))
-    for body in (None, *BAD_BODIES):
-        answer = await post(router, path, body)
-        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
-    for body in (b"[]", b"not json"):  # whatever the query says
-        assert (await post(router, f"{path}?url={TWO}", body)).status == 400
-    assert await listed(router) == [ONE]
+    for path in ["/add_worker", "/workers", "/remove_worker"]:
+        with case(path):
+            for body in (None, *BAD_BODIES):
+                answer = await post(router, path, body)
+                assert (answer.status, answer.error_type) == (400, "invalid_request"), body
+            for body in (b"[]", b"not json"):  # whatever the query says
+                assert (await post(router, f"{path}?url={TWO}", body)).status == 400
+            assert await listed(router) == [ONE]
 
 
 # Removal
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+async def test_a_worker_is_removed_by_query_or_body_under_either_name(router: RunningRouter) -> None:
+    for path, body in [
         (f"/remove_worker?url={ONE}", None),
         (f"/remove_worker?worker_url={ONE}/", None),
         ("/remove_worker", in_json(url=ONE)),
         ("/remove_worker", in_json(worker_url=ONE, drain=True)),
         (f"/remove_worker?url={ONE}&drain=true", None),
         (f"/remove_worker?url={ONE}&drain=false", None),
-    ],
-)
-async def test_a_worker_is_removed_by_query_or_body_under_either_name(
-    router: RunningRouter, path: str, body: bytes | None
-) -> None:
-    await post(router, "/add_worker", in_json(url=ONE))
-    await post(router, "/add_worker", in_json(url=TWO))
-    assert (await post(router, path, body)).status == 200
-    assert await listed(router) == [TWO]
+    ]:
+        with case(path, body):
+            await post(router, "/add_worker", in_json(url=ONE))
+            await post(router, "/add_worker", in_json(url=TWO))
+            assert (await post(router, path, body)).status == 200
+            assert await listed(router) == [TWO]
 
 
 async def test_removing_an_unknown_worker_is_404(router: RunningRouter) -> None:
@@ -192,16 +185,21 @@ async def test_a_workers_url_stands_for_its_id_in_a_path(stage: Stage, spelled: 
     assert [worker.url for worker in router.pool] == [other.url]
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [("a/b", 404), ("", 404), ("x/y%2Fz", 400), ("http://10.9.8.7:1", 400), ("ftp%3A%2F%2Fx", 400), ("a%0a", 400)],
-)
-async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage, path: str, status: int) -> None:
+async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    for method in ("GET", "DELETE"):
-        assert (await router.ask(method, f"/workers/{path}")).status == status
-    assert worker.requests == []
+    for path, status in [
+        ("a/b", 404),
+        ("", 404),
+        ("x/y%2Fz", 400),
+        ("http://10.9.8.7:1", 400),
+        ("ftp%3A%2F%2Fx", 400),
+        ("a%0a", 400),
+    ]:
+        with case(path, status):
+            for method in ("GET", "DELETE"):
+                assert (await router.ask(method, f"/workers/{path}")).status == status
+            assert worker.requests == []
 
 
 async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRouter) -> None:
@@ -210,14 +208,19 @@ async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRout
     assert [each["id"] for each in (await router.ask("GET", "/workers")).json()["workers"]] == [again["id"]]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"api_key": 7}, {"api_key": "a\nb"}, {"worker_type": "prefill"}, {"labels": "x" * 9999}]
-)
-async def test_attributes_that_cannot_be_used_are_400_and_register_nothing(
-    router: RunningRouter, fields: dict[str, Any]
-) -> None:
-    answer = await post(router, "/workers", in_json(url=ONE, **fields))
-    assert (answer.status, answer.error_type, await listed(router)) == (400, "invalid_request", [])
+BAD_ATTRIBUTES: list[dict[str, Any]] = [
+    {"api_key": 7},
+    {"api_key": "a\nb"},
+    {"worker_type": "prefill"},
+    {"labels": "x" * 9999},
+]
+
+
+async def test_attributes_that_cannot_be_used_are_400_and_register_nothing(router: RunningRouter) -> None:
+    for fields in BAD_ATTRIBUTES:
+        with case(fields):
+            answer = await post(router, "/workers", in_json(url=ONE, **fields))
+            assert (answer.status, answer.error_type, await listed(router)) == (400, "invalid_request", [])
 
 
 async def test_a_workers_own_key_is_sent_to_it_and_shown_to_nobody(stage: Stage) -> None:
@@ -300,9 +303,10 @@ async def test_metrics_are_prometheus_text(stage: Stage) -> None:
     assert total(text, "miles_router_request_bytes_total") == 2
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
+async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    for method, path in [
         ("GET", "/add_worker"),
         ("DELETE", "/add_worker"),
         ("GET", "/remove_worker"),
@@ -313,14 +317,11 @@ async def test_metrics_are_prometheus_text(stage: Stage) -> None:
         ("DELETE", "/readiness"),
         ("POST", "/metrics"),
         ("PATCH", "/router/info"),
-    ],
-)
-async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage, method: str, path: str) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    answer = await router.ask(method, path)
-    assert (answer.status, answer.error_type) == (405, "invalid_request")
-    assert worker.requests == []
+    ]:
+        with case(method, path):
+            answer = await router.ask(method, path)
+            assert (answer.status, answer.error_type) == (405, "invalid_request")
+            assert worker.requests == []
 
 
 async def test_head_is_answered_wherever_get_is(router: RunningRouter) -> None:
@@ -329,10 +330,11 @@ async def test_head_is_answered_wherever_get_is(router: RunningRouter) -> None:
         assert (answer.status, answer.body) == (200, b""), path
 
 
-@pytest.mark.parametrize("path", ["/Health", "/health_generate", "/get_model_info", "/workers_of_mine", "/v1/models"])
-async def test_paths_that_only_look_like_the_routers_own_are_forwarded(stage: Stage, path: str) -> None:
+async def test_paths_that_only_look_like_the_routers_own_are_forwarded(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    before = len(worker.requests) + len(worker.probes)
-    assert (await router.ask("GET", path)).status == 200
-    assert len(worker.requests) + len(worker.probes) == before + 1
+    for path in ["/Health", "/health_generate", "/get_model_info", "/workers_of_mine", "/v1/models"]:
+        with case(path):
+            before = len(worker.requests) + len(worker.probes)
+            assert (await router.ask("GET", path)).status == 200
+            assert len(worker.requests) + len(worker.probes) == before + 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import aiohttp
+import pytest
 
+from miles_router.control import standstill
 from tests.contract.client import WorkerClient
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
@@ -53,6 +55,14 @@ class Client(WorkerClient):
         scored = (await self.generate(**request, return_logprob=True))["meta_info"]["input_token_logprobs"]
         for own, sampled, (score, token, _) in zip(logprobs, mask, scored, strict=True):
             assert not sampled or math.isclose(own, score, abs_tol=1e-3), (own, score, token)
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Within it a router in this process soon gives up a flush that a paused worker refuses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "FLUSH_PATIENCE", 0.3)
+        yield
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ import pytest
 from middleware_hub.tokenizing.encoder_process import PackedTokenizer
 from miles_router.middlewares.checkpoint import load_tokenizer
 from miles_router.settings.config import RouterConfig
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.sglang.environment import built, cache_root
 from tests.sglang.make_model import TOKENIZER_FILES, TOKENIZER_PACKAGE
 
@@ -65,17 +66,23 @@ def tokenizer(name: str) -> Any:
     return _by_directory[directory]
 
 
+def _files(directory: str) -> tuple[tuple[Path, int], ...]:
+    """Return the files of a directory, with when each was changed."""
+    return tuple((file, file.stat().st_mtime_ns) for file in sorted(Path(directory).glob("*")))
+
+
 @contextlib.contextmanager
 def loaded_once() -> Iterator[None]:
-    """Within it routers share what they load from files that stay the same, packed for processes as well: reading one
-    takes half a second."""
+    """Within it routers and simulated workers share what they load from files that stay the same, packed for processes
+    as well: reading one takes half a second."""
     loaded: dict[tuple[object, ...], Any] = {}
     packed: dict[tuple[int, int | None], tuple[Any, PackedTokenizer]] = {}  # by what was packed, which is kept
-    pack = PackedTokenizer.of
+    of_workers: dict[tuple[object, ...], dict[str, Any]] = {}
+    pack, read = PackedTokenizer.of, DirectoryTokenizer.__init__
 
     def load(config: RouterConfig) -> Any:
-        files = sorted(Path(config.hf_checkpoint or "").glob("*")) if config.hf_checkpoint else []
-        key = (config.hf_checkpoint, config.chat_template_path, *((file, file.stat().st_mtime_ns) for file in files))
+        files = _files(config.hf_checkpoint) if config.hf_checkpoint else ()
+        key = (config.hf_checkpoint, config.chat_template_path, *files)
         if not files or config.chat_template_path or key not in loaded:
             known = None if config.chat_template_path else _by_directory.get(config.hf_checkpoint or "")
             loaded[key] = load_tokenizer(config) if known is None else known
@@ -87,8 +94,16 @@ def loaded_once() -> Iterator[None]:
             packed[id(backend), beginning] = backend, pack(tokenizer)
         return packed[id(backend), beginning][1]
 
+    def share(self: DirectoryTokenizer, directory: str) -> None:
+        key = (directory, *_files(directory))
+        if key not in of_workers:
+            read(self, directory)
+            of_workers[key] = {**vars(self)}
+        vars(self).update(of_workers[key])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedTokenizer, "of", of)
+        patch.setattr(DirectoryTokenizer, "__init__", share)
         patch.setattr("miles_router.middlewares.router.load_tokenizer", load)
         yield
 
