@@ -14,6 +14,8 @@ _SAMPLE = 256
 _COMMAS = _SAMPLE // 8
 _BYTES_OF_TEXT, _BYTES_OF_IMAGE = 4, 500
 _BASE64 = (string.ascii_letters + string.digits + "+/=").encode("ascii")
+#: A table for `bytes.translate` that changes all bytes but those of base64.
+_OTHERS_CHANGED = bytes(byte if byte in _BASE64 else ord("A") for byte in range(256))
 #: The field in `meta_info` and in the `usage` of OpenAI's routes. Inside a string its quotes would be escaped.
 _COUNT = b'"completion_tokens"'
 _COLON = len(_COUNT) + 1
@@ -40,5 +42,6 @@ def prompt_tokens(body: bytes) -> int:
     commas = body.count(b",", begin, begin + _SAMPLE)
     if len(body) > _SAMPLE and commas > _COMMAS:
         return len(body) * commas // _SAMPLE
-    image = len(body) > _SAMPLE and not body[begin : begin + _SAMPLE].translate(None, _BASE64)
+    sample = body[begin : begin + _SAMPLE]
+    image = len(body) > _SAMPLE and sample.translate(_OTHERS_CHANGED) == sample
     return len(body) // (_BYTES_OF_IMAGE if image else _BYTES_OF_TEXT)

@@ -44,9 +44,8 @@ BODILESS_STATUSES = frozenset({NO_CONTENT, 304})
 FRAMING_FIELDS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # RFC 9110 section 5.6.2
-#: A table for `bytes.translate` that turns every byte which field values must not contain (RFC 9110 section 5.5) into a
-#: line feed.
-_MARKED = bytes(byte if byte == 9 or (byte >= 32 and byte != 127) else 10 for byte in range(256))
+#: A table for `bytes.translate` that changes the bytes which field values must not contain (RFC 9110 section 5.5).
+_CONTROLS_CHANGED = bytes(byte if byte == 9 or (byte >= 32 and byte != 127) else ord("?") for byte in range(256))
 _NAMES_REMEMBERED = 1024
 
 
@@ -85,6 +84,8 @@ def reply_body(status: int, headers: RawHeaders, *, to_head: bool) -> int:
 def _announced(headers: RawHeaders) -> int | None:
     body = None
     for name, value in headers:
+        if name not in FRAMING_FIELDS:
+            continue
         if name == b"content-length":
             if body != CHUNKED:
                 body = _length(value)
@@ -142,15 +143,12 @@ def request_head(method: str, target: bytes, authority: bytes, headers: RawHeade
     Raises:
         InvalidFraming: a header name is invalid, or a header contains a control character.
     """
-    parts = [method.encode("ascii"), b" ", target, b" HTTP/1.1\r\nhost: ", authority, CRLF]
-    lines = len(headers) + 3
+    lines = [b"%b %b HTTP/1.1" % (method.encode("ascii"), target), b"host: " + authority]
     for name, value in headers:
-        parts += (_LINE_STARTS.get(name) or _line_start(name), value, CRLF)
+        lines.append((_LINE_STARTS.get(name) or _line_start(name)) + value)
     if body_length or method not in BODILESS_METHODS:
-        parts.append(b"content-length: %d\r\n" % body_length)
-        lines += 1
-    parts.append(CRLF)
-    return _checked(b"".join(parts), lines)
+        lines.append(b"content-length: %d" % body_length)
+    return _joined(lines)
 
 
 def reply_head(
@@ -172,37 +170,36 @@ def reply_head(
     line = _STATUS_LINES.get(status)
     if line is None:
         raise InvalidFraming(f"{status} is not a valid status of a reply")
-    parts = [line]
-    lines = 2
+    lines = [line]
     body = None
     for name, value in headers:
-        start = _LINE_STARTS.get(name) or _line_start(name)
-        if start is _LENGTH:
-            if status == NO_CONTENT:
-                continue  # RFC 9110 section 8.6
-            if body is not None:
-                raise InvalidFraming("a reply has two Content-Length headers")
-            body = _length(value)
-        elif start is _CONNECTION:
-            keep_alive = keep_alive and b"close" not in value.lower()
-            continue
-        elif start is _ENCODING:
-            continue  # the server chooses the transfer encoding, not the app
-        parts += (start, value, CRLF)
-        lines += 1
+        start = _LINE_STARTS.get(name)
+        if start is None:
+            field = name.lower()
+            if field == b"content-length":
+                if status == NO_CONTENT:
+                    continue  # RFC 9110 section 8.6
+                if body is not None:
+                    raise InvalidFraming("a reply has two Content-Length headers")
+                body, start = _length(value), b"content-length: "
+            elif field == b"connection":
+                keep_alive = keep_alive and b"close" not in value.lower()
+                continue
+            elif field == b"transfer-encoding":
+                continue  # the server chooses the transfer encoding, not the app
+            else:
+                start = _line_start(name)
+        lines.append(start + value)
     if method == "HEAD" or status in BODILESS_STATUSES:
         body = NO_BODY
     elif body is None:
         body = UNTIL_CLOSE if http_1_0 else CHUNKED
         if body == CHUNKED:
-            parts.append(b"transfer-encoding: chunked\r\n")
-            lines += 1
+            lines.append(b"transfer-encoding: chunked")
     if http_1_0 or not keep_alive:
         keep_alive = False
-        parts.append(b"connection: close\r\n")
-        lines += 1
-    parts.append(CRLF)
-    return _checked(b"".join(parts), lines), body, keep_alive
+        lines.append(b"connection: close")
+    return _joined(lines), body, keep_alive
 
 
 def _reason(status: int) -> str:
@@ -213,29 +210,27 @@ def _reason(status: int) -> str:
 
 
 _STATUS_LINES = {
-    status: f"HTTP/1.1 {status} {_reason(status)}\r\n".encode("ascii") for status in range(200, MAX_STATUS + 1)
+    status: f"HTTP/1.1 {status} {_reason(status)}".encode("ascii") for status in range(200, MAX_STATUS + 1)
 }
-_LENGTH, _CONNECTION, _ENCODING = b"content-length: ", b"connection: ", b"transfer-encoding: "
-#: Header name as given -> the beginning of its line. A cache, because names repeat and checking them is slow.
-_LINE_STARTS = {start[:-2]: start for start in (_LENGTH, _CONNECTION, _ENCODING)}
+#: Header name as given -> the beginning of its line. A cache, because names repeat and checking them is slow. Without
+#: framing fields, which need a closer look.
+_LINE_STARTS: dict[bytes, bytes] = {}
 
 
 def _line_start(name: bytes) -> bytes:
     if not _TOKEN.fullmatch(name):
         raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is not a valid header name")
     lower = name.lower()
-    start = _LINE_STARTS.get(lower) or lower + b": "
-    if len(_LINE_STARTS) < _NAMES_REMEMBERED:
+    start = lower + b": "
+    if lower not in FRAMING_FIELDS and len(_LINE_STARTS) < _NAMES_REMEMBERED:
         _LINE_STARTS[name] = start
     return start
 
 
-def _checked(head: bytes, lines: int) -> bytes:
-    """Return `head` if its only control characters are its line ends: protects against injected header lines.
-
-    Args:
-        lines: the expected number of lines, with the empty line at the end.
-    """
-    if head.count(CRLF) != lines or head.translate(_MARKED).count(b"\n") != 2 * lines:
+def _joined(lines: list[bytes]) -> bytes:
+    """Return the head with these lines, if none contains a control character, which could begin another line."""
+    text = b"".join(lines)
+    if text.translate(_CONTROLS_CHANGED) != text:
         raise InvalidFraming("a header contains a control character")
-    return head
+    lines += (b"", b"")  # the empty line at the end
+    return CRLF.join(lines)

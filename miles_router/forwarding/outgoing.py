@@ -98,11 +98,7 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
     if scope["query_string"]:
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
-    linked = path.startswith(SESSION_PREFIX)
-    for name, _ in headers:
-        if name in affinity.links:
-            linked = True
-            break
+    linked = path.startswith(SESSION_PREFIX) or not affinity.links.isdisjoint(dict(headers))
     key, generating = affinity.named(path, headers) if linked else None, generates(path)
     if key is None:
         key = affinity.in_body(path, body)
