@@ -191,7 +191,8 @@ async def test_what_stands_in_the_place_of_rows_is_not_taken_for_those_of_anothe
     stage: Stage, worker: ScriptedWorker
 ) -> None:
     trial = await experts_trial(stage, worker, options={"moe_shape": SHAPE, "required": False})
-    for count, (odd, stream) in enumerate(itertools.product((0, 1, 0.0, True), (False, True)), 1):
+    places: tuple[Any, ...] = (0, 1, 0.0, True)
+    for count, (odd, stream) in enumerate(itertools.product(places, (False, True)), 1):
         with case(odd, stream):
             rids = [f"{name}{count}" for name in "abc"]
             answers = [

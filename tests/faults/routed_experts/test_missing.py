@@ -172,7 +172,8 @@ async def test_what_is_missing_of_one_turn_is_asked_for_with_the_next(stage: Sta
 
 
 async def test_what_is_told_in_another_form_is_not_told(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
-    for odd, stream in itertools.product((None, 7, "", [], {}), (False, True)):
+    forms: tuple[Any, ...] = (None, 7, "", [], {})
+    for odd, stream in itertools.product(forms, (False, True)):
         with case(odd, stream):
             before = Counter(trial.held["missing"])
             answer = {**generated(IDS, None), "meta_info": {**generated(IDS, None)["meta_info"], "routed_experts": odd}}
