@@ -52,27 +52,26 @@ async def test_a_second_turn_is_given_the_sampled_ids_of_the_first(trial: Trial)
     assert found["loss_mask"][len(given) : len(given) + 6] == [1] * 6, "sampled before, sampled still"
 
 
-async def test_lists_of_texts_are_answered_in_their_order(trial: Trial) -> None:
-    answers = await trial.generate(text=["one", "and two"], sampling_params=[SHORT, {**SHORT, "max_new_tokens": 2}])
-    assert [len(each["output_ids"]) for each in answers] == [6, 2]
-    assert len(trial.given()) == 2
-    for answer, given in zip(answers, trial.given(), strict=True):
-        await exactly_recorded(trial, answer, given)
-    assert (await trial.retrieve(text=f"and two{answers[1]['text']}"))["rid"] == answers[1]["meta_info"]["id"]
-
-
-async def test_a_list_of_one_text_stays_a_list(trial: Trial) -> None:
-    answers = await trial.generate(text=["one"])
-    assert isinstance(answers, list)
-    await exactly_recorded(trial, answers[0], trial.given()[0])
-
-
-async def test_several_samples_of_each_prompt_belong_to_it(trial: Trial) -> None:
-    answers = await trial.generate(text=["one", "and two"], sampling_params={**SHORT, "n": 3})
-    assert len(answers) == 6
-    for answer, given in zip(answers, trial.given(), strict=True):
-        await exactly_recorded(trial, answer, given)
-    assert trial.given()[:3] == [trial.given()[0]] * 3
+async def test_lists_of_prompts_and_several_samples_are_answered_in_their_order(trial: Trial) -> None:
+    texts = {"text": ["one", "and two"]}
+    asked: list[tuple[dict[str, Any], list[int]]] = [
+        ({**texts, "sampling_params": [SHORT, {**SHORT, "max_new_tokens": 2}]}, [6, 2]),
+        ({"text": ["one"]}, [6]),
+        ({**texts, "sampling_params": {**SHORT, "n": 3}}, [6] * 6),
+        ({"input_ids": [[40, 41], [42]]}, [6, 6]),
+    ]
+    for fields, lengths in asked:
+        with case(fields):
+            answers = await trial.generate(**fields)
+            assert [len(each["output_ids"]) for each in answers] == lengths
+            for answer, given in zip(answers, trial.given(), strict=True):
+                await exactly_recorded(trial, answer, given)
+            if len(lengths) == 6:
+                assert trial.given()[:3] == [trial.given()[0]] * 3
+            elif lengths == [6, 2]:
+                rid = answers[1]["meta_info"]["id"]
+                assert (await trial.retrieve(text=f"and two{answers[1]['text']}"))["rid"] == rid
+    assert trial.given() == [[40, 41], [42]]
 
 
 @pytest.mark.parametrize("name", ["input_ids", "input_tokens"])
@@ -84,13 +83,6 @@ async def test_ids_of_the_client_are_given_as_they_are_and_recognised(trial: Tri
     found = await trial.retrieve(rid=second["meta_info"]["id"])
     assert found["tokens"] == sent + second["output_ids"]
     assert found["loss_mask"] == [0] * len(trial.given()[0][:-8]) + [1] * 6 + [0, 0] + [1] * 6
-
-
-async def test_lists_of_ids(trial: Trial) -> None:
-    answers = await trial.generate(input_ids=[[40, 41], [42]])
-    assert trial.given() == [[40, 41], [42]]
-    for answer, given in zip(answers, trial.given(), strict=True):
-        await exactly_recorded(trial, answer, given)
 
 
 async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:

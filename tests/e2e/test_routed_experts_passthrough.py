@@ -99,23 +99,15 @@ async def test_without_a_keeper_every_byte_passes_as_it_came(
     assert same(got, body(stream=stream))
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_asked_gets_every_byte_from_a_keeper_too(
-    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool
+async def test_a_keeper_gives_every_byte_to_who_asked_and_else_the_rest_as_it_came(
+    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool, asks: bool
 ) -> None:
     behaves(worker, stream=stream)
-    got = await trial.post("/generate", {**ASKED, "stream": stream, "return_routed_experts": True})
+    got = await trial.post(
+        "/generate", {**ASKED, "stream": stream, **({"return_routed_experts": True} if asks else {})}
+    )
     assert got.status == 200
-    assert same(got, body(stream=stream))
-    await kept(trial)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_did_not_ask_gets_the_rest_as_it_came(
-    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool
-) -> None:
-    behaves(worker, stream=stream)
-    got = await trial.post("/generate", {**ASKED, "stream": stream})
-    assert got.status == 200
-    assert same(got, body(stream=stream, told=False))
+    assert same(got, body(stream=stream, told=asks))
     await kept(trial)
