@@ -3,7 +3,8 @@
     python tests/benchmarks/passthrough.py [--quick] [--repeat 3] [--only PEER ...] [--loads LOAD ...]
         [--against CHECKOUT]
 
-`make bench` installs what it needs: nginx, wrk, and sglang-router in an environment of its own. Uses 127.0.0.1 alone.
+`make bench` installs what it needs: nginx, wrk, and the gateways of others (sglang-router, smg, vllm-router) in an
+environment of their own. A gateway that cannot be installed is named and left out. Uses 127.0.0.1 alone.
 Absolute figures hold for one machine and one hour: read the ratios. A row with a single failed or altered answer is
 reported as failed, so that errors cannot look fast.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tests.benchmarks.backend import Backend, running_backend
 from tests.benchmarks.load import LOADS, Load, Sample, measure
-from tests.benchmarks.peers import BEFORE, PEERS, Peer, other_checkout, running_peer
+from tests.benchmarks.peers import BEFORE, PEERS, Peer, other_checkout, peer_version, peers_python, running_peer
 from tests.benchmarks.process import PeerError
 from tests.benchmarks.report import environment, plot, render, write_json
 
@@ -76,6 +77,14 @@ def measure_in_quiet(backend: Backend, load: Load, peer: Peer, options: argparse
     return best
 
 
+def is_installed(peer: Peer) -> bool:
+    """Return whether a peer can be started; name one that cannot."""
+    if peer.package is None or peer_version(peer.package) is not None:
+        return True
+    print(f"{peer.name} is left out: {peers_python()} has no package {peer.package}", file=sys.stderr)
+    return False
+
+
 def progress(step: str, load: Load, peer: Peer, sample: Sample) -> None:
     cpu = f", {sample.cpu_us:,.1f} us CPU" if sample.cpu_us is not None else ""
     outcome = f"FAILED, {sample.failure}" if sample.failure else f"{sample.rate:,.0f} {load.unit}/s{cpu}"
@@ -84,7 +93,7 @@ def progress(step: str, load: Load, peer: Peer, sample: Sample) -> None:
 
 def run(options: argparse.Namespace) -> Results:
     loads = [LOADS[name] for name in options.loads]
-    peers = [PEERS[name] for name in options.only]
+    peers = [PEERS[name] for name in options.only if is_installed(PEERS[name])]
     if options.against is not None:
         peers.append(other_checkout(options.against))
     results: Results = {load.name: {peer.name: [] for peer in peers} for load in loads}

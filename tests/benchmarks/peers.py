@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tests.benchmarks.process import HOST, free_port, started
 REPO = Path(__file__).resolve().parents[2]
 NOOP = "tests.benchmarks.noop.NoOp"
 NOOP_LAYERS = 10
-#: Names the interpreter of the environment that has `sglang-router`; without it that which `make` builds beside ours.
+#: Names the interpreter of the environment that has the gateways; without it, the one that `make` builds beside ours.
 PEERS_PYTHON = "BENCH_PEERS_PYTHON"
 
 NGINX_PROXY = """
@@ -49,13 +50,14 @@ NGINX_PROXY = """
 class Peer:
     """A proxy, or none (`command` is None): `command(port, worker_port, root)` gives the command line.
 
-    `source` is the checkout whose packages it imports.
+    `source` is the checkout whose packages it imports. `package` must be in the environment of `peers_python`.
     """
 
     name: str
     command: Callable[[int, int, Path], list[str]] | None
     ready_path: str = "/"
     source: Path = REPO
+    package: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,30 @@ def peers_python() -> str:
     return os.environ.get(PEERS_PYTHON) or str(beside if beside.exists() else sys.executable)
 
 
-def _sglang_router(port: int, worker_port: int, root: Path) -> list[str]:
-    return [
-        peers_python(), "-m", "sglang_router.launch_router",
-        "--host", HOST, "--port", str(port), "--worker-urls", f"http://{HOST}:{worker_port}",
-        "--policy", "round_robin", "--log-level", "warn", "--worker-startup-check-interval", "1",
-        "--prometheus-host", HOST, "--prometheus-port", str(free_port()), "--shutdown-grace-period-secs", "1",
-    ]  # fmt: skip
+def peer_version(package: str) -> str | None:
+    """Return the version of a package in the environment that the peers run in, or None if it is absent."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run([peers_python(), "-c", code], capture_output=True, text=True, cwd=REPO)
+    return done.stdout.strip() or None
+
+
+def _gateway(*module: str, warnings: str = "warn") -> Callable[[int, int, Path], list[str]]:
+    """Return the command of a gateway in Rust. All of them descend from `sglang-router`, so their options are alike.
+
+    Args:
+        module: the Python module that launches it, with arguments that precede its options.
+        warnings: the value of `--log-level` for warnings and errors alone.
+    """
+
+    def command(port: int, worker_port: int, root: Path) -> list[str]:
+        return [
+            peers_python(), "-m", *module,
+            "--host", HOST, "--port", str(port), "--worker-urls", f"http://{HOST}:{worker_port}",
+            "--policy", "round_robin", "--log-level", warnings, "--worker-startup-check-interval", "1",
+            "--prometheus-host", HOST, "--prometheus-port", str(free_port()),
+        ]  # fmt: skip
+
+    return command
 
 
 def _miles_router(port: int, worker_port: int, root: Path) -> list[str]:
@@ -104,7 +123,14 @@ PEERS = {
     for peer in (
         Peer("direct", None),
         Peer("nginx", _nginx, "/nginx_ready"),
-        Peer("sglang-router", _sglang_router, "/readiness"),
+        *(
+            Peer(name, command, "/readiness", package=name)
+            for name, command in (
+                ("sglang-router", _gateway("sglang_router.launch_router")),
+                ("smg", _gateway("smg", "launch")),
+                ("vllm-router", _gateway("vllm_router.launch_router", warnings="warning")),
+            )
+        ),
         Peer("miles-router", _miles_router, "/readiness"),
         Peer("miles-router+10", _miles_router_noop, "/readiness"),
     )

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 
 from tests.benchmarks.load import LOADS, Load, Sample
-from tests.benchmarks.peers import NOOP_LAYERS, REPO, peers_python
+from tests.benchmarks.peers import NOOP_LAYERS, PEERS, REPO, peer_version
 
-REFERENCES = ("nginx", "sglang-router")
+REFERENCES = ("nginx", "sglang-router", "smg", "vllm-router")
 
 Results = Mapping[str, Mapping[str, Sequence[Sample]]]  # load -> peer -> one sample per repetition
 
@@ -36,12 +36,6 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _peer_version(package: str) -> str:
-    """The version in the environment that the peers run in."""
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    return _first_line(peers_python(), "-c", code) or "absent"
-
-
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -58,8 +52,13 @@ def environment() -> dict[str, str]:
         "commit": commit + changed,
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
         "python": platform.python_version(),
-        "peers": f"miles-router {_version('miles-router')}, sglang-router {_peer_version('sglang-router')}, "
-        f"{_first_line('nginx', '-v').removeprefix('nginx version: ')}",
+        "peers": ", ".join(
+            [
+                f"miles-router {_version('miles-router')}",
+                *(f"{name} {peer_version(name) or 'absent'}" for name, peer in PEERS.items() if peer.package),
+                _first_line("nginx", "-v").removeprefix("nginx version: "),
+            ]
+        ),
     }
 
 
@@ -86,12 +85,16 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _header(load: Load) -> list[str]:
+def _references(by_peer: Mapping[str, Sequence[Sample]]) -> list[str]:
+    return [name for name in REFERENCES if name in by_peer]
+
+
+def _header(load: Load, by_peer: Mapping[str, Sequence[Sample]]) -> list[str]:
     unit = load.unit.rstrip("s")
     latency = "gap" if load.unit == "events" else "latency"
     return [
         "peer", f"{load.unit}/s", "MB/s", f"{latency} p50 ms", "p99 ms", f"CPU us/{unit}", "cores", "RSS MB",
-        *[f"{what}/{name.partition('-')[0]}" for name in REFERENCES for what in ("rate", "CPU")], "others",
+        *[f"{what}/{name.partition('-')[0]}" for name in _references(by_peer) for what in ("rate", "CPU")], "others",
     ]  # fmt: skip
 
 
@@ -100,7 +103,7 @@ def _row(name: str, by_peer: Mapping[str, Sequence[Sample]]) -> list[str]:
     if sample.failure:
         return [name, f"failed: {sample.failure}"[:100]]
     ratios = [
-        _ratio(by_peer[name], by_peer.get(other, []), figure) for other in REFERENCES for figure in ("rate", "cpu_us")
+        _ratio(by_peer[name], by_peer[other], figure) for other in _references(by_peer) for figure in ("rate", "cpu_us")
     ]
     cpu_digits = 0 if (sample.cpu_us or 0) >= 1000 else 1
     return [
@@ -144,7 +147,7 @@ def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
     for load_name, by_peer in results.items():
         rows = [_row(name, by_peer) for name in by_peer]
         load = LOADS[load_name]
-        lines += ["", f"{mark and '#### '}{load.title}", "", table(_header(load), rows, markdown)]
+        lines += ["", f"{mark and '#### '}{load.title}", "", table(_header(load, by_peer), rows, markdown)]
     return "\n".join(lines)
 
 
