@@ -60,7 +60,7 @@ async def test_no_kill_loses_what_was_acknowledged(tmp_path: Path, sync: str) ->
             for number in (number for each, number in acknowledged if each == owner):
                 assert held[number] == value(owner, number, 3000)
         await store.close()
-    assert len(acknowledged) > max(KILLS)
+    assert len(acknowledged) >= max(KILLS)
 
 
 @mounted
