@@ -103,7 +103,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._reply is reply:
             self._reply = None
             if reply.complete and self._reusable and not self._unsent():
-                self.resume()
+                if self._reading_paused:
+                    self.resume()
                 self._pool.keep(self._address, self)
             else:
                 self.abort()

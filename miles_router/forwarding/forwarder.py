@@ -19,7 +19,6 @@ from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, must_rename
 from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import Role, Unit, Worker
@@ -161,7 +160,7 @@ class Forwarder:
         given = self._given_names(request) if translation is None else None
         if given is not None:
             if self._must_rename(request, flight, [worker], given):
-                translation = RenamedRequest(endpoint(request.path), request.body, read_json)
+                translation = RenamedRequest(request.endpoint, request.body, read_json)
             self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
         if translation is None:
             if request.generates:
@@ -207,7 +206,7 @@ class Forwarder:
         Raises:
             BadRequest: the body contains names and cannot be parsed.
         """
-        return given_names(endpoint(request.path), request.body, read_json) if request.computes else None
+        return given_names(request.endpoint, request.body, read_json) if request.computes else None
 
     def _must_rename(
         self, request: Outgoing, flight: Flight | None, workers: Sequence[Worker], given: Sequence[str] | None
@@ -222,7 +221,7 @@ class Forwarder:
         if any(self._used_names.any_used(worker, given) for worker in workers):
             return True
         private = self._in_flight.private or (flight is not None and flight.private)
-        return must_rename(endpoint(request.path), request.body, read_json, private=private)
+        return must_rename(request.endpoint, request.body, read_json, private=private)
 
     def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
@@ -283,7 +282,7 @@ class Forwarder:
             The errors of `_send_to_unit`.
         """
         self._ranks.check_no_rank(request)
-        paired = (decode.worker.engine or USUAL).paired(endpoint(request.path), request.body, read_json)
+        paired = (decode.worker.engine or USUAL).paired(request.endpoint, request.body, read_json)
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
@@ -301,7 +300,7 @@ class Forwarder:
             body, names = paired.body, NO_NAMES
             workers, given = [worker, decode.worker], self._given_names(request)
             if history.attempts or self._must_rename(request, flight, workers, given):
-                body, names = Names.renamed(endpoint(request.path), body, read_json)
+                body, names = Names.renamed(request.endpoint, body, read_json)
             self._record_names(request, workers, given, names.inward.values() if names else None)
             history.attempts += 1
             if flight is not None:
@@ -358,7 +357,7 @@ class Forwarder:
         if heeded and not encoded and (worker.engine or USUAL).takes_cache_key(facts, request.path):
             return True
         self._metrics.unkeyed_generations += 1
-        path = endpoint(request.path)  # without the session id, so that the set stays small
+        path = request.endpoint  # without the session id, so that the set stays small
         if path not in (unkeyed := facts.learned(UnkeyedPaths)):
             unkeyed.add(path)
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.engines.engine import RankWish
+from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.fleet.affinity import SESSION_PREFIX, Affinity
-from miles_router.fleet.gate import computes, generates
+from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
@@ -33,16 +34,12 @@ class PairHistory:
 
 
 class Outgoing:
-    """A request to send to a worker, without framing headers and with the original spelling of its path.
-
-    Args:
-        generates: the request is a generation: it is written only while the gate is open.
-        computes: the engine works on the request: it fails when the worker's engine stalls.
-    """
+    """A request to send to a worker, without framing headers and with the original spelling of its path."""
 
     __slots__ = (
         "body",
         "computes",
+        "endpoint",
         "generates",
         "headers",
         "key",
@@ -64,8 +61,6 @@ class Outgoing:
         body: bytes,
         key: str | None = None,
         *,
-        generates: bool = False,
-        computes: bool = False,
         preferred: str | None = None,
         path: str = "",
     ) -> None:
@@ -74,10 +69,14 @@ class Outgoing:
         self.headers = headers
         self.body = body
         self.key = key
-        self.generates = generates
-        self.computes = computes
         #: The decoded path; empty for the router's own requests, which need no translation.
         self.path = path
+        #: The engine's part of the path.
+        self.endpoint = endpoint(path)
+        #: Whether the request is a generation: it is written only while the gate is open.
+        self.generates = self.endpoint in GENERATION
+        #: Whether the engine works on the request: it fails when the worker's engine stalls.
+        self.computes = self.generates or self.endpoint in COMPUTED
         #: The URL of the worker to use, as long as it is routable.
         self.preferred = preferred
         #: The data-parallel rank that the client asks for; None until it was looked up.
@@ -99,11 +98,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
     linked = path.startswith(SESSION_PREFIX) or not affinity.links.isdisjoint(dict(headers))
-    key, generating = affinity.named(path, headers) if linked else None, generates(path)
+    key = affinity.named(path, headers) if linked else None
     if key is None:
         key = affinity.in_body(path, body)
-    computing = generating or computes(path)
-    return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
+    return Outgoing(scope["method"], target, headers, body, key, path=path)
 
 
 def send(

@@ -29,7 +29,6 @@ from miles_router.engines.pairs.joining import first_version, join_answer, join_
 from miles_router.engines.pairs.prefill import PrefillAnswer, has_error, reports_abort
 from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest
 from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import BOOTSTRAP_PORT, Worker
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
@@ -247,7 +246,7 @@ class PairExchange:
         if reply.status != OK:
             return self._buffered_reply(reply, rows.with_own_rows(body))
         try:
-            answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
+            answer = PrefillAnswer.read(self._request.endpoint, body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
             raise UpstreamError(f"the answer of {worker.url} cannot be read: {error}") from error
         if answer.outcome == "partly_aborted":

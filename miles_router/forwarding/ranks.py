@@ -10,7 +10,6 @@ from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import NO_WISH, CannotServe, RankWish
 from miles_router.engines.known import USUAL
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Unit
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.forwarding.reply import Reply
@@ -83,7 +82,7 @@ class Ranks:
         pinned = engine.pinned(request.path, request.headers, body, rank, encoded=encoded)
         if pinned is None:
             self._metrics.unpinned_generations += 1
-            path = endpoint(request.path)  # without the session id, so that the set stays small
+            path = request.endpoint  # without the session id, so that the set stays small
             if path not in (unpinned := facts.learned(UnpinnedPaths)):
                 unpinned.add(path)
                 fields = {"worker": unit.worker.url, "path": path}

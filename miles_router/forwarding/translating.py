@@ -15,7 +15,6 @@ from miles_router.engines.engine import CannotServe, Engine, Parts, Translation
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, UpstreamTimeout
-from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
@@ -38,7 +37,7 @@ async def translation_for(
     """
     try:
         body = request.body
-        if engine.ids_only and endpoint(request.path) == GENERATE:
+        if engine.ids_only and request.endpoint == GENERATE:
             body = await _with_ids(upstream, worker, engine, request)
         return engine.translate(request.path, body, read_json)
     except UnknownShape as error:

@@ -21,7 +21,6 @@ from miles_router.engines.engine import CannotServe
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import engine_names
 from miles_router.errors import BadRequest, UpstreamError
-from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
@@ -147,7 +146,7 @@ class AbandonedRequests:
         names = use.others
         if not names:
             with suppress(BadRequest):  # the engine has refused an unreadable body too
-                names = engine_names(endpoint(request.path), request.body, read_json)
+                names = engine_names(request.endpoint, request.body, read_json)
         for name in sorted(names)[:MAX_ABORTS]:
             async with self._slots:
                 # SGLang aborts all names that begin with this one. If that would hit other requests, send no abort: the

@@ -19,7 +19,6 @@ from miles_router.asgi.path import decode_path
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarded import Forwarded
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.outgoing import Outgoing
@@ -144,17 +143,7 @@ class Router:
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
         target = path.encode("ascii")
         decided = decode_path(target.partition(b"?")[0])
-        request = Outgoing(
-            method,
-            target,
-            sent,
-            body,
-            key,
-            generates=generates(decided),
-            computes=computes(decided),
-            preferred=preferred,
-            path=decided,
-        )
+        request = Outgoing(method, target, sent, body, key, preferred=preferred, path=decided)
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded
