@@ -17,6 +17,9 @@ from starlette.routing import BaseRoute
 
 from middleware_hub.auditing.audits import Audits
 from middleware_hub.auditing.routes import audit_routes, audited_episode
+from middleware_hub.openai_session.agent_apis import AGENT_APIS
+from middleware_hub.openai_session.agent_apis.agent_api import RunSettings
+from middleware_hub.openai_session.agent_apis.policy import RunPolicy
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
@@ -29,9 +32,6 @@ from middleware_hub.openai_session.episodes.contract import REFUSE
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, checked_defaults
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.faces import FACES
-from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.faces.policy import RunPolicy
 from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, path_in_session, resolve, session_key
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
@@ -145,7 +145,7 @@ class OpenAISessionMiddleware:
         continuation = build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, continuation.is_special, now=time.time, run=router.run)
         settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
-        faces = [face(continuation, equal, settings) for face in FACES]
+        agent_apis = [api(continuation, equal, settings) for api in AGENT_APIS]
         try:
             known = Parsers.from_settings(parsers, tito_model or None)
         except ValueError as error:
@@ -169,7 +169,7 @@ class OpenAISessionMiddleware:
             whole_answers=whole_answers,
             heartbeat=heartbeat,
         )
-        self._endpoint = SessionEndpoint(app, faces, self.store, archive, runner)
+        self._endpoint = SessionEndpoint(app, agent_apis, self.store, archive, runner)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         read = partial(count_read, router.run)

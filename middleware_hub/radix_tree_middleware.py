@@ -137,10 +137,10 @@ class RadixTreeMiddleware:
         )
         async with AsyncExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
-            exchange.flight.continued_cache = _kept_cache(prompts)
+            exchange.routing.continued_cache = _kept_cache(prompts)
             before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
-            exchange.flight.mark("read", mode="text", continues=None if before is None else before.rid)
-            exchange.flight.mark("prompt", tokens=sum(map(len, ids)))
+            exchange.routing.mark("read", mode="text", continues=None if before is None else before.rid)
+            exchange.routing.mark("prompt", tokens=sum(map(len, ids)))
             until_answered.enter_context(deliveries.left_on(exchange))
             rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0

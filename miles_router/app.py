@@ -15,8 +15,8 @@ from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
 from miles_router.admin.routes import Admin
+from miles_router.asgi.access import AccessRules, first_segment
 from miles_router.asgi.backlog import Backlog
-from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
@@ -121,7 +121,7 @@ def create_app(
         pools.default.fleet.pool.expect(parse_worker_url(url))
     registrations = Registrations(store, pools)
     admin = duty.admin(pools, registrations, _described(loaded))
-    routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
+    routes, access_rules = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
     owners.backlog = clients.backlog
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
@@ -132,7 +132,7 @@ def create_app(
         config=config,
         pools=pools,
         routes=routes,
-        doors=doors,
+        access_rules=access_rules,
         stack=stack,
         layers=layers,
         clients=clients,
@@ -280,7 +280,7 @@ def _own_routes(
     control_routes: ControlRoutes,
     layers: Iterable[ASGIApp],
     stack: ASGIApp,
-) -> tuple[OwnRoutes, Doors]:
+) -> tuple[OwnRoutes, AccessRules]:
     """Return the routes of the router and of the middlewares, and the access rules of all paths.
 
     Raises:
@@ -308,7 +308,7 @@ def _own_routes(
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):
         raise ConfigError(f"a middleware's data_paths: {problem}")
-    doors = Doors(
+    access_rules = AccessRules(
         Keys(data_keys(config), admin_keys(config)),
         opened=opened,
         administration=administration,
@@ -319,7 +319,7 @@ def _own_routes(
     )
     fences = _fences((*opened, *administration, *control))
     layers_own = _fences(_path(route) for route in extra if isinstance(route, Route))
-    return OwnRoutes((*chain(*groups), *fences, *extra, *layers_own), default=stack), doors
+    return OwnRoutes((*chain(*groups), *fences, *extra, *layers_own), default=stack), access_rules
 
 
 def _check_routes(

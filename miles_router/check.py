@@ -95,7 +95,7 @@ class StageReply:
 
 
 class Stage:
-    """A client for tests of a middleware. `worker.door` holds the requests that the simulated engine received."""
+    """A client for tests of a middleware. `worker.log` holds the requests that the simulated engine received."""
 
     def __init__(self, app: RouterApp, worker: SimulatedWorker) -> None:
         self.router = app.router

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.routing import Router as Routes
 
-from miles_router.asgi.doors import Doors
+from miles_router.asgi.access import AccessRules
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first_header
 from miles_router.asgi.origin import check_origin
@@ -36,7 +36,7 @@ class RouterApp:
         config: RouterConfig,
         pools: Pools,
         routes: Routes,
-        doors: Doors,
+        access_rules: AccessRules,
         stack: ASGIApp,
         layers: Sequence[ASGIApp],
         clients: ClientStatistics,
@@ -52,7 +52,7 @@ class RouterApp:
         self.layers = layers
         #: The object that middlewares get as `router`.
         self.router = router = pools.default.router
-        self.doors = doors
+        self.access_rules = access_rules
         #: Statistics of client connections, updated by the server of this app.
         self.clients = clients
         self._counts = counts
@@ -87,7 +87,7 @@ class RouterApp:
         try:
             scope["path"] = decode_path(scope["raw_path"])  # the only place that decodes a path
             if self._owners.several:
-                await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_door)
+                await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_access)
             else:
                 await self._here(scope, receive, outlet)
         except Exception as error:  # a defect is logged with its traceback and answered
@@ -116,12 +116,12 @@ class RouterApp:
 
         This precedes the key check, because a session's own key is known only after the session is restored.
         """
-        if not self.doors.lacks_key(scope["path"], scope["headers"]):
+        if not self.access_rules.lacks_key(scope["path"], scope["headers"]):
             for layer in self._restoring:
                 await layer.restore(scope)
         await self._enter(scope)(scope, receive, send)
 
-    def _check_door(self, scope: Scope) -> None:
+    def _check_access(self, scope: Scope) -> None:
         """Check a request before it is forwarded to another process, which also checks the value of the key.
 
         Raises:
@@ -129,11 +129,11 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        door = self.doors.of(scope["path"])
-        if self.doors.lacks_key(scope["path"], scope["headers"]):
-            self.doors.authorize(door, scope["path"], scope["headers"])
-        if door.cross_origin_methods is not None and not door.key.required:
-            check_origin(scope, door.cross_origin_methods, self._public_url)
+        rule = self.access_rules.of(scope["path"])
+        if self.access_rules.lacks_key(scope["path"], scope["headers"]):
+            self.access_rules.authorize(rule, scope["path"], scope["headers"])
+        if rule.cross_origin_methods is not None and not rule.key.required:
+            check_origin(scope, rule.cross_origin_methods, self._public_url)
         scope[SCOPE_KEY].check_announced_size(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
@@ -146,13 +146,13 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        door = self.doors.of(scope["path"])
-        scope["headers"] = self.doors.authorize(door, scope["path"], scope["headers"])
-        if door.cross_origin_methods is not None and not door.key.required:
-            check_origin(scope, door.cross_origin_methods, self._public_url)
-        scope[SCOPE_KEY].flight.group = first_header(scope["headers"], GROUP)
+        rule = self.access_rules.of(scope["path"])
+        scope["headers"] = self.access_rules.authorize(rule, scope["path"], scope["headers"])
+        if rule.cross_origin_methods is not None and not rule.key.required:
+            check_origin(scope, rule.cross_origin_methods, self._public_url)
+        scope[SCOPE_KEY].routing.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
-        return self._routes if door.own else self._stack
+        return self._routes if rule.own else self._stack
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """Count a failed request and log it in one line.
@@ -171,9 +171,9 @@ class RouterApp:
         logger.log(level, "request_failed", extra={"fields": {**fields, "status": error.status, "broken_off": began}})
 
     def _finished(self, scope: Scope, exchange: Exchange, status: int) -> None:
-        began_at, head_at = exchange.began_at, exchange.flight.first_byte_at
+        began_at, head_at = exchange.began_at, exchange.routing.first_byte_at
         seconds, to_head = time.perf_counter() - began_at, None if head_at is None else head_at - began_at
-        self._metrics.finished(scope["path"], status, exchange.flight.worker_url, seconds, to_head)
+        self._metrics.finished(scope["path"], status, exchange.routing.worker_url, seconds, to_head)
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
@@ -181,7 +181,7 @@ class RouterApp:
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
     fields = {"request_id": exchange.request_id, "method": scope["method"], "path": scope["path"]}
-    return fields if exchange.flight.worker_url is None else {**fields, "worker": exchange.flight.worker_url}
+    return fields if exchange.routing.worker_url is None else {**fields, "worker": exchange.routing.worker_url}
 
 
 async def _answer(error: RouterError, exchange: Exchange, send: Send) -> None:

@@ -2,7 +2,7 @@
 
 sessions    the tree of turns, the messages in it, turns in progress, and the session store
 continuing  the token ids for the next prompt, from a recorded turn and the messages behind it
-faces       the APIs that agents use
+agent_apis       the APIs that agents use
 turns       one turn: read, sampled, relayed, recorded, repeated
 episodes    contracts of episodes: what they allow, what is used, why they end
 archive     sessions in the state store: written and restored

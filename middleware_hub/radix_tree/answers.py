@@ -209,26 +209,26 @@ class AnswerTap(Tap):
         read = token_count(answer.get("meta_info")) if _has_begun(answer) else None
         if read is not None and read != given:
             self._recorder.statistics.passed_through["prompt_not_read"] += 1
-            raise PromptNotRead.of(self._exchange.flight.worker_url, given, read)
+            raise PromptNotRead.of(self._exchange.routing.worker_url, given, read)
 
     async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)
         take = partial(self._deliveries.take, generation)
         try:
             read = GenerateAnswer.read(answer)
-            params, flight = self._request.prompts[prompt].params, self._exchange.flight
+            params, routing = self._request.prompts[prompt].params, self._exchange.routing
             version = read.versions[-1].version if read.versions else None
-            flight.mark("answer", tokens=len(read.ids), finish=read.finish, version=version, rid=read.rid)
-            nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
+            routing.mark("answer", tokens=len(read.ids), finish=read.finish, version=version, rid=read.rid)
+            nothing_found = len(routing.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
             entry = await self._recorder.record(
                 self._prompts[prompt],
                 params,
                 read,
                 take,
-                cache=flight.cache,
-                cache_versions=() if nothing_found else flight.cache_versions,
+                cache=routing.cache,
+                cache_versions=() if nothing_found else routing.cache_versions,
                 asked=AskedSampling.of_generate(self._request, prompt, self._exchange.adapter),
-                worker=flight.worker_url,
+                worker=routing.worker_url,
             )
             if entry is not None:
                 self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])
@@ -241,7 +241,7 @@ class AnswerTap(Tap):
 
     def _pass_unrecorded(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
-        worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
+        worker, request_id = self._exchange.routing.worker_url, self._exchange.request_id
         if reason not in ("answer_count", INCOMPLETE):
             flag_worker(self._recorder.statistics.invalid_answers, worker)
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}

@@ -144,7 +144,7 @@ class Capture:
 
         The head of the reply has arrived, and its open connection proves that it is still the same process.
         """
-        url = self.exchange.flight.worker_url
+        url = self.exchange.routing.worker_url
         if self._context.check.learns and url is not None:
             facts = await self._context.facts(url)
             self._aligner.width = facts.learned(RowWidths)[self.fields.kind]
@@ -198,7 +198,7 @@ class Capture:
         self._refuse("unread", f"turn off its Content-Encoding ({encoding}), which the router did not ask for")
 
     def _refuse(self, reason: str, remedy: str) -> None:
-        error = RowsMissing(self.fields.kind, self.exchange.flight.worker_url, remedy)
+        error = RowsMissing(self.fields.kind, self.exchange.routing.worker_url, remedy)
         self._record_missing(reason, str(error))
         if self._context.required:
             raise error

@@ -83,8 +83,8 @@ class TokenizerAgreement:
         Raises:
             UpstreamError: every routable worker that generates differs.
         """
-        flight = Exchange.of(scope).flight
-        flight.excluded_workers = self._barred
+        routing = Exchange.of(scope).routing
+        routing.excluded_workers = self._barred
         key = first_header(scope["headers"], b"authorization")
         waiting = [
             spawn(self._settle(worker, key), name=f"wait for the tokenizer of {worker.url}")

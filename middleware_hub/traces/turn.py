@@ -39,8 +39,8 @@ class TracedTurn:
         #: The first turn of the text that this one continues.
         self._first: trace.SpanContext | None = None
         self._marks: list[Mark] = []
-        exchange.flight.marks = self._marks
-        exchange.flight.worker_headers = self.headers
+        exchange.routing.marks = self._marks
+        exchange.routing.worker_headers = self.headers
 
     def headers(self, headers: Headers, key: str | None) -> Headers:
         """Return the headers for an engine, with the turn's span in place of the client's."""
@@ -79,7 +79,7 @@ class TracedTurn:
             status: the status that the client got; 0 if it got none.
             error: the type of the error, or None.
         """
-        self._exchange.flight.worker_headers = None  # it refers to this object: break the cycle
+        self._exchange.routing.worker_headers = None  # it refers to this object: break the cycle
         if self._span is None and not self._read():
             return
         span = self._span or self._begin([], None)

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from time import perf_counter
 from typing import Any, NoReturn
 
-from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first_header
+from miles_router.asgi.request_routing import Routing
 from miles_router.engines.client_json import read_json
 from miles_router.errors import BodyTooLarge, ClientDisconnected, RouterError
 
@@ -53,13 +53,13 @@ class Exchange:
         "adapter",
         "began_at",
         "error_body",
-        "flight",
         "forwarded",
         "max_answer_bytes",
         "max_body_bytes",
         "notes",
         "pool",
         "request_id",
+        "routing",
     )
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
@@ -72,7 +72,7 @@ class Exchange:
         #: Values that middlewares pass to each other; keys are dotted names (`"my_package.thing"`).
         self.notes: dict[str, Any] = {}
         #: The state of routing and aborting the request.
-        self.flight = Flight()
+        self.routing = Routing()
         #: True when another process of the router answers the request.
         self.forwarded = False
         #: Formats the router's own errors; a layer that implements another API replaces it.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from miles_router.asgi.doors import first_segment
+from miles_router.asgi.access import first_segment
 
 
 class OwnRoutes(Router):

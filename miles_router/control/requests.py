@@ -65,11 +65,11 @@ class OwnRequests:
         """
         concerned = await self.in_flight.abort(rid, elsewhere)
         found = []
-        self._gate.release(*(exchange.flight for exchange in concerned))
+        self._gate.release(*(exchange.routing for exchange in concerned))
         for exchange, own in concerned.items():
-            flight = exchange.flight
-            names = {each for name in own for each in (name, *flight.names_inward(name))}
-            found.append(Aborted(list(flight.urls), sorted(names), bool(flight.inward)))
+            routing = exchange.routing
+            names = {each for name in own for each in (name, *routing.names_inward(name))}
+            found.append(Aborted(list(routing.urls), sorted(names), bool(routing.inward)))
         return found
 
     async def places(self, rid: str) -> list[str | None]:
@@ -82,15 +82,15 @@ class OwnRequests:
         found = []
         members = self.in_flight.of_group(str(group).encode())
         for exchange in members:
-            exchange.flight.aborted = True
-        self._gate.release(*(exchange.flight for exchange in members))
+            exchange.routing.aborted = True
+        self._gate.release(*(exchange.routing for exchange in members))
         for exchange, rids in members.items():
-            flight = exchange.flight
-            if flight.urls and rids:
-                names = {each for name in rids for each in (name, *flight.names_inward(name))}
-                found.append(Aborted(list(flight.urls), sorted(names)))
-            elif flight.stop is not None:
-                flight.stop(Conflict(f"group {group!r} was aborted"))
+            routing = exchange.routing
+            if routing.urls and rids:
+                names = {each for name in rids for each in (name, *routing.names_inward(name))}
+                found.append(Aborted(list(routing.urls), sorted(names)))
+            elif routing.stop is not None:
+                routing.stop(Conflict(f"group {group!r} was aborted"))
         return GroupEnd(found, [failure for failure in heard if failure is not None])
 
     async def at(self, url: str) -> set[str]:

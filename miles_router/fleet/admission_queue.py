@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from math import inf
 from operator import attrgetter
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.placement.admission import Admission
 
@@ -26,7 +26,7 @@ class _Newcomer:
 
     __slots__ = ("called", "key", "number", "tokens", "who", "woken")
 
-    def __init__(self, who: Flight, key: str, tokens: int, count: int) -> None:
+    def __init__(self, who: Routing, key: str, tokens: int, count: int) -> None:
         self.who = who
         self.key = key
         self.tokens = tokens
@@ -66,7 +66,7 @@ class AdmissionQueue:
             return False
         return not rules.fits_nowhere(tokens)
 
-    async def wait(self, who: Flight, key: str, tokens: int, came_at: float) -> None:
+    async def wait(self, who: Routing, key: str, tokens: int, came_at: float) -> None:
         """Wait until the session `key` may begin or has begun, or until the request is aborted and released.
 
         The caller must take its lease before it next awaits, because the next request checks for room after that.
@@ -90,7 +90,7 @@ class AdmissionQueue:
         finally:
             self._leave(place)
 
-    def release(self, those: Collection[Flight]) -> None:
+    def release(self, those: Collection[Routing]) -> None:
         """Wake aborted requests."""
         for place in self._order:
             if place.who in those:

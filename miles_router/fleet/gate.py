@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
 from miles_router.fleet.admission_queue import AdmissionQueue
@@ -82,7 +82,7 @@ class Gate:
         self._timeout = timeout
         self._now = now
         #: The waiting requests by their futures. A request may wait several times, once for each of its generations.
-        self._held: dict[asyncio.Future[None], Flight] = {}
+        self._held: dict[asyncio.Future[None], Routing] = {}
         #: The queue of new sessions that wait for room. They do not count for `max_held`, so that turns of running
         #: sessions still find a place at the gate.
         self.queue = AdmissionQueue(admission, max_waiting=max_held, timeout=timeout, is_open=self.is_open)
@@ -158,7 +158,7 @@ class Gate:
         """Return True if a generation may be written to a worker now."""
         return not self.closed
 
-    async def wait(self, who: Flight, came_at: float | None = None) -> None:
+    async def wait(self, who: Routing, came_at: float | None = None) -> None:
         """Wait until the gate is open, or until the request is aborted and released.
 
         Args:
@@ -177,7 +177,7 @@ class Gate:
                 await self._hold(who, came_at)
 
     @contextmanager
-    def waiting(self, who: Flight, name: str) -> Iterator[None]:
+    def waiting(self, who: Routing, name: str) -> Iterator[None]:
         """Count the time within this context as waiting time of `who`: at the `gate`, or in the `queue` for room."""
         clock = asyncio.get_running_loop().time
         who.waits, since = who.waits + 1, clock()
@@ -189,7 +189,7 @@ class Gate:
             who.mark(name, seconds=seconds)
             self.when_waited(seconds)
 
-    async def _hold(self, who: Flight, came_at: float) -> None:
+    async def _hold(self, who: Routing, came_at: float) -> None:
         """Wait for the next change of the gate, an abort, or the timeout."""
         if self.lease is not None:
             self.lease.check()
@@ -206,7 +206,7 @@ class Gate:
         finally:
             self._held.pop(waiting, None)
 
-    def release(self, *those: Flight) -> None:
+    def release(self, *those: Routing) -> None:
         """Let aborted requests continue though the gate is closed or there is no room; they will not generate."""
         aborted = {*those}
         for waiting in [waiting for waiting, holder in self._held.items() if holder in aborted]:

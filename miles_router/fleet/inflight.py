@@ -81,7 +81,7 @@ class InFlight:
 
     def at(self, url: str) -> set[str]:
         """Return the request ids of the requests at the worker with this URL."""
-        return {exchange.request_id for exchange in self._bodies if url in exchange.flight.urls}
+        return {exchange.request_id for exchange in self._bodies if url in exchange.routing.urls}
 
     def requests(self) -> Iterable[tuple[Exchange, bytes]]:
         """Return all exchanges in flight with the bodies that are sent, oldest first."""
@@ -91,10 +91,10 @@ class InFlight:
         """Return the exchanges that the worker at `url` would abort: an id the worker knows begins with `rid`."""
         pace, found = Pace(), set()
         for exchange, body in list(self._bodies.items()):
-            if exchange.flight.worker_url != url:
+            if exchange.routing.worker_url != url:
                 continue
             given = _given(exchange, body) if await _may_name(body, rid, pace) else set()
-            if any(each.startswith(rid) for each in exchange.flight.rids | given):
+            if any(each.startswith(rid) for each in exchange.routing.rids | given):
                 found.add(exchange)
             await pace.step()
         return found
@@ -119,13 +119,13 @@ class InFlight:
             {each: set() for each in self._bodies} if rid is None else await self._meant(rid, elsewhere)
         )
         for exchange in found:
-            exchange.flight.aborted = True
+            exchange.routing.aborted = True
         return found
 
     def of_group(self, group: bytes) -> dict[Exchange, set[str]]:
         """Return the requests of a group, each with the ids of its generations at the workers."""
-        members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.flight.group == group]
-        return {exchange: exchange.flight.rids | _given(exchange, body) for exchange, body in members}
+        members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.routing.group == group]
+        return {exchange: exchange.routing.rids | _given(exchange, body) for exchange, body in members}
 
     async def places(self, rid: str) -> set[str | None]:
         """Return the URLs of the workers where a generation has exactly this id. None in it: one still waits here."""
@@ -138,7 +138,7 @@ class InFlight:
             given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
             await pace.step()
         # No await from here on: the workers of the requests and their ids are of the same moment.
-        return {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
+        return {exchange: exchange.routing.rids | own for exchange, own in given.items() if exchange in self._bodies}
 
     async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
         ids = await self._ids(rid)
@@ -147,17 +147,19 @@ class InFlight:
         named = {
             exchange: {each for each in own if each.startswith(rid) and (each == rid or not alone)}
             for exchange, own in ids.items()
-            if rid in own or not exchange.flight.private
+            if rid in own or not exchange.routing.private
         }
         return {
             exchange: names
             for exchange, names in named.items()
-            if names and exchange.flight.worker_url in where and (exchange.flight.worker_url or names == ids[exchange])
+            if names
+            and exchange.routing.worker_url in where
+            and (exchange.routing.worker_url or names == ids[exchange])
         }
 
 
 def _places(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
-    return {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
+    return {exchange.routing.worker_url for exchange, own in ids.items() if rid in own}
 
 
 def _given(exchange: Exchange, body: bytes) -> set[str]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from miles_router.asgi.flight import Flight, UsedCache
+from miles_router.asgi.request_routing import Routing, UsedCache
 from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Parts, Translation
 from miles_router.engines.footprint import prompt_tokens
@@ -66,10 +66,10 @@ class Forwarder:
         self._ranks = Ranks(fleet, metrics)
         self._max_retries = max_retries
 
-    async def open(self, request: Outgoing, flight: Flight | None = None) -> Forwarded:
+    async def open(self, request: Outgoing, routing: Routing | None = None) -> Forwarded:
         """Send `request` to the worker that the policy chooses, and wait for the head of its reply.
 
-        If a worker is unreachable, another one is tried, up to `max_retries` times. `flight` is updated before each
+        If a worker is unreachable, another one is tried, up to `max_retries` times. `routing` is updated before each
         worker is asked. The caller closes the result.
 
         Raises:
@@ -84,17 +84,17 @@ class Forwarder:
         unable: tuple[Worker, ...] = ()
         tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
-            barred = _excluded_workers(flight)
+            barred = _excluded_workers(routing)
             excluded, generates = (*request.tried, *unable, *barred), request.generates
             rank = self._ranks.requested_rank(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
             unit = lease.unit
             worker = unit.worker
-            if flight is not None:
-                flight.worker_url, flight.rank = worker.url, lease.unit.rank
-                flight.mark("worker_chosen", worker)
+            if routing is not None:
+                routing.worker_url, routing.rank = worker.url, lease.unit.rank
+                routing.mark("worker_chosen", worker)
             try:
-                return await self._open_at(lease, request, flight)
+                return await self._open_at(lease, request, routing)
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)
@@ -104,8 +104,8 @@ class Forwarder:
                 lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
-                if flight is not None:
-                    flight.mark("worker_lost", lost)
+                if routing is not None:
+                    routing.mark("worker_lost", lost)
                 self._record_unreachable(lost, error)
                 replaceable = self._has_other_workers(request, (*request.tried, *barred))
                 if len(request.tried) > self._max_retries or not replaceable:
@@ -117,7 +117,7 @@ class Forwarder:
                 raise
 
     async def _open_at(
-        self, lease: Lease, request: Outgoing, flight: Flight | None, *, again: bool = True
+        self, lease: Lease, request: Outgoing, routing: Routing | None, *, again: bool = True
     ) -> Forwarded:
         """Send to the leased unit.
 
@@ -129,7 +129,7 @@ class Forwarder:
         """
         request.names = None
         try:
-            reply = await self._send_to_unit(lease.unit, request, flight)
+            reply = await self._send_to_unit(lease.unit, request, routing)
         except BaseException as error:
             if request.names is not None:
                 unwritten = isinstance(error, NotAdmitted) and not isinstance(error, PairInterrupted)
@@ -139,9 +139,9 @@ class Forwarder:
                 raise
         else:
             return Forwarded(lease, reply, request.names)
-        return await self._open_at(lease, request, flight, again=False)
+        return await self._open_at(lease, request, routing, again=False)
 
-    async def _send_to_unit(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+    async def _send_to_unit(self, unit: Unit, request: Outgoing, routing: Routing | None) -> AnyReply:
         """Send the request to one unit in the form that its engine needs.
 
         Raises:
@@ -153,35 +153,35 @@ class Forwarder:
         if request.computes and (engine is None or engine.translates):
             engine = await self._fleet.engine(worker)
         if request.generates and worker.role is Role.DECODE:
-            return await self._send_to_pair(unit, request, flight)
+            return await self._send_to_pair(unit, request, routing)
         translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
             translation = await translation_for(self._upstream, worker, engine, request)
         given = self._given_names(request) if translation is None else None
         if given is not None:
-            if self._must_rename(request, flight, [worker], given):
+            if self._must_rename(request, routing, [worker], given):
                 translation = RenamedRequest(request.endpoint, request.body, read_json)
             self._record_names(request, [worker], given, None if translation is None else translation.rids.values())
         if translation is None:
             if request.generates:
-                return await self._generate(unit, request, None, flight, slot=True)
+                return await self._generate(unit, request, None, routing, slot=True)
             return await send(self._upstream, worker, request)
-        if flight is not None:
-            flight.inward |= translation.rids
+        if routing is not None:
+            routing.inward |= translation.rids
         if isinstance(translation, Parts):
             return await ask_parts(
                 translation,
-                lambda part, slot: self._send_translated(unit, request, part, flight, slot=slot),
+                lambda part, slot: self._send_translated(unit, request, part, routing, slot=slot),
                 self._max_answer_bytes,
             )
-        return await self._send_translated(unit, request, translation, flight)
+        return await self._send_translated(unit, request, translation, routing)
 
     async def _send_translated(
         self,
         unit: Unit,
         request: Outgoing,
         translation: Translation,
-        flight: Flight | None,
+        routing: Routing | None,
         *,
         slot: bool = True,
     ) -> Reply | HeldReply | RewrittenStream:
@@ -189,7 +189,7 @@ class Forwarder:
         worker = unit.worker
         version = worker.weight_version
         if request.generates:
-            reply = await self._generate(unit, request, translation, flight, slot=slot)
+            reply = await self._generate(unit, request, translation, routing, slot=slot)
         else:
             reply = await send(self._upstream, worker, request, target=translation.target, body=translation.body)
         try:
@@ -209,7 +209,7 @@ class Forwarder:
         return given_names(request.endpoint, request.body, read_json) if request.computes else None
 
     def _must_rename(
-        self, request: Outgoing, flight: Flight | None, workers: Sequence[Worker], given: Sequence[str] | None
+        self, request: Outgoing, routing: Routing | None, workers: Sequence[Worker], given: Sequence[str] | None
     ) -> bool:
         """Return True if the client's names must be replaced: they are unsafe for the engines, or may still be in use.
 
@@ -220,7 +220,7 @@ class Forwarder:
             return False
         if any(self._used_names.any_used(worker, given) for worker in workers):
             return True
-        private = self._in_flight.private or (flight is not None and flight.private)
+        private = self._in_flight.private or (routing is not None and routing.private)
         return must_rename(request.endpoint, request.body, read_json, private=private)
 
     def _record_names(
@@ -232,7 +232,7 @@ class Forwarder:
             request.names = NameUse(self._used_names, workers, own, others or ())
 
     async def _generate(
-        self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None, *, slot: bool
+        self, unit: Unit, request: Outgoing, translation: Translation | None, routing: Routing | None, *, slot: bool
     ) -> Reply:
         """Send a generation. After the first weight change, a cache key separates it from prefixes of old weights."""
         worker = unit.worker
@@ -240,7 +240,7 @@ class Forwarder:
         target, body = (None, None) if translation is None else (translation.target, translation.body)
         now = caches.number
         if now:
-            body, cache = await self._choose_cache(worker, request, body, translation, flight)
+            body, cache = await self._choose_cache(worker, request, body, translation, routing)
 
         def admit() -> bool:
             return not gate.closed and worker.caches is caches and caches.number == now and not unit.retired
@@ -249,8 +249,8 @@ class Forwarder:
             reply = await send(self._upstream, worker, request, target=target, body=body, slot=slot, admit=admit)
         else:
             reply = await self._send_to_rank(unit, request, target, body, admit, slot=slot)
-        if flight is not None:
-            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
+        if routing is not None:
+            routing.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
     async def _send_to_rank(
@@ -271,7 +271,7 @@ class Forwarder:
         self._ranks.check_reply(reply, unit, pin.rank, request.path)
         return reply
 
-    async def _send_to_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+    async def _send_to_pair(self, decode: Unit, request: Outgoing, routing: Routing | None) -> AnyReply:
         """Lease a prefill worker, and send the request to it and to the decode worker.
 
         The prefix cache that is recorded is the prefill worker's.
@@ -286,7 +286,7 @@ class Forwarder:
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
-        excluded = (*request.tried, *_excluded_workers(flight))
+        excluded = (*request.tried, *_excluded_workers(routing))
         lease = self._fleet.lease_prefill(request.key, excluded, prompt_tokens(request.body), request.body)
         prefill = lease.unit
         worker = prefill.worker
@@ -299,14 +299,14 @@ class Forwarder:
             halves.check()
             body, names = paired.body, NO_NAMES
             workers, given = [worker, decode.worker], self._given_names(request)
-            if history.attempts or self._must_rename(request, flight, workers, given):
+            if history.attempts or self._must_rename(request, routing, workers, given):
                 body, names = Names.renamed(request.endpoint, body, read_json)
             self._record_names(request, workers, given, names.inward.values() if names else None)
             history.attempts += 1
-            if flight is not None:
-                flight.inward |= names.inward
+            if routing is not None:
+                routing.inward |= names.inward
             caches, now = worker.caches, worker.caches.number
-            chosen, cache = await self._choose_cache(worker, request, body, None, flight) if now else (None, 0)
+            chosen, cache = await self._choose_cache(worker, request, body, None, routing) if now else (None, 0)
 
             def admit() -> bool:
                 same = worker.caches is caches and caches.number == now
@@ -321,14 +321,14 @@ class Forwarder:
                 body if chosen is None else chosen,
                 names,
                 admit=admit,
-                cut=lambda: gate.cuts != cuts or (flight is not None and flight.aborted),
+                cut=lambda: gate.cuts != cuts or (routing is not None and routing.aborted),
                 limit=self._max_answer_bytes,
             )
-            reply = await exchange.open(flight)
+            reply = await exchange.open(routing)
         finally:
             lease.release(answered=False)  # does nothing if the prefill worker has answered
-        if flight is not None:
-            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
+        if routing is not None:
+            routing.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
     async def _choose_cache(
@@ -337,13 +337,13 @@ class Forwarder:
         request: Outgoing,
         body: bytes | None,
         translation: Translation | None,
-        flight: Flight | None,
+        routing: Routing | None,
     ) -> tuple[bytes | None, int]:
         """Choose the prefix cache of a generation. Return the body with its key and the cache's number.
 
         A body of None means that the request's own body is sent.
         """
-        cache = worker.caches.choose(None if flight is None else flight.continued_cache)
+        cache = worker.caches.choose(None if routing is None else routing.continued_cache)
         if cache and await self._takes_cache_key(worker, request, translation):
             engine = worker.engine or USUAL
             return engine.with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
@@ -363,25 +363,27 @@ class Forwarder:
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
-    def must_wait(self, request: Outgoing, flight: Flight) -> bool:
+    def must_wait(self, request: Outgoing, routing: Routing) -> bool:
         """Return True if a generation must wait before it is sent.
 
         The gate is closed, or the new session has no room, or an abort is in progress that could match its names.
         """
-        return request.generates and bool(self._in_flight.orders or self._must_wait_at_gate(request, flight))
+        return request.generates and bool(self._in_flight.orders or self._must_wait_at_gate(request, routing))
 
-    def _must_wait_at_gate(self, request: Outgoing, flight: Flight) -> bool:
+    def _must_wait_at_gate(self, request: Outgoing, routing: Routing) -> bool:
         """Return True if the gate is closed or the new session has no room.
 
         A request that continues sampled tokens begins no session.
         """
         gate = self._fleet.gate
-        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.continued_cache is None
+        begins = (
+            self._fleet.pool.admission.begins(request.key) and not routing.caches and routing.continued_cache is None
+        )
         if gate.closed or not begins:
             return gate.closed
         return gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
-    async def wait(self, request: Outgoing, waiting: Flight) -> None:
+    async def wait(self, request: Outgoing, waiting: Routing) -> None:
         """Wait until the request can be sent, or is aborted.
 
         Raises:
@@ -394,7 +396,7 @@ class Forwarder:
         if (adapter := self._fleet.adapter_of(waiting.model)) is not None:
             raise NoWorkerAvailable(f"the adapter {adapter!r} was loaded while the request waited: send it again")
 
-    async def _wait(self, request: Outgoing, waiting: Flight) -> None:
+    async def _wait(self, request: Outgoing, waiting: Routing) -> None:
         gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
             await gate.wait(waiting, came_at)
@@ -407,7 +409,7 @@ class Forwarder:
             if not self._must_wait_at_gate(request, waiting):
                 return
 
-    async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
+    async def open_when_admitted(self, request: Outgoing, waiting: Routing) -> Forwarded:
         """Wait until the request can be sent, then `open` it. An abort of `waiting` ends the wait.
 
         Raises:
@@ -437,6 +439,6 @@ class Forwarder:
         return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))
 
 
-def _excluded_workers(flight: Flight | None) -> Collection[Worker]:
+def _excluded_workers(routing: Routing | None) -> Collection[Worker]:
     """Return the workers that must not get the request now."""
-    return () if flight is None or flight.excluded_workers is None else flight.excluded_workers()
+    return () if routing is None or routing.excluded_workers is None else routing.excluded_workers()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from miles_router import tasks
-from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first_header
+from miles_router.asgi.request_routing import Routing
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
@@ -159,7 +159,7 @@ class PairExchange:
         self._weights = halves.weights()
         self._decode_reply: Reply | None = None
 
-    async def open(self, flight: Flight | None) -> PairReply:
+    async def open(self, routing: Routing | None) -> PairReply:
         """Send the request to both workers, and wait until the reply for the client is certain.
 
         Raises:
@@ -169,7 +169,7 @@ class PairExchange:
             NotAdmitted: the request may not be written now, or (`PairInterrupted`) must be sent again.
         """
         loop = asyncio.get_running_loop()
-        prefill = loop.create_task(self._prefill(flight), name="prefill half")
+        prefill = loop.create_task(self._prefill(routing), name="prefill half")
         decode = loop.create_task(self._decode(), name="decode half")
         try:
             await self._wait(prefill, decode)
@@ -218,7 +218,7 @@ class PairExchange:
             if not done:
                 return
 
-    async def _prefill(self, flight: Flight | None) -> PrefillAnswer | HeldReply:
+    async def _prefill(self, routing: Routing | None) -> PrefillAnswer | HeldReply:
         """Send to the prefill worker, and return its answer, or a HeldReply if that must be the client's reply.
 
         It must be if it is a refusal, an abort or a failure: the decode worker would wait forever for the KV cache.
@@ -227,8 +227,8 @@ class PairExchange:
             PrefillLost, NotAdmitted, UpstreamError.
         """
         worker = self._halves.prefill.worker
-        if flight is not None:
-            flight.prefill_url = worker.url
+        if routing is not None:
+            routing.prefill_url = worker.url
         answered = False
         try:
             reply = await send(self._upstream, worker, self._request, body=self._body, slot=False, admit=self._admit)
@@ -241,8 +241,8 @@ class PairExchange:
             raise PrefillLost(worker, error) from error
         finally:
             self._halves.prefill.release(answered=answered)
-            if flight is not None:
-                flight.prefill_url = None
+            if routing is not None:
+                routing.prefill_url = None
         if reply.status != OK:
             return self._buffered_reply(reply, rows.with_own_rows(body))
         try:

@@ -10,9 +10,9 @@ import time
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.asgi.outlet import Outlet
+from miles_router.asgi.request_routing import Routing
 from miles_router.asgi.watch import Watch
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
@@ -68,33 +68,33 @@ class Proxy:
         body = await exchange.read(receive)
         self._metrics.bytes_in += len(body)
         request = outgoing(scope, exchange.request_id, body, self._affinity)
-        flight = exchange.flight
-        if flight.worker_headers is not None and request.generates:
-            request.headers = flight.worker_headers(request.headers, request.key)
-        request.preferred = flight.preferred
-        flight.movable = request.key is None and request.path == GENERATE and flight.continued_cache is None
+        routing = exchange.routing
+        if routing.worker_headers is not None and request.generates:
+            request.headers = routing.worker_headers(request.headers, request.key)
+        request.preferred = routing.preferred
+        routing.movable = request.key is None and request.path == GENERATE and routing.continued_cache is None
         self._in_flight.enter(exchange, body)
         try:
             while True:
-                if self._forwarder.must_wait(request, flight):
+                if self._forwarder.must_wait(request, routing):
                     with Watch(receive, 0):  # the request timeout starts when the request is sent
-                        await self._forwarder.wait(request, flight)
-                    if flight.aborted:
+                        await self._forwarder.wait(request, routing)
+                    if routing.aborted:
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 try:
                     with Watch(receive, self._request_timeout) as watch:
-                        flight.stop = watch.stop
-                        receiver = await self._forward(request, flight, scope, receive, send)
+                        routing.stop = watch.stop
+                        receiver = await self._forward(request, routing, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
-                    flight.worker_url = None  # no worker has the request now
-                    flight.mark("not_admitted")
+                    routing.worker_url = None  # no worker has the request now
+                    routing.mark("not_admitted")
                     if isinstance(interrupted, PairInterrupted) and _is_final(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 finally:
-                    flight.stop = None
+                    routing.stop = None
         except ClientDisconnected:
             self._forwarder.abandoned.abort(request)
             raise
@@ -121,28 +121,28 @@ class Proxy:
         await send({"type": "http.response.body", "body": answer, "more_body": False})
 
     async def _forward(
-        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
+        self, request: Outgoing, routing: Routing, scope: Scope, receive: Receive, send: Send
     ) -> MovedAnswer | None:
         """Send the request to a worker and relay its reply.
 
         Return None if the client has its answer. If another worker continues the generation, return the receiver that
         took the reply and will answer the client.
         """
-        forwarded = await self._forwarder.open(request, flight)
-        flight.first_byte_at = time.perf_counter()
-        flight.mark("first_byte", forwarded.worker)
-        move = flight.move
+        forwarded = await self._forwarder.open(request, routing)
+        routing.first_byte_at = time.perf_counter()
+        routing.mark("first_byte", forwarded.worker)
+        move = routing.move
         receiver = None if move is None else move.reply_receiver(scope, receive, send)
         try:
             end = stream_end(scope["path"], forwarded.reply, send)
             sink = send if receiver is None else receiver.receive_message
-            await relay(forwarded.reply, sink, self._metrics, end, flight)
+            await relay(forwarded.reply, sink, self._metrics, end, routing)
         except UpstreamBroken:
             if receiver is None:
                 raise
         finally:
             forwarded.close()
-            flight.mark("reply_ended")  # if the reply was interrupted; `relay` marks the end of a whole one
+            routing.mark("reply_ended")  # if the reply was interrupted; `relay` marks the end of a whole one
         return receiver
 
 
@@ -166,13 +166,13 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
 
 
 async def relay(
-    reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None, flight: Flight | None = None
+    reply: AnyReply, send: Send, metrics: CountsBytes, end: StreamEnd | None = None, routing: Routing | None = None
 ) -> None:
     """Send a reply to the client as it arrives.
 
     Args:
         end: the checker for the regular end of a stream.
-        flight: gets a mark at the moment when the last chunk has arrived.
+        routing: gets a mark at the moment when the last chunk has arrived.
 
     Raises:
         UpstreamBroken: the connection is lost inside the body, or the stream lacks its regular end.
@@ -195,8 +195,8 @@ async def relay(
         if missing is not None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             raise UpstreamBroken(f"the worker's stream ended without {missing}")
-        if not more and flight is not None:
-            flight.mark("reply_ended")  # before a layer gets the chunk, which may read and record it
+        if not more and routing is not None:
+            routing.mark("reply_ended")  # before a layer gets the chunk, which may read and record it
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
@@ -205,7 +205,7 @@ def _is_final(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bo
 
     A client aborted it, or it is a `/generate` request that was cut, which another layer or the client resumes.
     """
-    return exchange.flight.aborted or (interrupted.cut and endpoint(path) == GENERATE)
+    return exchange.routing.aborted or (interrupted.cut and endpoint(path) == GENERATE)
 
 
 def _reply_headers(status: int, headers: RawHeaders) -> RawHeaders:

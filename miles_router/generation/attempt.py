@@ -85,23 +85,23 @@ class Attempt:
 
     def note_engine(self) -> None:
         """Store the known facts of the worker when its reply begins; they stay valid for this reply."""
-        url = self.exchange.flight.worker_url
+        url = self.exchange.routing.worker_url
         self.facts = self._services.router.fleet.known_facts(url) if url is not None else Facts()
 
     async def learn_engine(self) -> None:
         """Fetch the worker's facts before its reply is closed: the open connection proves that the process is the
         same."""
-        url = self.exchange.flight.worker_url
+        url = self.exchange.routing.worker_url
         self.facts = await self._services.router.fleet.facts(url) if url is not None else Facts()
 
     async def was_cut(self, finish: object) -> bool:
         """Return whether a pause caused this finish reason. That is the case if the generation was aborted, no client
         asked for it, and the router or another client paused meanwhile."""
-        services, flight = self._services, self.exchange.flight
-        if not is_abort(finish) or flight.aborted or not services.resume_cut:
+        services, routing = self._services, self.exchange.routing
+        if not is_abort(finish) or routing.aborted or not services.resume_cut:
             return False
         if is_failure(finish):
             return False
         if services.router.gate.cuts != self._cuts:
             return True
-        return flight.worker_url is not None and await services.is_paused(flight.worker_url)
+        return routing.worker_url is not None and await services.is_paused(routing.worker_url)

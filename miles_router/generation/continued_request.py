@@ -141,14 +141,14 @@ class ContinuedRequest:
             for generation in generations:
                 exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
                 exchange.adapter = self.exchange.adapter
-                exchange.flight.aborted = self.exchange.flight.aborted
-                exchange.flight.group = self.exchange.flight.group
-                exchange.flight.worker_url = self.exchange.flight.worker_url
-                exchange.flight.caches = self.exchange.flight.caches  # shared by all attempts
-                exchange.flight.marks = self.exchange.flight.marks
-                exchange.flight.worker_headers = self.exchange.flight.worker_headers
-                exchange.flight.excluded_workers = self.exchange.flight.excluded_workers
-                exchange.flight.rids.update(generation.rids)
+                exchange.routing.aborted = self.exchange.routing.aborted
+                exchange.routing.group = self.exchange.routing.group
+                exchange.routing.worker_url = self.exchange.routing.worker_url
+                exchange.routing.caches = self.exchange.routing.caches  # shared by all attempts
+                exchange.routing.marks = self.exchange.routing.marks
+                exchange.routing.worker_headers = self.exchange.routing.worker_headers
+                exchange.routing.excluded_workers = self.exchange.routing.excluded_workers
+                exchange.routing.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 stack.enter_context(self.rows_of(generation, exchange))
                 questions = EngineQuestions(self.services.router, exchange, self.scope["headers"])
@@ -161,12 +161,12 @@ class ContinuedRequest:
         while not generation.has_ended:
             try:
                 generation.next_attempt()
-                questions.ask(exchange.flight.worker_url, generation.facts)
+                questions.ask(exchange.routing.worker_url, generation.facts)
                 with Watch(self.receive, 0):
                     body = await self._next_request(generation, questions, seam)
                 if body is None:
                     break
-                exchange.flight.inward = dict.fromkeys(generation.rids, str(generation.attempt_rid))
+                exchange.routing.inward = dict.fromkeys(generation.rids, str(generation.attempt_rid))
                 attempt = self.attempt(exchange)
                 try:
                     await self.sample(attempt, generation, seam, body)
@@ -180,24 +180,24 @@ class ContinuedRequest:
             except (CannotResume, UnreadableAnswer, RouterError) as error:
                 if await self.should_retry(generation, exchange, error):
                     continue
-                if not exchange.flight.aborted:
+                if not exchange.routing.aborted:
                     generation.give_up()
                     self.give_up(error)
                 break
             services.counts.resumed += 1
         else:
             return
-        await self.end(generation, _final_answer(generation, aborted=exchange.flight.aborted))
+        await self.end(generation, _final_answer(generation, aborted=exchange.routing.aborted))
 
     async def _next_request(
         self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
     ) -> bytes | None:
         """Wait at the gate, and return the body of the next attempt; None if the generation has already ended or was
         aborted."""
-        gate, flight = self.services.router.gate, questions.exchange.flight
+        gate, routing = self.services.router.gate, questions.exchange.routing
         while True:
-            await gate.wait(flight)
-            if flight.aborted:
+            await gate.wait(routing)
+            if routing.aborted:
                 return None
             if generation.incremental is None:
                 generation.incremental = await questions.incremental(generation.facts)
@@ -207,7 +207,7 @@ class ContinuedRequest:
             if await seam.end_at_cut():
                 return None
             body = await continuation(generation, questions)
-            if not gate.closed and not flight.aborted:
+            if not gate.closed and not routing.aborted:
                 return body
 
 

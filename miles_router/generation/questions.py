@@ -239,7 +239,7 @@ class EngineQuestions:
                 raise CannotResume(f"a worker's answer cannot be read: {error}") from error
             if read.finish != ABORT:
                 return answer
-            if self.exchange.flight.aborted:
+            if self.exchange.routing.aborted:
                 raise CannotResume("the generation was aborted")
         raise CannotResume(f"{ATTEMPTS} requests in a row about the generation were aborted")
 
@@ -277,7 +277,7 @@ class EngineQuestions:
             path,
             headers=self._headers,
             body=orjson.dumps(body),
-            flight=self.exchange.flight,
+            routing=self.exchange.routing,
             preferred=self._url,
         ) as forwarded:
             if forwarded.worker.url != self._url:

@@ -4,9 +4,9 @@ The classes report progress to clients and the log, and resume a turn that a pau
 `router.resume` is None if turns are not resumed.
 """
 
-from miles_router.asgi.flight import Mark
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
+from miles_router.asgi.request_routing import Mark
 from miles_router.generation.attempt import Attempt, ResumeServices
 from miles_router.generation.chat import ChatGeneration
 from miles_router.generation.continued_request import ContinuedRequest, FollowingStream

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prometheus_client.registry import Collector
 
 from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.asgi.origin import base_url
 from miles_router.asgi.path import decode_path
+from miles_router.asgi.request_routing import Routing
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
@@ -119,7 +119,7 @@ class Router:
         headers: RawHeaders | None = None,
         body: bytes = b"",
         key: str | None = None,
-        flight: Flight | None = None,
+        routing: Routing | None = None,
         preferred: str | None = None,
     ) -> AsyncIterator[Forwarded]:
         """Send a middleware's own request to a worker, which is chosen, leased and retried as for a client's request.
@@ -131,8 +131,8 @@ class Router:
                 status, text = forwarded.reply.status, await forwarded.reply.read_all(limit)
 
         `path` is sent as spelled, query included. Leaving the block early tells the worker to stop generating.
-        A generating request waits at the gate while the gate is closed. `flight` is the request context of the client's
-        request that this one serves; aborting that request ends the wait.
+        A generating request waits at the gate while the gate is closed. `routing` is the routing state of the
+        client's request that this one serves; aborting that request ends the wait.
 
         Raises:
             BadRequest: the path is ambiguous.
@@ -144,7 +144,7 @@ class Router:
         target = path.encode("ascii")
         decided = decode_path(target.partition(b"?")[0])
         request = Outgoing(method, target, sent, body, key, preferred=preferred, path=decided)
-        forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
+        forwarded = await self._forwarder.open_when_admitted(request, routing or Routing())
         try:
             yield forwarded
         finally:

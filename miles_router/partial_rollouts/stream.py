@@ -204,7 +204,7 @@ class _OpeningStream(Tap):
             else:
                 self.unread(error.reason)
             return False
-        self.attempt.exchange.flight.rids.update(generation.rids)
+        self.attempt.exchange.routing.rids.update(generation.rids)
         if finish is not None:
             await self._request.note_end(self.attempt, generation, finish)
         return generation.is_cut
@@ -232,7 +232,7 @@ class _CarriedOnStream(FollowingStream):
             raise CannotResume("the worker's stream continues after its finish reason")
         finish = generation.add(answer).get("finish_reason")
         self.keep(generation.index, nbytes, more=generation.incremental is not False)
-        self.attempt.exchange.flight.rids.update(generation.rids)
+        self.attempt.exchange.routing.rids.update(generation.rids)
         self.has_end = finish is not None
         joined, stopped = generation.so_far(), False
         if generation.answer is not None:

@@ -47,7 +47,7 @@ class PoolChoice:
             adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
             if not self._pools.named and model not in default.names:
-                exchange.flight.model = model
+                exchange.routing.model = model
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
         if spelled == model or (model and not self._pools.named and model.partition(":")[2].strip() == adapter):

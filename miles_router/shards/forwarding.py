@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from miles_router import tasks
+from miles_router.asgi.access import READING
 from miles_router.asgi.backlog import Backlog
-from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.asgi.watch import Watch

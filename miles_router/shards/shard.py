@@ -15,7 +15,7 @@ import orjson
 from starlette.routing import BaseRoute, Route
 
 from miles_router.admin.routes import Admin
-from miles_router.asgi.doors import READING
+from miles_router.asgi.access import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.control.control import Control

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_router.testing.middleware_contract import check_middleware
-    from miles_router.testing.worker.door import Door, Exchange, GenerationRecord
     from miles_router.testing.worker.engine import Engine, PauseMode
+    from miles_router.testing.worker.exchange_log import Exchange, ExchangeLog, GenerationRecord
     from miles_router.testing.worker.faults import Faults
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 __all__ = [
-    "Door",
     "Engine",
     "Exchange",
+    "ExchangeLog",
     "Faults",
     "GenerationRecord",
     "IndexerShape",
@@ -28,11 +28,11 @@ __all__ = [
     "check_middleware",
 ]
 _MODULES = {
-    "Door": "worker.door",
+    "ExchangeLog": "worker.exchange_log",
     "Engine": "worker.engine",
-    "Exchange": "worker.door",
+    "Exchange": "worker.exchange_log",
     "Faults": "worker.faults",
-    "GenerationRecord": "worker.door",
+    "GenerationRecord": "worker.exchange_log",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",
     "PauseMode": "worker.engine",

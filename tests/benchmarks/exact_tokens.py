@@ -4,9 +4,9 @@
     python -m tests.benchmarks.exact_tokens --trained
 
 The rollouts of the exactness test against two real SGLang workers with random weights (the hardest input there is), the
-Qwen3 tokenizer and the router between: what is retrieved is first held against the account at the workers' doors, then
-the text of every turn is encoded and compared with the tokens that the engine was given and sampled. With `--trained`:
-conversations with SmolLM2-135M-Instruct in their place.
+Qwen3 tokenizer and the router between: what is retrieved is first held against what the workers' proxies recorded,
+then the text of every turn is encoded and compared with the tokens that the engine was given and sampled. With
+`--trained`: conversations with SmolLM2-135M-Instruct in their place.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure, trained_model
 from tests.sglang_worker import RealWorker, real_workers
-from tests.support.door import Door
 from tests.support.exactness import Compared, Drift, compare_all, drift
 from tests.support.oracle import Ledger
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import GROUPS, TURNS, Rollouts
 from tests.support.running_router import running_router
 from tests.support.tokenizers import tokenizer
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 async def measured(workers: list[RealWorker], seed: int, groups: int) -> Measured:
     """Run the rollouts once, prove the retrieval exact, and measure."""
-    async with Door(workers[0].url) as one, Door(workers[1].url) as other:
+    async with RecordingProxy(workers[0].url) as one, RecordingProxy(workers[1].url) as other:
         model = str(ensure().dense_model)
         async with running_router(one.url, other.url, middlewares=(CACHE,), hf_checkpoint=model) as router:
             rollouts = Rollouts(router.url, seed=seed, groups=groups)
@@ -147,7 +147,7 @@ def main() -> None:
         runs = [asyncio.run(measured(workers, seed, options.groups)) for seed in range(options.seeds)]
     drifts = together(runs)
     generations, positions = (sum(getattr(run.compared, name) for run in runs) for name in ("generations", "positions"))
-    print(f"{generations} generations with {positions} positions: all equal to the account at the workers' doors")
+    print(f"{generations} generations with {positions} positions: all equal to the account at the workers' proxies")
     for turn, each in enumerate(drifts, 1):
         print(f"after turn {turn}: {each}")
     if options.json:

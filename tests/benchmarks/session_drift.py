@@ -3,7 +3,7 @@
     python -m tests.benchmarks.session_drift [--agents N] [--turns N] [--seeds N] [--json FILE]
 
 The agents of the sessions' proof against two real SGLang workers with random weights and the Qwen3 tokenizer. Every
-sample is first held against the account at the workers' doors; then the conversation it is of, as the agent knows it,
+sample is first held against the account at the workers' proxies; then the conversation it is of, as the agent knows it,
 is rendered with the chat template and encoded as one text, and what was sampled is looked for in that.
 """
 
@@ -28,9 +28,9 @@ from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker, real_workers
 from tests.support.agent_apis import Message
 from tests.support.agents import AGENTS, TURNS, Agents, Asked
-from tests.support.door import Door, chats_of
 from tests.support.generations import Generation
 from tests.support.oracle import common_length
+from tests.support.recording_proxy import RecordingProxy, chats_of
 from tests.support.running_router import running_router
 from tests.support.session_proof import IM_END, Proved, Sample, check_session, line_of
 from tests.support.tokenizers import tokenizer
@@ -83,8 +83,8 @@ async def measure(workers: list[RealWorker], agents: Agents, proved: Proved, dri
     """Run the agents once, prove their samples exact, and measure."""
     model = str(ensure().dense_model)
     async with (
-        Door(workers[0].url) as one,
-        Door(workers[1].url) as other,
+        RecordingProxy(workers[0].url) as one,
+        RecordingProxy(workers[1].url) as other,
         running_router(one.url, other.url, middlewares=(SESSIONS,), hf_checkpoint=model) as router,
         aiohttp.ClientSession(router.url) as http,
     ):
@@ -171,7 +171,7 @@ def main() -> None:
         for seed in range(options.seeds):
             agents = Agents("", options.agents, options.turns, seed)
             asyncio.run(measure(workers, agents, proved, drift))
-    print(f"{proved}\nall equal to the account at the workers' doors\n{drift}")
+    print(f"{proved}\nall equal to the account at the workers' proxies\n{drift}")
     if options.json:
         options.json.write_text(json.dumps({"proved": vars(proved), "drift": vars(drift)}, indent=1))
 

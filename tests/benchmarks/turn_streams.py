@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.session import Session
@@ -78,8 +78,8 @@ def generate_events(pieces: list[str], *, incremental: bool) -> Iterator[bytes]:
 
 def by_chat(events: list[bytes]) -> None:
     """As a session relays a stream of chat."""
-    places = (ParentMatch(None, (), b""),)
-    request = AgentRequest(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, places, 0.0)
+    parents = (ParentMatch(None, (), b""),)
+    request = AgentRequest(Session("s", now=0.0, clock=0.0), ChatEndpoint.path, FIELDS, parents, 0.0)
     stream = TurnStream(request, FIELDS, ChatEndpoint(), ReplyWriter(), lambda: "1")
     for raw in events:
         stream.feed(Event.read(raw))

@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.compat.dressage_client import DressageClient, DressageSample, context_overflow_of, read_segments
 from tests.support.experts_trial import MOE, simulated_experts, truth
 from tests.support.http import ask
@@ -79,7 +79,7 @@ async def test_white_box_agents_leave_samples_that_its_reader_takes(stage: Stage
             assert (told["num_steps"], told["num_segments"], told["instance_id"]) == (TURNS, 1, GROUP)
             payload = await client.read(name, instance_id=GROUP)
             (sample,) = read_segments(payload, layers=MOE.layers, top_k=MOE.top_k)
-            asked = [each for each in trial.door if dict(each.headers)[b"x-session-id"] == name.encode()]
+            asked = [each for each in trial.log if dict(each.headers)[b"x-session-id"] == name.encode()]
             exactly(sample, [each.generation for each in asked])
             assert np.array_equal(sample.experts, truth(sample.tokens))
             assert sample.response == history[-2]["content"]
@@ -105,11 +105,11 @@ async def test_all_requests_within_a_turn_of_an_agent_in_a_sandbox_are_steps_of_
             given = body(history, stream=step % 2 == 1)
             answer = await client.chat_in_sandbox(given, session_id="s", instance_id=GROUP, turn_id=f"t{step // 3}")
             history += [said(text_of(chunks_of(answer)) if given["stream"] else _content(answer)), user("Go on")]
-        assert len(trial.door) == 6
+        assert len(trial.log) == 6
         told = await client.finalize("s", instance_id=GROUP)
         assert (told["num_turns"], told["num_steps"], told["num_segments"]) == (2, 6, 1)
         payload = await client.read("s", instance_id=GROUP)
-        exactly(read_segments(payload)[0], [each.generation for each in trial.door])
+        exactly(read_segments(payload)[0], [each.generation for each in trial.log])
         assert payload["data"][0]["extra_info"]["turn_ids"] == ["t0", "t1"]
 
 
@@ -127,7 +127,7 @@ async def test_turn_gets_what_is_left_of_its_context_window(stage: Stage, stream
         assert found is not None
         assert (found["context_window"], found["input_tokens"] > 100) == (60, True)
         assert refused.json()["error"]["code"] == "context_length_exceeded", "for what else reads it"
-        assert len(trial.door) == 2, "before it is generated"
+        assert len(trial.log) == 2, "before it is generated"
         messages = {"model": "m", "max_tokens": 4, "messages": [user("word " * 100)]}
         other = await trial.ask("POST", "/v1/messages", messages, named[:1])
         assert (other.status, "prompt is too long" in other.json()["error"]["message"]) == (400, True)
@@ -154,7 +154,7 @@ async def test_branches_are_segments_of_which_each_token_is_trained_in_one(
             await client.chat(body([user("Hi"), first, user(words)]), session_id="s", instance_id=GROUP)
         await client.finalize("s", instance_id=GROUP)
         one, other = read_segments(await client.read("s", instance_id=GROUP))
-        root, left, right = (each.generation for each in trial.door)
+        root, left, right = (each.generation for each in trial.log)
         exactly(one, [root, left])
         assert other.tokens == [*right.input_ids, *right.output_ids]
         assert other.response_length == len(right.output_ids), "the shared turn is trained in the first"

@@ -274,7 +274,7 @@ async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() ->
             json.dumps({"model": "m", "messages": history, "max_tokens": 4, "stream": True}).encode(),
         )
         assert answer.body.endswith(b"data: [DONE]\n\n")
-        asked = worker.door.at("/v1/chat/completions")
+        asked = worker.log.at("/v1/chat/completions")
         assert [dict(each.headers)[b"x-smg-routing-key"] for each in asked] == [session.id.encode()] * 2
         assert not any(each.json().get("stream") for each in asked), "whole answers say their versions"
         records = (await ask(sessions, "GET", f"/sessions/{session.id}")).json()["records"]

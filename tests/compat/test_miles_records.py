@@ -129,8 +129,8 @@ async def one_line(trial: SessionTrial, session: str) -> GetSessionResponse:
 
 
 def as_sampled(read: GetSessionResponse, trial: SessionTrial) -> None:
-    """Each record is one generation of the worker's door, in both of miles' versions."""
-    went = [generation for exchange in trial.worker.door for generation in exchange.generations]
+    """Each record is one generation of the worker's proxy, in both of miles' versions."""
+    went = [generation for exchange in trial.worker.log for generation in exchange.generations]
     for record, generation in zip(read.records, went, strict=True):
         choice = record.response["choices"][0]
         assert choice["prompt_token_ids"] == record.request["input_ids"] == generation.input_ids

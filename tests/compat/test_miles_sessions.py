@@ -56,7 +56,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
@@ -382,7 +382,7 @@ async def test_the_runs_adapter_answers_every_turn(stage: Stage, stream: bool) -
         session = await trial.create()
         answer = await trial.turn(session, HI, stream=stream, lora_path="the agent's")
         assert answer.status == 200, answer.body
-        assert [each.json()["lora_path"] for each in trial.door] == ["miles_lora"]
+        assert [each.json()["lora_path"] for each in trial.log] == ["miles_lora"]
         assert len(await trial.records(session)) == 1
 
 
@@ -402,7 +402,7 @@ async def test_the_runs_template_settings_are_in_every_turn_and_the_agents_count
         session = await trial.create()
         first = message_of(await trial.chat(session, HI))
         await trial.chat(session, [*HI, first, user("Go on")], chat_template_kwargs={"a": 2})
-        sent = [each.json()["chat_template_kwargs"] for each in trial.door]
+        sent = [each.json()["chat_template_kwargs"] for each in trial.log]
         assert sent == [{"enable_thinking": False, "a": 1}, {"enable_thinking": False, "a": 2}]
         assert await trial.reasons(session) == [None, "changed_tools"]
 
@@ -411,5 +411,5 @@ async def test_whole_answers_are_given_as_the_streams_that_were_asked_for(stage:
     async with simulated_sessions(stage, options={"whole_answers": True}) as trial:
         session = await trial.create()
         assert await trial.stream(session, HI)
-        assert not trial.door[0].json().get("stream")
+        assert not trial.log[0].json().get("stream")
         assert (await trial.records(session))[0]["versions"] == "engine"

@@ -131,8 +131,8 @@ def sampled(workers: Iterable[SimulatedWorker]) -> list[list[int]]:
 
 def given(workers: Iterable[SimulatedWorker]) -> list[tuple[list[int], list[int]]]:
     """Prompt and output of all that the workers have generated."""
-    doors = [exchange for worker in workers for exchange in worker.door.at("/generate")]
-    return [(each.input_ids, each.output_ids) for exchange in doors for each in exchange.generations]
+    proxies = [exchange for worker in workers for exchange in worker.log.at("/generate")]
+    return [(each.input_ids, each.output_ids) for exchange in proxies for each in exchange.generations]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -217,7 +217,7 @@ async def test_agent_adapter_keeps_its_worker_and_aborts_turns_of_agents_that_le
     for _ in range(3):
         for adapter in (one, other):
             ids[adapter] += [*await adapter.turn(ids[adapter], 4), 9]
-    places = [{each.json()["rid"].split("-")[0] for each in worker.door.at("/generate")} for worker in workers]
+    places = [{each.json()["rid"].split("-")[0] for each in worker.log.at("/generate")} for worker in workers]
     assert sorted(map(sorted, places)) == [["one"], ["other"]]
     async with under_way(other.turn(ids[other], ENDLESS)) as staying:
         leaving = asyncio.ensure_future(one.turn(ids[one], ENDLESS))

@@ -39,7 +39,7 @@ from miles_router.fleet.placement.homes import Homes
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.cache_trial import checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, in_one, truth
 from tests.support.running_router import RunningRouter
@@ -87,7 +87,7 @@ class Scene:
     @property
     def records(self) -> list[GenerationRecord]:
         """All that was generated, a rollout's in their order."""
-        found = [record for worker in self.workers for at in worker.door.at("/generate") for record in at.generations]
+        found = [record for worker in self.workers for at in worker.log.at("/generate") for record in at.generations]
         return sorted(found, key=lambda record: len(record.input_ids))
 
     def busy(self) -> SimulatedWorker | None:
@@ -152,7 +152,7 @@ async def test_all_generations_of_one_request_id_go_to_one_worker(stage: Stage) 
         await asyncio.gather(*(rollout(f"rollout-{number}") for number in range(9)))
         at: dict[str | None, set[str]] = {}
         for worker in scene.workers:
-            for exchange in worker.door.at("/generate"):
+            for exchange in worker.log.at("/generate"):
                 at.setdefault(exchange.header("x-smg-routing-key"), set()).add(worker.url)
         assert len(at) == 9
         assert all(len(urls) == 1 for urls in at.values()), at
@@ -180,7 +180,7 @@ async def test_a_generation_has_verls_fields(scene: Scene) -> None:
     assert (output.stop_reason, output.num_preempted, output.routed_experts) == ("length", 0, None)
     assert output.extra_fields == {"global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
     assert given == {**PARAMS, "max_tokens": 6}, "the caller's parameters are its own"
-    asked = scene.workers[0].door.last.json()
+    asked = scene.workers[0].log.last.json()
     assert (asked["sampling_params"]["max_new_tokens"], asked["return_logprob"]) == (6, True)
     assert "logprobs" not in asked["sampling_params"]
     bare = await scene.manager().generate(
@@ -446,7 +446,7 @@ async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -
         assert output.token_ids == await uncut(stage, prompt, 40)
         (other,) = [worker for worker in scene.workers if worker is not victim]
         await manager.generate("r", prompt_ids=prompt, sampling_params={**PARAMS, "max_tokens": 1})
-        assert other.door.last.generation.input_ids == prompt, "and stays there"
+        assert other.log.last.generation.input_ids == prompt, "and stays there"
 
 
 async def test_an_abort_ends_an_episode_and_is_said(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""The rollout script of docs/text-rollouts.md, against a router process and two workers whose doors are watched."""
+"""The rollout script of docs/text-rollouts.md, against a router process and two workers whose proxies are watched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.docs.pages import ROOT, blocks
 from tests.support.running_router import router_process
 
@@ -37,8 +37,8 @@ async def test_the_script_makes_a_batch_of_what_the_engines_were_given_and_sampl
         script: Any = importlib.import_module("grpo_rollout")
         sys.modules.pop("grpo_rollout")
         rollouts, batch = await script.collect()
-    assert all(worker.door.generations for worker in workers)
-    truth = {record.rid: record for worker in workers for record in worker.door.generations}
+    assert all(worker.log.generations for worker in workers)
+    truth = {record.rid: record for worker in workers for record in worker.log.generations}
     assert len(rollouts) == len(script.QUESTIONS) * script.GROUP
     for row, rollout in enumerate(rollouts):
         assert_exact(

@@ -90,7 +90,7 @@ async def test_token_cap_cuts_what_is_over_its_limit() -> None:
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         reply = await generate(router, max_new_tokens=9)
         assert reply.json()["meta_info"]["completion_tokens"] == 3
-        assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3}
+        assert worker.log.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3}
         assert (await router.ask("GET", "/token_cap")).json() == {"limit": 3}
 
 
@@ -98,7 +98,7 @@ async def test_token_cap_leaves_what_is_within_its_limit_byte_for_byte() -> None
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         body = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
         await router.ask("POST", "/generate", [("content-type", "application/json")], body)
-        assert worker.door.at("/generate")[-1].body == body
+        assert worker.log.at("/generate")[-1].body == body
 
 
 async def test_token_cap_cuts_each_prompt_of_a_batch_and_refuses_what_it_cannot_read() -> None:
@@ -106,7 +106,7 @@ async def test_token_cap_cuts_each_prompt_of_a_batch_and_refuses_what_it_cannot_
         json = [("content-type", "application/json")]
         body = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 9}, {"max_new_tokens": 2}]}
         assert (await router.ask("POST", "/generate", json, orjson.dumps(body))).status == 200
-        sent = worker.door.at("/generate")[-1].json()["sampling_params"]
+        sent = worker.log.at("/generate")[-1].json()["sampling_params"]
         assert sent == [{"max_new_tokens": 3}, {"max_new_tokens": 2}]
         assert (await router.ask("POST", "/generate", json, b'{"text": 7}')).status == 400
 
@@ -115,7 +115,7 @@ async def test_ask_again_hides_one_failure_and_no_second() -> None:
     async with serving("ask_again.AskAgain") as (router, worker):
         worker.faults.status(500, path="/generate")
         assert (await generate(router, max_new_tokens=2)).status == 200
-        assert [exchange.status for exchange in worker.door.at("/generate")] == [500, 200]
+        assert [exchange.status for exchange in worker.log.at("/generate")] == [500, 200]
         worker.faults.status(500, path="/generate", times=2)
         assert (await generate(router, max_new_tokens=2)).status == 500
 
@@ -147,7 +147,7 @@ async def test_token_cap_keeps_the_number_of_samples_and_cuts_what_has_no_limit(
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         for tokens in (9, None):
             assert (await generate(router, max_new_tokens=tokens, n=2)).status == 200
-            assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
+            assert worker.log.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
 
 
 async def test_all_of_them_run_in_one_stack() -> None:
@@ -156,7 +156,7 @@ async def test_all_of_them_run_in_one_stack() -> None:
         assert reply.json()["meta_info"]["completion_tokens"] == 2
         assert reply.value("x-legacy") == b"seen"
         assert [layer for layer in vars(router.app.router) if layer == "legacy"] == ["legacy"]
-        assert len(worker.door.at("/generate")) == 1
+        assert len(worker.log.at("/generate")) == 1
 
 
 class AnnouncedLength:
@@ -173,4 +173,4 @@ class AnnouncedLength:
 async def test_the_layers_inside_token_cap_are_told_the_new_length() -> None:
     async with serving("token_cap.TokenCap", f"{__name__}.AnnouncedLength", limit=3) as (router, worker):
         await generate(router, max_new_tokens=100_000)
-        assert router.app.router.state.announced == len(worker.door.at("/generate")[-1].body)
+        assert router.app.router.state.announced == len(worker.log.at("/generate")[-1].body)

@@ -42,7 +42,7 @@ async def test_an_engine_that_tells_its_adapters_to_clients_alone_applies_them()
         for path in ROUTES:
             answer = await router.ask("POST", path, KEYED, orjson.dumps({**ROUTES[path], "model": "one"}))
             assert answer.status == (501 if path == "/v1/responses" else 200)
-        assert [each.lora_path for each in worker.door.generations] == ["one"] * 4
+        assert [each.lora_path for each in worker.log.generations] == ["one"] * 4
 
 
 async def test_an_engine_with_a_key_and_no_adapters_answers_to_any_name() -> None:
@@ -55,7 +55,7 @@ async def test_an_engine_with_a_key_and_no_adapters_answers_to_any_name() -> Non
         passed: list[Any] = []
         while not passed:  # the other processes of a router hear a moment later that it applies no adapters
             await router.ask("POST", "/v1/audio/transcriptions", upload, b"--x--")
-            passed = worker.door.at("/v1/audio/transcriptions")
+            passed = worker.log.at("/v1/audio/transcriptions")
             assert passed or processes_used() > 1, "it passes as it came"
         answer = await post(router, "/workers", url=worker.url, api_key="k")
         assert answer.status in (200, 201), answer.body
@@ -76,7 +76,7 @@ async def test_a_check_that_fails_once_changes_nothing_for_who_uses_no_adapters(
         assert (await asked(router, CHAT, model="gpt-4")).status == 200
         packed = [*JSON, ("Content-Encoding", "gzip")]
         await router.ask("POST", CHAT, packed, gzip.compress(orjson.dumps(ROUTES[CHAT])))
-        assert len(worker.door.at(CHAT)) == 3
+        assert len(worker.log.at(CHAT)) == 3
 
 
 @pytest.mark.parametrize("seen", ["a failed check", "the deep check"])
@@ -115,7 +115,7 @@ async def test_while_a_worker_has_never_said_which_adapters_it_has_a_name_is_nob
         silent.faults.clear()
         router.app.pools.of_id("judge").forget_adapters()
         assert (await asked(router, "/generate", model="one")).status == 404, "two have it"
-        assert [len(each.door.generations) for each in (silent, other, actor)] == [0, 0, 1]
+        assert [len(each.log.generations) for each in (silent, other, actor)] == [0, 0, 1]
 
 
 async def test_what_a_worker_that_is_lost_has_said_is_known_still() -> None:
@@ -130,7 +130,7 @@ async def test_what_a_worker_that_is_lost_has_said_is_known_still() -> None:
             fleet.pool.record_failure(fleet.pool.get(lost.url), "it is gone")
         assert fleet.pool.get(lost.url).state is WorkerState.QUARANTINED
         assert (await asked(router, CHAT, model="one")).status == 400
-        assert not other.door.generations
+        assert not other.log.generations
 
 
 async def test_the_adapters_of_a_worker_that_joins_are_known_at_once() -> None:
@@ -141,8 +141,8 @@ async def test_the_adapters_of_a_worker_that_joins_are_known_at_once() -> None:
         await register(router, newcomer, None)
         answers = [(await asked(router, CHAT, model="one")).status for _ in range(4)]
         assert set(answers) <= {200, 400}
-        assert len(first.door.generations) == 1
-        assert {each.lora_path for each in newcomer.door.generations} == {"one"}
+        assert len(first.log.generations) == 1
+        assert {each.lora_path for each in newcomer.log.generations} == {"one"}
 
 
 async def test_request_waiting_for_an_adapter_is_not_answered_by_base_weights() -> None:
@@ -157,7 +157,7 @@ async def test_request_waiting_for_an_adapter_is_not_answered_by_base_weights() 
         assert told(await waiting[0]) == (503, "no_worker_available")
         assert (await waiting[1]).status == 200
         assert (await asked(router, CHAT, model="step-8")).status == 200
-        assert [each.lora_path for each in worker.door.generations] == [None, None, "step-8"]
+        assert [each.lora_path for each in worker.log.generations] == [None, None, "step-8"]
 
 
 async def test_an_adapter_beside_the_model_is_one_and_the_same_or_refused() -> None:
@@ -168,17 +168,17 @@ async def test_an_adapter_beside_the_model_is_one_and_the_same_or_refused() -> N
         for path in ROUTES:
             both = await asked(router, path, model="one", lora_path="two")
             assert both.status == (200 if path == "/generate" else 400)
-        assert [each.lora_path for each in worker.door.generations] == ["two"]
+        assert [each.lora_path for each in worker.log.generations] == ["two"]
         for path in ("/v1/messages", "/v1/responses"):
             assert told(await asked(router, path, lora_path=["one"])) == (400, "invalid_request")
         for path in ("/encode", "/classify"):
             await asked(router, path, lora_path="one")
             await asked(router, path, model="org/plain:one")
-            assert [each.json()["lora_path"] for each in worker.door.at(path)] == ["one", "one"]
+            assert [each.json()["lora_path"] for each in worker.log.at(path)] == ["one", "one"]
         for path in OTHERS:
             assert told(await asked(router, path, lora_path="one")) == (501, "unsupported_by_engine")
             assert told(await asked(router, path, model="one")) == (501, "unsupported_by_engine")
-        assert [len(worker.door.at(path)) for path in OTHERS] == [0] * len(OTHERS)
+        assert [len(worker.log.at(path)) for path in OTHERS] == [0] * len(OTHERS)
 
 
 @pytest.mark.parametrize("model_id", [None, "actor"])
@@ -212,5 +212,5 @@ async def test_clients_keys_are_shown_to_workers_that_ask_for_one_alone() -> Non
         for number in range(3):
             body = orjson.dumps({**ROUTES[CHAT], "model": "gpt-4"})
             await router.ask("POST", CHAT, [*JSON, ("Authorization", f"Bearer {number}")], body)
-        asked_with = [{each.header("authorization") for each in one.door.at("/v1/models")} for one in (worker, keyed)]
+        asked_with = [{each.header("authorization") for each in one.log.at("/v1/models")} for one in (worker, keyed)]
         assert asked_with == [{None}, {None, "Bearer 0", "Bearer 1", "Bearer 2"}]

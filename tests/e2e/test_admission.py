@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.errors import FleetPaused
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
@@ -125,7 +125,7 @@ async def test_a_worker_that_joins_takes_who_waits(stage: Stage) -> None:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             await scene.known()
             await held(scene.router, 1)
-            assert len(newcomer.door.at("/generate")) == 1, "one of them is all that it has room for"
+            assert len(newcomer.log.at("/generate")) == 1, "one of them is all that it has room for"
             scene.end("a")
             assert [(await each).status for each in (first, second)] == [200, 200]
 
@@ -163,23 +163,23 @@ async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: S
             client.abort()
             assert (await last).status == 200
         assert gate(scene.router).held == 0
-        assert len(scene.workers[0].door.at("/generate")) == 2
+        assert len(scene.workers[0].log.at("/generate")) == 2
 
 
 async def test_a_request_of_a_middleware_waits_until_its_flight_is_aborted(stage: Stage) -> None:
     async with fleet(stage) as scene:
-        router, flight = scene.router.app.router, Flight()
+        router, routing = scene.router.app.router, Routing()
         assert (await scene.turn("a", 1_500)).status == 200
 
         async def ask() -> None:
             with pytest.raises(FleetPaused):
-                async with router.forward("POST", "/generate", body=body(1_500), key="b", flight=flight):
+                async with router.forward("POST", "/generate", body=body(1_500), key="b", routing=routing):
                     pass
 
         async with under_way(ask()) as waiting:
             await held(scene.router, 1)
-            flight.aborted = True
-            router.gate.release(flight)
+            routing.aborted = True
+            router.gate.release(routing)
             await waiting
 
 
@@ -197,7 +197,7 @@ async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_
             async with under_way(ask("rollout-number-1-again")) as waiting:
                 assert await ask("rollout-number-2") == 200
                 assert not waiting.done()
-                assert len(scene.workers[0].door.at("/generate")) == 1
+                assert len(scene.workers[0].log.at("/generate")) == 1
         async with under_way(ask("rollout-number-1")) as waiting:
             assert await waiting == 200
 
@@ -256,7 +256,7 @@ async def test_a_session_whose_work_is_over_waits_no_longer(stage: Stage, how: s
                 assert (await over).status in (400, 404)
                 assert (await following).status == 200
         assert gate(trial.router).held == 0
-        assert len(trial.door) == 2
+        assert len(trial.log) == 2
 
 
 async def test_a_turn_that_begins_in_a_deleted_session_leaves_nothing_behind(stage: Stage) -> None:
@@ -284,7 +284,7 @@ async def test_a_repeated_turn_waits_with_the_one_that_it_repeats(stage: Stage) 
             await trial.ask("DELETE", f"/sessions/{first}")
             answers = [(await each).json() for each in (one, again)]
         assert answers[0] == answers[1]
-        assert len(trial.door) == 2
+        assert len(trial.log) == 2
         before = held_tokens(trial)
         assert (await trial.turn(second, LONG, turn, max_tokens=3)).status == 200
         assert held_tokens(trial) == before > 0

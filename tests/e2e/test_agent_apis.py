@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.agent_apis import AGENT_APIS
 from tests.support.bare_calls import NAMES
 from tests.support.http import request, whole_or_cut
 from tests.support.scripted_chat import (
@@ -81,7 +81,7 @@ async def test_an_episode_with_tools_is_one_exact_segment(stage: Stage) -> None:
                 assert shown == [
                     [(call["name"], call["arguments"]) for call in step.get("calls", ())] for step in SCRIPT
                 ]
-                records, made = await trial.records(session), trial.door[-3:]
+                records, made = await trial.records(session), trial.log[-3:]
                 assert [(each["path"], each["reason"]) for each in records] == [(api.path, None)] * 3
                 assert [each["streamed"] for each in records] == [*streams]
                 (sample,) = await trial.samples(session)
@@ -148,7 +148,7 @@ async def test_a_call_that_was_cut_never_looks_complete(stage: Stage) -> None:
             full = await api.turn(trial, session, [WHEN], 200, stream=stream, tools=tools)
             assert json.loads(full.calls[0][2]) == {"zone": "UTC"}
             closed = 2 if api.path == CHAT else 1  # chat shows a call whose JSON is whole
-            for most in range(1, len(trial.door[-1].generation.output_ids) - closed):
+            for most in range(1, len(trial.log[-1].generation.output_ids) - closed):
                 with case(api, stream, most):
                     cut = await api.turn(trial, session, [WHEN], most, stream=stream, tools=tools)
                     assert cut.end == ENDS[api.path][2]
@@ -320,9 +320,9 @@ async def test_a_key_comes_as_each_api_s_clients_send_it(stage: Stage) -> None:
                 header = ("X-Api-Key", key) if api.path == MESSAGES else ("Authorization", f"Bearer {key}")
                 answer = await api.post(trial, session, api.body([WHEN], 4), [header])
                 assert answer.status == status, api
-        heads = b"".join(value for each in trial.door for _, value in each.headers)
+        heads = b"".join(value for each in trial.log for _, value in each.headers)
         assert b"secret" not in heads, "no worker sees it"
 
 
 def test_the_table_has_every_api() -> None:
-    assert {api.path for api in PLAIN} == {face.path for face in FACES}
+    assert {api.path for api in PLAIN} == {api.path for api in AGENT_APIS}

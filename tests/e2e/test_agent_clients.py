@@ -1,5 +1,5 @@
 """Agents as other people publish them, unmodified, over several turns with tools: as many segments as the table of
-docs/agents.md says, and every sampled token in one trained place, equal to what went through the worker's door."""
+docs/agents.md says, and every sampled token in one trained place, equal to what went through the worker's proxy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def driven(client: Client, mode: str, base_url: str, directory: Path) -> s
 
 
 async def check_exact(trial: SessionTrial, session: str) -> None:
-    """Each sample is what its turns were given and sampled at the door; each turn is trained once."""
-    by_rid = {exchange.generation.rid: exchange.generation for exchange in trial.door}
+    """Each sample is what its turns were given and sampled at the proxy; each turn is trained once."""
+    by_rid = {exchange.generation.rid: exchange.generation for exchange in trial.log}
     trained = []
     for sample in await trial.samples(session):
         turns, untrained = sample["metadata"]["turns"], sample["metadata"]["untrained_turns"]
@@ -76,7 +76,7 @@ async def test_a_client_leaves_as_many_exact_segments_as_the_table_says(
         said = await driven(client, mode, f"{trial.router.url}/sessions/{session}/v1", tmp_path)
         assert said.endswith(client.said)
         found = await trial.read(session)
-        assert len(found["records"]) == len(trial.door) >= 5
+        assert len(found["records"]) == len(trial.log) >= 5
         assert found["metadata"]["untraced"] == []
         reasons = [(record["reason"], record["edit"]) for record in found["records"] if record["parent"] is None]
         assert len(reasons) == client.segments, reasons

@@ -58,7 +58,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 async def trial(shared: SessionTrial) -> AsyncIterator[SessionTrial]:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     yield shared
     await forget_all(shared)
 
@@ -144,7 +144,7 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
 ) -> None:
     made = await recorded(trial, kind)
     (sample,), before = await held(trial, kind, made), numbers(trial)
-    trial.worker.door.clear()
+    trial.worker.log.clear()
     (found,) = (await audit(trial, made))["samples"]
     for span in found["spans"]:
         within = slice(span["start"], span["end"])
@@ -152,7 +152,7 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
         assert set(sample["loss_mask"][within]) == {1}
     assert sum(span["end"] - span["start"] for span in found["spans"]) == sum(sample["loss_mask"])
     assert (await held(trial, kind, made), numbers(trial)) == ([sample], before)
-    (exchange,) = trial.worker.door.at(GENERATE)
+    (exchange,) = trial.worker.log.at(GENERATE)
     asked = json.loads(exchange.body)
     assert asked["input_ids"] == sample["tokens"][: found["spans"][-1]["end"]]
     assert asked["sampling_params"]["max_new_tokens"] == 0
@@ -215,14 +215,14 @@ async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> N
 @of_each_kind
 async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial, kind: str) -> None:
     made = await recorded(trial, kind, 1)
-    trial.worker.door.clear()
+    trial.worker.log.clear()
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})
     gate = trial.router.app.router.gate
     async with under_way(audit(trial, made)):
         await until(lambda: gate.held == 1, "it waits at the gate")
     await until(lambda: gate.held == 0, "it is gone")
     await trial.ask("POST", "/continue_generation", {})
-    assert trial.worker.door.at(GENERATE) == []
+    assert trial.worker.log.at(GENERATE) == []
 
 
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
@@ -317,10 +317,10 @@ async def test_a_prompt_of_another_template_is_found_with_its_place_and_both_tex
 async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_a_status(stage: Stage, kind: str) -> None:
     async with simulated_sessions(stage, more=TEXTS) as trial:
         made = await recorded(trial, kind, 1)
-        trial.worker.door.clear()
+        trial.worker.log.clear()
         await trial.ask("POST", "/update_weight_version", {"new_version": "2", "abort_all_requests": False})
         assert await only_reason(trial, made) == "other_weights"
-        assert trial.worker.door.at(GENERATE) == [], "no engine is asked for nothing"
+        assert trial.worker.log.at(GENERATE) == [], "no engine is asked for nothing"
         said = await audited(trial)
         assert (said.status, said.report["good"], said.report["total"]) == (NOTHING_COMPARABLE, None, None)
         assert set(said.report["not_comparable"]) == {"other_weights"}
@@ -393,11 +393,11 @@ async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_tok
     trial: SessionTrial, kind: str
 ) -> None:
     made = await recorded(trial, kind, temperature=0.6)
-    trial.worker.door.clear()
+    trial.worker.log.clear()
     (sample,), (whole,) = (await audit(trial, made))["samples"], await held(trial, kind, made)
     assert (sample["compared"], sample["not_comparable"]) == (32, {"not_asked": 3 * LONG["max_tokens"] - 32})
     assert {span["turn"] for span in sample["spans"]} == {0, 1, 2}
-    for exchange, span in zip(trial.worker.door.at(GENERATE), sample["spans"], strict=True):
+    for exchange, span in zip(trial.worker.log.at(GENERATE), sample["spans"], strict=True):
         asked, position = exchange.json(), span["start"]
         assert [*asked["input_ids"], *asked["token_ids_logprob"]] == whole["tokens"][: position + 1]
         assert asked["sampling_params"]["temperature"] == 0.6
@@ -416,7 +416,7 @@ async def test_the_temperature_that_an_engine_assumes_counts(stage: Stage, tmp_p
         for kind, fields, asked in cases:
             made = await recorded(trial, kind, 1, **fields)
             assert (await audit(trial, made))["samples"][0]["compared"] > 0
-            assert trial.worker.door.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
+            assert trial.worker.log.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
 
 
 async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
@@ -429,10 +429,10 @@ async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
         ]
         for kind, fields in named:
             made = await (recorded(trial, kind, 1, **fields) if kind == "session" else text_rollout(trial, 1, **fields))
-            trial.worker.door.clear()
+            trial.worker.log.clear()
             (sample,) = (await audit(trial, made))["samples"]
             assert sample["compared"] > 0
-            (exchange,) = trial.worker.door.at(GENERATE)
+            (exchange,) = trial.worker.log.at(GENERATE)
             assert [each.lora_path for each in exchange.generations] == ["poet"]
 
 
@@ -490,7 +490,7 @@ async def test_one_that_a_pause_ended_is_asked_again(trial: SessionTrial) -> Non
 async def test_logprobs_of_weights_that_came_meanwhile_are_not_compared(trial: SessionTrial, kind: str) -> None:
     made = await recorded(trial, kind, 1)
     (span,) = (await audit(trial, made))["samples"][0]["spans"]
-    asked = trial.worker.door.at(GENERATE)[-1].json()
+    asked = trial.worker.log.at(GENERATE)[-1].json()
     entries = [[-1.0, token, None] for token in asked["input_ids"][span["start"] - 1 :]]
     meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": entries, "weight_version": "2"}
     trial.worker.faults.status(200, body=json.dumps({"meta_info": meta}).encode(), path=GENERATE)

@@ -52,11 +52,11 @@ async def test_a_name_that_no_session_can_have_is_affinity(stage: Stage, workers
         homes = set()
         for _ in range(3):
             for worker in workers:
-                worker.door.clear()
+                worker.log.clear()
             body = {"model": "m", "messages": SAID, "max_tokens": 4, "text": "Hi", "sampling_params": SHORT}
             answer = await trial.ask("POST", path, {**body, "stream": stream}, [("X-Session-Id", name)])
             assert answer.status == 200, name
-            homes.add(next(worker.url for worker in workers if worker.door.at(path)))
+            homes.add(next(worker.url for worker in workers if worker.log.at(path)))
         assert len(homes) == 1, name
     assert await held(trial) == set()
 
@@ -104,7 +104,7 @@ async def test_what_a_trainer_named_or_finalized_is_not_forgotten(stage: Stage) 
 async def test_a_turn_that_runs_is_answered_when_its_session_makes_room(stage: Stage) -> None:
     async with simulated_sessions(stage, options={"max_sessions": 1}, token_latency_s=0.01) as trial:
         async with under_way(ask(trial, "bare", max_tokens=200)) as asked:
-            await until(lambda: bool(trial.door), "it runs")
+            await until(lambda: bool(trial.log), "it runs")
             await trial.create("mine")
             assert await held(trial) == {"mine"}
             assert await asked == 200

@@ -154,7 +154,7 @@ async def test_a_segment_may_begin_with_malformed_arguments(stage: Stage) -> Non
                 records = await trial.records(session)
                 assert [record["wrapped_arguments"] for record in records] == [["messages[1].tool_calls[0]"]] * 2
                 held = records[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
-                asked = trial.door[-2].json()["messages"][1]["tool_calls"][0]["function"]["arguments"]
+                asked = trial.log[-2].json()["messages"][1]["tool_calls"][0]["function"]["arguments"]
                 assert (held, json.loads(asked)) == (arguments, {"INVALID_JSON": arguments})
         for api, nothing in itertools.product(TALKS, NOTHING):
             with case(api, nothing):

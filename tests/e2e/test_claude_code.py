@@ -1,5 +1,5 @@
 """Claude Code as it comes from npm, over several turns: one segment on its main line, every sampled token in one
-trained place, equal to what went through the worker's door."""
+trained place, equal to what went through the worker's proxy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_
         assert (records[beside]["reason"], records[beside]["parent"]) == ("sub_agent", None)
         main = [place for place in range(len(records)) if place != beside]
         assert [records[place]["parent"] for place in main] == [None, *main[:-1]]
-        generations = [exchange.generation for exchange in trial.door]
+        generations = [exchange.generation for exchange in trial.log]
         samples = {sample["metadata"]["side_call"]: sample for sample in await trial.samples(session)}
         assert samples.keys() == {True, False}
         exactly(samples[False], *(generations[place] for place in main))
@@ -64,7 +64,7 @@ async def test_it_edits_a_file_on_an_engine_whose_chat_has_no_ids(stage: Stage, 
         assert await trial.reasons(session) == [None] * len(steps)
         assert (await trial.read(session))["metadata"]["untraced"] == []
         (sample,) = await trial.samples(session)
-        exactly(sample, *trial.worker.door.generations)
+        exactly(sample, *trial.worker.log.generations)
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_it_outlives_pauses_longer_than_its_own_limits(stage: Stage, tmp_p
         assert (run.code, run.said.strip()) == (0, "Here I am, with many words to say."), run
         assert len(await trial.records(session)) == 1
         (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.door))
+        exactly(sample, *(exchange.generation for exchange in trial.log))
 
 
 async def test_it_asks_for_less_where_the_context_window_is_small(stage: Stage, tmp_path: Path) -> None:

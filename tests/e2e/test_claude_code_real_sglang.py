@@ -1,5 +1,5 @@
 """Claude Code as it comes from npm on a real SGLang that says what a script wants: the engine's own template, parsers
-and streams. Its main line and its sub-agent's are a segment each, equal to what went through the engine's door, also
+and streams. Its main line and its sub-agent's are a segment each, equal to what went through the engine's proxy, also
 where a call was cut in the middle and went on under new weights."""
 
 from __future__ import annotations

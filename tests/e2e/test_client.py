@@ -64,7 +64,7 @@ async def test_a_generation_and_its_exact_tokens(trial: Trial) -> None:
     async with connected(trial.router.url) as client:
         made = await client.generate("one", sampling_params=SHORT, rid="mine", return_logprob=True)
         found = await client.retrieve(f"one{made.text}", rid=made.rid)
-    truth = trial.door[-1].generation
+    truth = trial.log[-1].generation
     assert (made.rid, made.output_ids, made.prompt_tokens) == ("mine", truth.output_ids, len(truth.input_ids))
     assert made.status == "truncated"
     assert made.logprobs == pytest.approx(truth.logprobs)
@@ -105,7 +105,7 @@ async def test_a_routing_key_keeps_requests_on_one_worker(
     async with connected(router.url) as client:
         for _ in range(6):
             await client.generate("a", sampling_params={"max_new_tokens": 1}, routing_key="k")
-    assert sorted(len(worker.door.at("/generate")) for worker in workers) == [0, 6]
+    assert sorted(len(worker.log.at("/generate")) for worker in workers) == [0, 6]
 
 
 async def test_what_the_router_refuses_is_an_error_with_its_type(router: RunningRouter) -> None:
@@ -184,7 +184,7 @@ async def test_a_weight_update(router: RunningRouter, workers: list[SimulatedWor
         await client.update_weight_version("8")
         assert {worker.weight_version for worker in workers} == {"8"}
         assert (await client.info())["weight_version"] == "8"
-    sent = [worker.door.at("/update_weight_version")[0].json() for worker in workers]
+    sent = [worker.log.at("/update_weight_version")[0].json() for worker in workers]
     assert sent == [{"new_version": "8", "abort_all_requests": False}] * 2
 
 
@@ -194,7 +194,7 @@ async def test_sleep_and_waking_in_steps(router: RunningRouter, workers: list[Si
         for tags, asleep in ((["weights"], True), (["kv_cache", "cuda_graph"], False)):
             await client.resume_memory(tags)
             assert (await client.info())["gate"]["closed"] is asleep
-    assert [each.json() for each in workers[0].door.at("/resume_memory_occupation")] == [
+    assert [each.json() for each in workers[0].log.at("/resume_memory_occupation")] == [
         {"tags": ["weights"]},
         {"tags": ["kv_cache", "cuda_graph"]},
     ]

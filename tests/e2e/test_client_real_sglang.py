@@ -1,4 +1,4 @@
-"""The reference rollouts of texts on real SGLang: samples hold what went through the doors of the workers."""
+"""The reference rollouts of texts on real SGLang: samples hold what went through the proxies of the workers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from miles_router.client import RouterClient, Sample, group, multi_turn, single_
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
-from tests.support.door import Door
 from tests.support.generations import Generation
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.waiting import PATIENCE
 
@@ -30,15 +30,15 @@ TURNS, GROUP = 4, 8
 
 
 @pytest.fixture
-async def doors(sglang_workers: list[RealWorker]) -> AsyncIterator[list[Door]]:
-    async with Door(sglang_workers[0].url) as one, Door(sglang_workers[1].url) as other:
+async def proxies(sglang_workers: list[RealWorker]) -> AsyncIterator[list[RecordingProxy]]:
+    async with RecordingProxy(sglang_workers[0].url) as one, RecordingProxy(sglang_workers[1].url) as other:
         yield [one, other]
 
 
 @pytest.fixture
-async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
+async def router(proxies: list[RecordingProxy]) -> AsyncIterator[RunningRouter]:
     model = str(ensure().dense_model)
-    async with running_router(*(door.url for door in doors), middlewares=(CACHE,), hf_checkpoint=model) as running:
+    async with running_router(*(proxy.url for proxy in proxies), middlewares=(CACHE,), hf_checkpoint=model) as running:
         yield running
 
 
@@ -61,7 +61,9 @@ def check(sample: Sample, turns: list[Generation]) -> int:
     return len(trained)
 
 
-async def test_rollouts_hold_what_the_engines_were_given_and_sampled(router: RunningRouter, doors: list[Door]) -> None:
+async def test_rollouts_hold_what_the_engines_were_given_and_sampled(
+    router: RunningRouter, proxies: list[RecordingProxy]
+) -> None:
     said = count()
 
     async def environment(reply: str) -> str | None:
@@ -72,7 +74,7 @@ async def test_rollouts_hold_what_the_engines_were_given_and_sampled(router: Run
         several = await group(lambda: multi_turn(client, PROMPT, environment, SAMPLING, max_turns=TURNS), GROUP)
         events = [each async for each in client.generate_stream(PROMPT, sampling_params=SAMPLING)]
         streamed = await client.retrieve(PROMPT + events[-1].text, rid=events[-1].rid)
-    known = {generation.rid: generation for door in doors for generation in door.generations}
+    known = {generation.rid: generation for proxy in proxies for generation in proxy.generations}
     for sample in single:
         turn = known[sample.metadata["rid"]]
         assert check(sample, [turn]) == len(turn.sampled)

@@ -1,4 +1,4 @@
-"""The reference rollouts of texts, before a simulated worker whose door knows what was given and what was sampled."""
+"""The reference rollouts of texts, before a simulated worker whose proxy knows what was given and what was sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from miles_router.client import (
     single_turn,
 )
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 from tests.e2e.test_episodes import got
@@ -58,7 +58,7 @@ def worker(trial: Trial) -> SimulatedWorker:
 
 
 def records(trial: Trial) -> list[GenerationRecord]:
-    return [record for exchange in trial.door for record in exchange.generations]
+    return [record for exchange in trial.log for record in exchange.generations]
 
 
 def check(sample: Sample, turns: list[GenerationRecord]) -> None:
@@ -91,7 +91,7 @@ async def test_one_turn(trial: Trial, client: RouterClient) -> None:
     assert (sample.reward, sample.label, sample.metadata) == (1.0, "42", {"rid": record.rid, "group": 3})
     assert sample.weight_versions == (("default", len(record.input_ids), len(sample)),)
     assert (await got(trial, "run"))["rewards"] == [{"weight_version": "default", "count": 1, "sum": 1.0}]
-    assert trial.door[-1].json()["custom_params"] == {"a": 1}
+    assert trial.log[-1].json()["custom_params"] == {"a": 1}
 
 
 async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client: RouterClient) -> None:
@@ -144,7 +144,7 @@ async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> No
             worker.engine.token_latency_s = 0
             samples = await making
         for sample in samples:
-            check(sample, [worker.door.generation(sample.metadata["rid"])])
+            check(sample, [worker.log.generation(sample.metadata["rid"])])
     assert len({tuple(sample.tokens) for sample in samples}) == 8
 
 
@@ -159,7 +159,7 @@ async def test_a_group_ends_with_its_first_failure(stage: Stage) -> None:
         endless = {"max_new_tokens": 4000, "ignore_eos": True}
         with pytest.raises(ErrorReply):
             await group(lambda: single_turn(client, PROMPT, endless), 3)
-        await until(lambda: worker.running == 0 and all(each.done for each in worker.door), "the others have ended")
+        await until(lambda: worker.running == 0 and all(each.done for each in worker.log), "the others have ended")
 
 
 # Several turns
@@ -185,7 +185,7 @@ async def test_what_the_environment_says_is_given_and_not_trained_on(
     assert sample.status == "completed"
     assert [run.version for run in sample.weight_versions] == ["default", "1", "2"]
     assert (sample.reward, sample.metadata) == (1.0, {"rids": [turn.rid for turn in turns], "group": 3})
-    keys = {exchange.header("x-smg-routing-key") for exchange in trial.door}
+    keys = {exchange.header("x-smg-routing-key") for exchange in trial.log}
     assert len(keys) == 1
     assert None not in keys, "all turns go where their prefix is cached"
 
@@ -244,7 +244,7 @@ async def test_many_episodes_at_once(stage: Stage) -> None:
         async with RouterClient(trial.router.url, **PATIENCE) as client:
             samples = await group(lambda: multi_turn(client, PROMPT, environment, LONG, max_turns=5), 24)
         for sample in samples:
-            check(sample, [worker.door.generation(rid) for rid in sample.metadata["rids"]])
+            check(sample, [worker.log.generation(rid) for rid in sample.metadata["rids"]])
     assert max(len(sample.metadata["rids"]) for sample in samples) > 2
 
 
@@ -282,7 +282,7 @@ async def test_a_rollout_aborted_before_its_first_token_has_its_prompt(trial: Tr
     trial.worker.faults.status(200, json.dumps(body).encode(), path="/generate")
     sample = await single_turn(client, PROMPT, SHORT)
     assert (sample.status, sample.response, int(sample.loss_mask.sum())) == ("aborted", "", 0)
-    assert sample.tokens.tolist() == trial.door[-1].json()["input_ids"]
+    assert sample.tokens.tolist() == trial.log[-1].json()["input_ids"]
 
 
 # What is refused

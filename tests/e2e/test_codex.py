@@ -1,5 +1,5 @@
 """Codex as it comes from npm, over several turns: one segment on its main line, every sampled token in one trained
-place, equal to what went through the worker's door."""
+place, equal to what went through the worker's proxy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment(stage: Stage, tmp_pa
         found = await trial.read(session)
         assert (found["metadata"]["segments"], found["metadata"]["untraced"]) == (CODEX.segments, [])
         (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.door))
+        exactly(sample, *(exchange.generation for exchange in trial.log))
 
 
 async def test_it_edits_a_file_on_an_engine_whose_chat_has_no_ids(stage: Stage, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_it_edits_a_file_on_an_engine_whose_chat_has_no_ids(stage: Stage, 
         assert await trial.reasons(session) == [None] * len(steps)
         assert (await trial.read(session))["metadata"]["untraced"] == []
         (sample,) = await trial.samples(session)
-        exactly(sample, *trial.worker.door.generations)
+        exactly(sample, *trial.worker.log.generations)
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:
@@ -84,4 +84,4 @@ async def test_it_outlives_a_pause_longer_than_its_own_limit(stage: Stage, tmp_p
         assert (run.code, run.said.strip()) == (0, "Here I am, with many words to say."), run
         assert len(await trial.records(session)) == 1
         (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.door))
+        exactly(sample, *(exchange.generation for exchange in trial.log))

@@ -1,5 +1,5 @@
 """Codex as it comes from npm on a real SGLang that says what a script wants: the engine's own template, parsers and
-streams. Its main line is one segment, equal to what went through the engine's door, also where a call was cut in the
+streams. Its main line is one segment, equal to what went through the engine's proxy, also where a call was cut in the
 middle and went on under new weights."""
 
 from __future__ import annotations

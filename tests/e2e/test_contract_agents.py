@@ -20,7 +20,7 @@ async def test_claude_code_knows_that_its_context_is_full(stage: Stage, tmp_path
         session = await trial.create(contract=SMALL)
         run = await claude_code(f"{trial.router.url}/sessions/{session}", "Hello", directory)
         assert "Prompt is too long" in run.said, run
-        assert trial.door == []
+        assert trial.log == []
         assert (await trial.read(session))["metadata"]["end_reason"] == "context"
 
 
@@ -31,5 +31,5 @@ async def test_codex_knows_that_its_context_is_full(stage: Stage, tmp_path: Path
         session = await trial.create(contract=SMALL)
         run = await codex(f"{trial.router.url}/sessions/{session}/v1", "Hello", directory)
         assert "ran out of room in the model's context window" in run.complained, run
-        assert trial.door == []
+        assert trial.log == []
         assert (await trial.read(session))["metadata"]["end_reason"] == "context"

@@ -43,7 +43,7 @@ async def end_reason(trial: SessionTrial, session: str) -> str | None:
 
 
 def asked_for(trial: SessionTrial) -> int:
-    return len(trial.door) + len(trial.worker.door.at(COMPLETIONS))
+    return len(trial.log) + len(trial.worker.log.at(COMPLETIONS))
 
 
 async def test_a_budget_is_kept_to_the_token(trial: SessionTrial) -> None:
@@ -93,7 +93,7 @@ async def test_what_is_fixed_counts_in_every_api_and_the_answer_says_so(stage: S
                 if api.path == RESPONSES:
                     said = api.answers(reply, stream=stream)[-1]
                     assert said.get("response", said)["temperature"] == 0.25
-                sent = trial.worker.door.at(COMPLETIONS if api.path == COMPLETIONS else CHAT)[-1].json()
+                sent = trial.worker.log.at(COMPLETIONS if api.path == COMPLETIONS else CHAT)[-1].json()
                 assert (sent["temperature"], sent["model"], sent["lora_path"]) == (0.25, "student", "mine")
                 (record,) = await trial.records(session)
                 assert record["asked_for"] == {"temperature": 2.0, "model": "m"}

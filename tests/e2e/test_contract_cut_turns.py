@@ -40,7 +40,7 @@ async def test_what_two_parts_sample_together_is_what_the_budget_has(stage: Stag
                     await between_two_parts(trial, brake)
                     await go_on(trial, brake, str(number + 1))
                     assert (await turn).status == 200
-                first, second = (each.generation for each in trial.door[-2:])
+                first, second = (each.generation for each in trial.log[-2:])
                 assert 0 < len(first.output_ids) < 30
                 assert len(first.output_ids) + len(second.output_ids) == 30
                 (record,) = await trial.records(session)
@@ -81,14 +81,14 @@ async def test_a_group_that_is_aborted_ends_a_turn_between_two_parts(stage: Stag
     async with cuttable(stage) as (trial, brake):
         for api, stream in itertools.product(APIS, BOTH):
             with case(api, stream):
-                session, before = await trial.create(contract={"group": "g"}), len(trial.door)
+                session, before = await trial.create(contract={"group": "g"}), len(trial.log)
                 async with under_way(asked(api, trial, session, stream=stream)) as turn:
                     await between_two_parts(trial, brake)
                     assert (await trial.ask("POST", "/abort_request", {"group": "g"})).status == 200
                     reply = await turn
                     await go_on(trial, brake)
                 (sample,) = await trial.samples(session)
-                (once,) = trial.door[before:]
+                (once,) = trial.log[before:]
                 exactly(sample, once.generation)
                 assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "aborted")
                 if not stream and api.path != CHAT:
@@ -106,7 +106,7 @@ async def test_a_group_that_is_aborted_ends_a_turn_between_two_parts(stage: Stag
                     answer = answers_of((await text).body, stream=stream)[-1]
                     await go_on(trial, brake)
                 assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-                assert answer["output_ids"] == trial.worker.door.at("/generate")[-1].generation.output_ids
+                assert answer["output_ids"] == trial.worker.log.at("/generate")[-1].generation.output_ids
 
 
 async def test_a_deadline_ends_a_turn_between_two_parts(stage: Stage) -> None:
@@ -122,7 +122,7 @@ async def test_a_deadline_ends_a_turn_between_two_parts(stage: Stage) -> None:
             if await trial.samples(session):
                 break
         (sample,) = await trial.samples(session)
-        exactly(sample, trial.door[-1].generation)
+        exactly(sample, trial.log[-1].generation)
         assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
 
 
@@ -130,7 +130,7 @@ async def test_a_session_deleted_between_two_parts_of_its_turn_leaves_no_work(st
     async with cuttable(stage) as (trial, brake):
         for api, stream in itertools.product((Api(CHAT), Api(MESSAGES)), BOTH):
             with case(api, stream):
-                session, before = await trial.create(), len(trial.door)
+                session, before = await trial.create(), len(trial.log)
                 async with under_way(asked(api, trial, session, stream=stream)) as turn:
                     await between_two_parts(trial, brake)
                     assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
@@ -138,5 +138,5 @@ async def test_a_session_deleted_between_two_parts_of_its_turn_leaves_no_work(st
                     await go_on(trial, brake)
                 assert (reply.status == 200) == stream, "a stream that had begun is broken off"
                 assert not trial.worker.running
-                assert len(trial.door) == before + 1
+                assert len(trial.log) == before + 1
                 assert trial.statistics()["sampled_tokens"] == 0

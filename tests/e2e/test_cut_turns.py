@@ -100,7 +100,7 @@ async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
                 async with under_way(trial.turn(session, HI, max_tokens=40, **fields)) as turn:
                     await cut(trial, brake, 1, str(version))
                     answer = (await turn).json()
-                first, second = trial.door[-2:]
+                first, second = trial.log[-2:]
                 before, again = ({**each.json(), "extra_key": None} for each in (first, second))
                 assert before == again, "as it was, but for the cache of the new weights"
                 assert given_up(caplog)[-1].startswith(reason)
@@ -123,7 +123,7 @@ async def test_a_stream_that_only_one_go_can_give_ends_with_what_there_is(
                 assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "abort"
                 assert given_up(caplog)[-1].startswith(reason)
                 (sample,) = await trial.samples(session)
-                exactly(sample, trial.door[-1].generation)
+                exactly(sample, trial.log[-1].generation)
                 assert sample["status"] == "aborted"
 
 
@@ -191,7 +191,7 @@ async def test_every_choice_of_a_turn_goes_on(stage: Stage, stream: bool) -> Non
         async with under_way(trial.turn(session, HI, stream=stream, **fields)) as turn:
             await cut(trial, brake, 4, "2")
             answer = await turn
-        begun, *rest = trial.door
+        begun, *rest = trial.log
         first = begun.generations
         samples = await trial.samples(session)
         assert len(first) == len(rest) == len(samples) == 3
@@ -231,7 +231,7 @@ async def test_a_turn_of_another_api_goes_on(stage: Stage) -> None:
                     answers.append((answer.text, answer.reasoning, [call[1:] for call in answer.calls], answer.end))
                 assert answers[0] == answers[1]
                 assert [name for name, _ in answers[0][2]] == ["add"]
-                (sample,), (one, two, _) = await trial.samples(of_parts), trial.door[-3:]
+                (sample,), (one, two, _) = await trial.samples(of_parts), trial.log[-3:]
                 assert sample["tokens"] == [*two.generation.input_ids, *two.generation.output_ids]
                 assert two.generation.input_ids == [*one.generation.input_ids, *one.generation.output_ids]
                 versions = [run["version"] for run in sample["weight_versions"]]
@@ -317,9 +317,9 @@ async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list
         *_, sample = await trial.samples(session)
         ids = qwen3().encode(text)
         assert sample["tokens"][-len(ids) - 1 : -1] == ids
-        last = trial.door[-1].generation
+        last = trial.log[-1].generation
         assert sample["tokens"] == [*last.input_ids, *last.output_ids]
-        names = [each.json()["rid"] for each in trial.door]
+        names = [each.json()["rid"] for each in trial.log]
         assert len(set(names)) == len(names), "a worker that still had one would refuse it, or abort it"
 
 

@@ -13,9 +13,9 @@ import pytest
 from tests.sglang_worker import RealWorker
 from tests.support.chat_turns import plain, read_stream
 from tests.support.cuts import ScriptedCut, new_version
-from tests.support.door import Door
 from tests.support.generations import Generation
 from tests.support.real_sessions import real_sessions, write_script
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_trial import ADD, ASK_ADD, IM_END, SessionTrial, message_of, qwen3, user
 from tests.support.tiers import size
 from tests.support.waiting import soon
@@ -33,11 +33,11 @@ ANSWERS = {
 
 
 class Scene:
-    """A router with sessions before a scripted engine behind a door."""
+    """A router with sessions before a scripted engine behind a proxy."""
 
-    def __init__(self, trial: SessionTrial, worker: RealWorker, door: Door, script: Path) -> None:
+    def __init__(self, trial: SessionTrial, worker: RealWorker, proxy: RecordingProxy, script: Path) -> None:
         self.trial = trial
-        self.door = door
+        self.proxy = proxy
         self.script = script
         self.cut = ScriptedCut(trial, worker, script)
         self.version = 0
@@ -56,7 +56,7 @@ class Scene:
             await self.cut.update(str(self.version))
         answer = await soon(asked)
         (sample,) = await self.trial.samples(session)
-        legs = [each for each in self.door.chats(version=FIRST_VERSION) if each.session == session]
+        legs = [each for each in self.proxy.chats(version=FIRST_VERSION) if each.session == session]
         return answer, sample, legs
 
 
@@ -70,8 +70,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealWorke
 @pytest.fixture
 async def scene(engine: tuple[RealWorker, Path]) -> AsyncIterator[Scene]:
     worker, script = engine
-    async with real_sessions(worker, partial_rollout="resume") as (trial, door):
-        yield Scene(trial, worker, door, script)
+    async with real_sessions(worker, partial_rollout="resume") as (trial, proxy):
+        yield Scene(trial, worker, proxy, script)
         await new_version(trial, FIRST_VERSION)  # of the next scene
 
 

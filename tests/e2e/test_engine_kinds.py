@@ -109,14 +109,14 @@ async def test_who_can_do_it_gets_what_another_engine_cannot(stage: Stage) -> No
         chat = {"messages": [{"role": "user", "content": "x"}], "input_ids": [1, 2], "max_tokens": 2}
         for _ in range(4):
             assert (await post(router, "/v1/chat/completions", **chat)).status == 200
-        assert [len(each.door.at("/v1/chat/completions")) for each in (unable, able)] == [0, 4]
+        assert [len(each.log.at("/v1/chat/completions")) for each in (unable, able)] == [0, 4]
         for _ in range(4):
             assert (await post(router, "/generate", **GENERATE)).status == 200
-        given = [len(each.door.at("/generate")) for each in (unable, able)]
+        given = [len(each.log.at("/generate")) for each in (unable, able)]
         assert (sum(given), 0 in given) == (4, False), "of several processes each takes turns by itself"
         refused = await post(router, "/release_memory_occupation")
         assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
-        assert not able.door.at("/release_memory_occupation"), "nobody sleeps where one cannot"
+        assert not able.log.at("/release_memory_occupation"), "nobody sleeps where one cannot"
         assert not gate(router).closed
 
 
@@ -137,7 +137,7 @@ async def test_one_that_is_aborted_behind_a_retraction_keeps_what_its_stream_has
         ids = last["output_ids"]
         assert len(ids) == last["meta_info"]["completion_tokens"] >= 3
         assert [entry[1] for entry in last["meta_info"]["output_token_logprobs"]] == ids
-        assert worker.door.generations[0].output_ids[: len(ids)] == ids
+        assert worker.log.generations[0].output_ids[: len(ids)] == ids
         await client.post("/continue_generation")
 
 
@@ -159,7 +159,7 @@ async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: S
         router = await stage.router(first.url)
         await post(router, "/pause_generation", mode="abort")
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert [each.json()["mode"] for each in other.door.at("/pause_generation")] == ["retract"]
+        assert [each.json()["mode"] for each in other.log.at("/pause_generation")] == ["retract"]
         again = (await post(router, "/pause_generation", mode="abort")).json()
         assert again["workers"][other.url]["body"]["in_place_of"] == "abort"
         assert "mode" not in again["workers"][first.url]["body"]
@@ -169,8 +169,8 @@ async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: S
 async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: Stage) -> None:
     async with SimulatedJax() as worker:
         router = await stage.router(worker.url, **{**PROBING, "deep_health_check_interval": 0.02})
-        await until(lambda: worker.door.at("/health_generate"), "it was checked")
-        assert not worker.door.at("/health")
+        await until(lambda: worker.log.at("/health_generate"), "it was checked")
+        assert not worker.log.at("/health")
         worker.faults.status(503, path="/health_generate", times=None)
         await becomes(router, worker, WorkerState.QUARANTINED)
         worker.faults.clear()
@@ -214,7 +214,7 @@ async def test_new_weights_have_caches_of_their_own_where_the_engine_heeds_a_key
             await post(router, "/router/weight_version", weight_version=version)
             assert (await post(router, "/generate", **GENERATE)).status == 200
             assert (await post(router, "/generate", **{**GENERATE, "input_ids": [[1], [2]]})).status == 200
-        keys = [each.json().get("extra_key") for each in worker.door.at("/generate")]
+        keys = [each.json().get("extra_key") for each in worker.log.at("/generate")]
         assert keys[1::2] == [None, None], "it would drop them without a word"
         assert len({*keys[::2]} - {None}) == 2
         assert router.app.router.metrics.unkeyed_generations == 2

@@ -72,7 +72,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 async def trial(shared: SessionTrial) -> SessionTrial:
     for session in shared.router.app.layers[0].store:  # type: ignore[attr-defined]
         shared.router.app.layers[0].store.delete(session)  # type: ignore[attr-defined]
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 

@@ -1,4 +1,4 @@
-"""Text rollouts against real SGLang: what is retrieved is what went through the workers' doors, at every position."""
+"""Text rollouts against real SGLang: what is retrieved is what went through the workers' proxies, at every position."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import cancelled, spawn
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
-from tests.support.door import Door
 from tests.support.exactness import compare_all, drift, retrieve
 from tests.support.oracle import Ledger, Visible
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import GROUPS, SIZE, TURNS, Rollouts, Turn, generate
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tokenizers import tokenizer
@@ -30,20 +30,20 @@ CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware
 
 
 @pytest.fixture
-async def doors(sglang_workers: list[RealWorker]) -> AsyncIterator[list[Door]]:
-    async with Door(sglang_workers[0].url) as one, Door(sglang_workers[1].url) as other:
+async def proxies(sglang_workers: list[RealWorker]) -> AsyncIterator[list[RecordingProxy]]:
+    async with RecordingProxy(sglang_workers[0].url) as one, RecordingProxy(sglang_workers[1].url) as other:
         yield [one, other]
 
 
 @pytest.fixture
-async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
+async def router(proxies: list[RecordingProxy]) -> AsyncIterator[RunningRouter]:
     model = str(ensure().dense_model)
-    async with running_router(*(door.url for door in doors), middlewares=(CACHE,), hf_checkpoint=model) as running:
+    async with running_router(*(proxy.url for proxy in proxies), middlewares=(CACHE,), hf_checkpoint=model) as running:
         yield running
 
 
 @asynccontextmanager
-async def changing_versions(workers: list[RealWorker], doors: list[Door]) -> AsyncIterator[None]:
+async def changing_versions(workers: list[RealWorker], proxies: list[RecordingProxy]) -> AsyncIterator[None]:
     """New weight versions under the requests in flight, until the block ends."""
     async with aiohttp.ClientSession() as session:
 
@@ -54,7 +54,7 @@ async def changing_versions(workers: list[RealWorker], doors: list[Door]) -> Asy
                     assert reply.status == 200
 
         def begun(least: int) -> bool:
-            return sum(len(door.begun) for door in doors) >= least
+            return sum(len(proxy.begun) for proxy in proxies) >= least
 
         async def keep_updating() -> None:
             for version in range(1, UPDATES + 1):
@@ -72,17 +72,17 @@ async def changing_versions(workers: list[RealWorker], doors: list[Door]) -> Asy
 
 async def test_every_position_is_what_the_engine_was_given_or_sampled(
     router: RunningRouter,
-    doors: list[Door],
+    proxies: list[RecordingProxy],
     sglang_workers: list[RealWorker],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     begun = time.monotonic()
     rollouts = Rollouts(router.url)
-    async with changing_versions(sglang_workers, doors):
+    async with changing_versions(sglang_workers, proxies):
         await rollouts.run()
     generated = time.monotonic()
     ledger = Ledger(tokenizer("qwen3"))
-    compared = await compare_all(router.url, doors, rollouts.turns, ledger)
+    compared = await compare_all(router.url, proxies, rollouts.turns, ledger)
     assert compared.generations >= GROUPS * SIZE * TURNS
     assert len({version for each in ledger.accounts.values() for version in each.arrays.versions}) > UPDATES // 2
     assert ledger.reused > compared.generations / 2
@@ -99,7 +99,7 @@ async def test_every_position_is_what_the_engine_was_given_or_sampled(
 
 
 async def test_siblings_with_one_text_and_different_ids_are_kept_apart(
-    router: RunningRouter, doors: list[Door]
+    router: RunningRouter, proxies: list[RecordingProxy]
 ) -> None:
     spelling = tokenizer("qwen3").backend_tokenizer.token_to_id
     whole, first, second = spelling("Ġthem"), spelling("Ġth"), spelling("em")
@@ -123,5 +123,5 @@ async def test_siblings_with_one_text_and_different_ids_are_kept_apart(
         by_rid = [(await retrieve(session, rid=turn.rid))["tokens"] for turn in (split, joined)]
         assert [tokens[-2:] for tokens in by_rid] == [[first, second], [*by_rid[1][-2:-1], whole]]
         further = [await forced(f"{joined.whole}{more}", second) for more in ("", " and", "e")]
-    compared = await compare_all(router.url, doors, [half, split, joined, *further], Ledger(tokenizer("qwen3")))
+    compared = await compare_all(router.url, proxies, [half, split, joined, *further], Ledger(tokenizer("qwen3")))
     assert (compared.generations, compared.ambiguous) == (6, 1)

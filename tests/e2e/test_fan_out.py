@@ -82,7 +82,7 @@ async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: 
         assert (answer.status, answer.body) == (expected.status, expected.body)
         assert answer.value("content-type") == expected.value("content-type")
         for worker in workers:
-            (came,) = worker.door.at(path)
+            (came,) = worker.log.at(path)
             assert (came.method, came.target, came.body) == (method, path, body)
 
 
@@ -111,7 +111,7 @@ async def test_a_body_that_only_sglang_insists_on_may_be_left_out(stage: Stage, 
     async with simulated() as workers:
         router = await stage.router(*(worker.url for worker in workers))
         assert (await router.ask("POST", path)).status == 200
-        assert [worker.door.last.body for worker in workers] == [b"{}", b"{}"]
+        assert [worker.log.last.body for worker in workers] == [b"{}", b"{}"]
 
 
 async def test_the_query_and_the_request_id_reach_every_worker(stage: Stage) -> None:
@@ -364,14 +364,14 @@ async def test_an_abort_by_rid_goes_only_to_the_worker_that_holds_it(stage: Stag
         assert (await post(router, "/abort_request", rid="first")).status == 200
         aborted = (await tasks["first"]).json()["meta_info"]
         assert (aborted["id"], aborted["finish_reason"]["type"]) == ("first", "abort")
-        (asked,) = [worker for worker in workers if worker.door.at("/abort_request")]
-        assert asked.door.at("/generate")[0].json()["rid"] == "first"
+        (asked,) = [worker for worker in workers if worker.log.at("/abort_request")]
+        assert asked.log.at("/generate")[0].json()["rid"] == "first"
         assert not tasks["second"].done()
         assert (await post(router, "/abort_request", rid="unknown")).status == 200
-        assert [worker.door.last.json() for worker in workers] == [{"rid": "unknown"}] * 2
+        assert [worker.log.last.json() for worker in workers] == [{"rid": "unknown"}] * 2
         assert not tasks["second"].done()
         assert (await post(router, "/abort_request", abort_all=True)).status == 200
-        assert [worker.door.last.json() for worker in workers] == [{"abort_all": True}] * 2
+        assert [worker.log.last.json() for worker in workers] == [{"abort_all": True}] * 2
         assert (await tasks["second"]).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 

@@ -130,7 +130,7 @@ async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: S
             await in_state(router, url, "outdated")
             for _ in range(4):
                 assert (await post(router, "/generate", **SHORT)).status == 200
-            assert not late.door.at("/generate")
+            assert not late.log.at("/generate")
             assert (await post(router, "/update_weight_version", new_version="2")).status == 200
             await in_state(router, url, "ready")
 

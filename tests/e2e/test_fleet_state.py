@@ -44,7 +44,7 @@ async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, Sim
 
 
 def busy_with(worker: SimulatedWorker) -> int:
-    return len(worker.door.at("/generate"))
+    return len(worker.log.at("/generate"))
 
 
 # Weight versions
@@ -246,7 +246,7 @@ async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(st
         two.faults.status(500, path="/pause_generation")
         answer = await post(router, "/pause_generation", mode="in_place")
         assert (answer.status, answer.json()["workers"][two.url]["status"]) == (502, 500)
-        assert [each.path for each in one.door if each.method == "POST"] == [
+        assert [each.path for each in one.log if each.method == "POST"] == [
             "/pause_generation",
             "/continue_generation",
         ]

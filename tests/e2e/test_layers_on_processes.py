@@ -41,14 +41,14 @@ async def test_sessions_and_their_experts_are_exact_wherever_turns_land(tmp_path
         async with await Client.connect(own[0].url) as one, await Client.connect(own[1].url) as other:
             for name in names:
                 await trials[0].create(name)
-                before, messages = len(worker.door.at(CHAT)), [user("Count.")]
+                before, messages = len(worker.log.at(CHAT)), [user("Count.")]
                 for turn in range(6):
                     body = {"model": "m", "max_tokens": 6, "messages": messages, "return_routed_experts": True}
                     asking = ((one, other)[turn % 2] if turn < 4 else own[turn % 2]).ask
                     reply = await asking("POST", f"/sessions/{name}{CHAT}", JSON, json.dumps(body).encode())
                     assert reply.status == 200, reply.body
                     messages = [*messages, message_of(reply.json()), user(f"And {turn}?")]
-                generations = [each.generations[0] for each in worker.door.at(CHAT)[before:]]
+                generations = [each.generations[0] for each in worker.log.at(CHAT)[before:]]
                 for trial in trials:
                     (sample,) = await trial.exact(name)
                     exactly(sample, *generations)
@@ -72,7 +72,7 @@ async def test_texts_and_their_rows_are_found_from_every_process_with_the_reuse_
             text, before = SYSTEM + f"Question {prompt}: ", list[int]()
             for turn in range(4):
                 answer = await own[(prompt + turn) % 2].generate(text=text)
-                (generation,) = worker.door.at("/generate")[-1].generations
+                (generation,) = worker.log.at("/generate")[-1].generations
                 assert generation.input_ids[: len(before)] == before, "the ids before, sampled ones included"
                 before = tokens_of(generation)
                 text += answer["text"]
@@ -100,10 +100,10 @@ async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path:
             for index in range(2)
         ]
         await router.held(4)
-        assert not worker.door.at(CHAT)
+        assert not worker.log.at(CHAT)
         assert (await post(own[0].url, "/continue_generation")).status == 200
         assert {each.status for each in await asyncio.gather(*turns)} == {200}
-        await until(lambda: len(worker.door.at(CHAT)) == 4, "all turns have come")
+        await until(lambda: len(worker.log.at(CHAT)) == 4, "all turns have come")
         await router.becomes_idle()
 
 

@@ -133,7 +133,7 @@ async def test_texts_with_lone_surrogates_are_recorded_and_found(stage: Stage) -
                 first = await trial.post("/generate", with_raw(asked, raw))
                 again = {**asked, "text": asked["text"] + first.json()["text"]}
                 assert (await trial.post("/generate", with_raw(again, raw))).status == 200
-                (one,), (two,) = [each.generations for each in trial.door[-2:]]
+                (one,), (two,) = [each.generations for each in trial.log[-2:]]
                 assert two.input_ids == [*one.input_ids, *one.output_ids]
                 found = await trial.post("/retrieve_from_text", with_raw({"text": again["text"]}, raw))
                 assert found.json()["tokens"] == two.input_ids

@@ -51,7 +51,7 @@ async def test_a_text_that_is_too_long_is_413_and_no_worker_hears_of_it(stage: S
         assert (answer.status, answer.error_type) == (413, "request_too_large"), path
         assert "--max-text-chars" in answer.json()["error"]["message"]
     assert encoder_of(trial).statistics.refused == 5
-    assert not worker.door.at("/generate")
+    assert not worker.log.at("/generate")
     assert (await trial.ask("POST", "/generate", {"text": just, "sampling_params": SHORT})).status == 200
 
 
@@ -72,10 +72,10 @@ async def test_a_long_text_is_given_in_the_ids_of_a_short_one_and_continued(
     text = "The answer is 42. " * (IN_A_THREAD // 18 + 1)
     answer = (await trial.ask("POST", "/generate", {"text": text, "sampling_params": SHORT})).json()
     plain = encoder_of(trial).encoder.encode_whole(text).ids.tolist()
-    assert worker.door.at("/generate")[-1].generations[0].input_ids == plain
+    assert worker.log.at("/generate")[-1].generations[0].input_ids == plain
     more = text + answer["text"] + "More."
     await trial.ask("POST", "/generate", {"text": more, "sampling_params": SHORT})
-    given = worker.door.at("/generate")[-1].generations[0].input_ids
+    given = worker.log.at("/generate")[-1].generations[0].input_ids
     assert given[: len(plain) + len(answer["output_ids"])] == [*plain, *answer["output_ids"]]
 
 
@@ -92,4 +92,4 @@ async def test_a_client_that_leaves_ends_the_encoding_of_its_text(
     client.abort()
     await until(lambda: statistics.abandoned, "nobody waits for it any more")
     assert statistics.numbers() == {"pending": 0, "abandoned": 1, "refused": 0}
-    assert not worker.door.at("/generate")
+    assert not worker.log.at("/generate")

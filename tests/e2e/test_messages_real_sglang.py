@@ -31,7 +31,7 @@ FIELDS: Any = {"model": "m", "tools": [GO], "system": [{"type": "text", "text": 
 @pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}])
 async def test_turns_are_counted_and_continued_exactly(sglang_workers: list[RealWorker], thinking: Any) -> None:
     asked = {**FIELDS, "thinking": thinking}
-    async with real_sessions(sglang_workers[0]) as (trial, door):
+    async with real_sessions(sglang_workers[0]) as (trial, proxy):
         session = await trial.create()
         url = f"{trial.router.url}/sessions/{session}"
         async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
@@ -55,7 +55,7 @@ async def test_turns_are_counted_and_continued_exactly(sglang_workers: list[Real
                     {"type": "tool_result", "tool_use_id": call["id"], "content": "done"} for call in reversed(calls)
                 ]
                 history += [{"role": "assistant", "content": echo}, {"role": "user", "content": done}]
-        generations = list(door.chats(version="default"))
+        generations = list(proxy.chats(version="default"))
         assert [len(each.prompt) for each in generations] == counts
         assert await trial.reasons(session) == [None, None, None]
         (sample,) = await trial.samples(session)

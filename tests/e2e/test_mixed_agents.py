@@ -1,5 +1,5 @@
 """Agents that speak chat, Messages and Responses side by side, on several workers, while weights are updated in the
-middle of turns: their samples are what went through the workers' doors, at every position."""
+middle of turns: their samples are what went through the workers' proxies, at every position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from miles_router.testing.worker.model.generation import Generation
 from tests.support.agent_apis import APIS
 from tests.support.agents import Agents, Improvised, improvised_for
 from tests.support.brake import Brake
-from tests.support.door import Door, chats_of
+from tests.support.recording_proxy import RecordingProxy, chats_of
 from tests.support.session_proof import check_sessions
 from tests.support.session_trial import SESSIONS, qwen3
 from tests.support.stage import Stage
@@ -77,9 +77,9 @@ async def test_every_position_of_every_sample_is_what_a_worker_was_given_or_samp
             )
             for number in range(WORKERS)
         ]
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
+        proxies = [await stack.enter_async_context(RecordingProxy(worker.url)) for worker in workers]
         router = await stage.router(
-            *(door.url for door in doors),
+            *(proxy.url for proxy in proxies),
             middlewares=(MiddlewareSpec(SESSIONS, {}),),
             hf_checkpoint=tokenizer_directory("qwen3"),
             partial_rollout="resume",
@@ -98,14 +98,14 @@ async def test_every_position_of_every_sample_is_what_a_worker_was_given_or_samp
         http = await stack.enter_async_context(aiohttp.ClientSession(router.url))
         brakes = [Brake(worker.engine) for worker in workers]
         await together([agents.run(), update_weights(http, agents, brakes)], name="agents and updates")
-        went = chats_of(doors, version="0")
+        went = chats_of(proxies, version="0")
         proved = await check_sessions(http, agents, went, tokenizer("qwen3"))
         # A cut may fall where no exact continuation is certain: that is said, and counted.
         assert proved.given_back == router.app.router.statistics["partial_rollouts"]()["returned"]
         assert proved.given_back < proved.carried_on
     with capsys.disabled():
         print(f"\n{proved}")
-    assert {each.door for each in went.generations} == set(range(WORKERS))
+    assert {each.proxy for each in went.generations} == set(range(WORKERS))
     assert agents.log.left
     assert agents.log.repeated > 0
     assert proved.carried_on > 0

@@ -68,7 +68,7 @@ async def test_next_worker_of_a_move_gets_all_sampled_tokens_and_the_rest_of_the
         await scene.open()
         await scene.moved(1)
         answer = (await scene.end())["rollout-number-0"]
-        (asked,) = [json.loads(each.body) for each in scene.target.door.at("/generate")]
+        (asked,) = [json.loads(each.body) for each in scene.target.log.at("/generate")]
         done = len(asked["input_ids"]) - 3
         assert asked["input_ids"] == [5, 300, 229, *answer["output_ids"][:done]]
         assert asked["sampling_params"]["max_new_tokens"] == BUDGET - done

@@ -13,8 +13,8 @@ from miles_router.tasks import spawn
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chains import chain, check, check_experts
-from tests.support.door import Door
 from tests.support.fleet import JSON, post
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import running_router
 from tests.support.waiting import soon, until
 
@@ -28,8 +28,8 @@ async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
     sglang_moe_workers: list[RealWorker],
 ) -> None:
     async with AsyncExitStack() as stack:
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in sglang_moe_workers]
-        router = await stack.enter_async_context(running_router(*(door.url for door in doors), move_after=0.2))
+        proxies = [await stack.enter_async_context(RecordingProxy(worker.url)) for worker in sglang_moe_workers]
+        router = await stack.enter_async_context(running_router(*(proxy.url for proxy in proxies), move_after=0.2))
         await until(lambda: all(each.facts for each in router.pool), "all is known of the workers")
 
         def ask(rid: str, tokens: int, *headers: tuple[str, str], **fields: Any) -> asyncio.Task[Any]:
@@ -38,19 +38,19 @@ async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
             named = [*JSON, ("X-Request-Id", rid), *headers]
             return spawn(router.ask("POST", "/generate", named, orjson.dumps(body)), name=rid)
 
-        def at(door: Door) -> list[str]:
-            return [each.body["rid"] for each in door.begun]
+        def at(proxy: RecordingProxy) -> list[str]:
+            return [each.body["rid"] for each in proxy.begun]
 
         staying = {}
         for session in ("a", "b"):  # each at a worker of its own
             for number in range(2):
                 rid = f"{session}-stays-{number}"
                 staying[rid] = ask(rid, 4000, ("X-Session-Id", session))
-                await until(lambda: sum(len(door.begun) for door in doors) == len(staying), "it runs")
-        assert sorted(len(door.begun) for door in doors) == [2, 2]
+                await until(lambda: sum(len(proxy.begun) for proxy in proxies) == len(staying), "it runs")
+        assert sorted(len(proxy.begun) for proxy in proxies) == [2, 2]
         moving = ask("one-that-moves", TOKENS, return_logprob=True, return_routed_experts=True)
-        await until(lambda: sum(len(door.begun) for door in doors) == 5, "it runs as well")
-        (idle,) = [door for door in doors if "one-that-moves" not in at(door)]
+        await until(lambda: sum(len(proxy.begun) for proxy in proxies) == 5, "it runs as well")
+        (idle,) = [proxy for proxy in proxies if "one-that-moves" not in at(proxy)]
         for rid in at(idle):
             assert (await post(router, "/abort_request", rid=rid)).status == 200
         metrics = router.app.router.metrics
@@ -66,7 +66,7 @@ async def test_a_running_generation_moves_and_its_answer_is_what_both_sampled(
             1,
             "one-that-moves",
         )
-        pieces = chain(doors, "one-that-moves", answer)
+        pieces = chain(proxies, "one-that-moves", answer)
         assert len(pieces) == 2
         assert all(piece.end > piece.start for piece in pieces)
         assert check(answer, pieces, prompt=PROMPT) == TOKENS

@@ -170,9 +170,9 @@ async def test_an_image_is_refused_in_a_session_alone(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         body = Api(CHAT).body([Api(CHAT).says("See:", IMAGE)])
         assert b"image_url" in (await Api(CHAT, named=True).post(trial, "other", body)).body
-        assert trial.door == []
+        assert trial.log == []
         await trial.ask("POST", CHAT, body)
-        assert trial.door[-1].json() == body
+        assert trial.log[-1].json() == body
 
 
 async def test_contents_of_text_reach_the_prompt_in_one_segment(stage: Stage) -> None:
@@ -225,7 +225,7 @@ async def test_thinking_in_a_chat_s_history_keeps_the_segment(stage: Stage) -> N
         assert (await trial.records(session))[1]["media_replaced"] == {"content": 1}
         said = {"role": "assistant", "content": [THOUGHTS[3], {"type": "text", "text": "Seen."}]}
         await trial.chat(await trial.create(), [user("Hi"), said, user("Go on.")])
-        assert trial.door[-1].json()["messages"][1]["content"][0] == {"type": "thinking", "thinking": "Hm."}
+        assert trial.log[-1].json()["messages"][1]["content"][0] == {"type": "thinking", "thinking": "Hm."}
 
 
 async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage) -> None:
@@ -249,7 +249,7 @@ async def test_other_items_of_responses_are_left_out_and_counted(stage: Stage) -
                 item = {"type": "reasoning", "summary": [], "content": [{"type": kind, "text": "Hm."}]}
                 said = {"role": "assistant", "content": [{"type": "output_text", "text": "Seen."}]}
                 await api.turn(trial, await trial.create(), [user("Hi"), item, said, user("Go on.")], 4)
-                assert trial.door[-1].json()["messages"][1]["reasoning_content"] == "Hm."
+                assert trial.log[-1].json()["messages"][1]["reasoning_content"] == "Hm."
 
 
 async def test_null_is_not_given(stage: Stage) -> None:

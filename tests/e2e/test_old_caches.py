@@ -85,7 +85,7 @@ async def samples(worker: SimulatedWorker) -> None:
 
 
 def bodies(worker: SimulatedWorker, path: str = "/generate") -> list[Any]:
-    return [each.json() for each in worker.door.at(path)]
+    return [each.json() for each in worker.log.at(path)]
 
 
 def keys(worker: SimulatedWorker, path: str = "/generate") -> list[Any]:
@@ -131,7 +131,7 @@ async def test_before_any_update_and_after_a_flush_requests_arrive_byte_for_byte
         answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="4")
         assert answer.status == 200
         await generate(router)
-        sent = [each.body for each in worker.door.at("/generate")]
+        sent = [each.body for each in worker.log.at("/generate")]
         plain = orjson.dumps(ASKED["/generate"])
         assert [body == plain for body in sent] == [True, False, True, True, True]
 
@@ -206,7 +206,7 @@ async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog
         await update(router, "2")
         for _ in range(2):
             assert (await post(router, MESSAGES, **ASKED[MESSAGES])).status == 200
-        assert worker.door.at(MESSAGES)[-1].body == orjson.dumps(ASKED[MESSAGES])
+        assert worker.log.at(MESSAGES)[-1].body == orjson.dumps(ASKED[MESSAGES])
         assert await metric(router, "miles_router_unkeyed_generations_total") == 2
         for name in "ab":
             await post(router, f"/sessions/{name}{CHAT}", **ASKED[CHAT])

@@ -66,9 +66,9 @@ async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial)
     assert (one["turn"], one["parent"], two["turn"], two["parent"]) == (0, None, 1, 0)
     assert (one["messages"], two["messages"]) == (HI, [user("Go on")])
     assert one["response"] == first["choices"][0]["message"]
-    given = simulated.door[0].generation.input_ids
+    given = simulated.log[0].generation.input_ids
     assert (one["given_tokens"], one["completion_tokens"], one["span"]) == (len(given), 8, [len(given), len(given) + 8])
-    assert two["span"][1] == len(simulated.door[1].generation.input_ids) + 8
+    assert two["span"][1] == len(simulated.log[1].generation.input_ids) + 8
     assert one["weight_versions"] == [{"version": "1", "start": len(given), "end": len(given) + 8}]
     assert (one["finish_reason"], one["worker"], one["rid"]) == ("length", simulated.worker.url, first["id"])
     assert (one["turn_id"], two["turn_id"]) == (None, "t2")
@@ -93,7 +93,7 @@ async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
     session = await simulated.create()
     first = await simulated.chat(session, HI)
     await simulated.chat(session, [*HI, first["choices"][0]["message"], user("Go on")])
-    one, two = (each.generation for each in simulated.door)
+    one, two = (each.generation for each in simulated.log)
     told = (await simulated.ask("GET", "/router/info")).json()["statistics"]["openai_sessions"]
     assert (told["sessions"], told["turns"], told["sampled_tokens"], told["untraced"]) == (1, 2, 16, 0)
     assert told["reused_tokens"] == len(one.input_ids) + 8

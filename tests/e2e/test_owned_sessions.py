@@ -57,7 +57,7 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
         kept = [await stage.client(router) for router in routers]
         for number in range(3):
             session = await trials[number].create()
-            before, messages = len(worker.door.at(CHAT)), [user(f"Count to {number}.")]
+            before, messages = len(worker.log.at(CHAT)), [user(f"Count to {number}.")]
             for turn in range(6):
                 body = {"model": "m", "max_tokens": 8, "messages": messages, "stream": False}
                 target, data = f"/sessions/{session}{CHAT}", json.dumps(body).encode()
@@ -67,7 +67,7 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
                 assert reply.status == 200, reply.body
                 messages = [*messages, message_of(reply.json()), user(f"And {turn}?")]
             (sample,) = await trials[(number + 1) % 3].samples(session)
-            exactly(sample, *(each.generations[0] for each in worker.door.at(CHAT)[before:]))
+            exactly(sample, *(each.generations[0] for each in worker.log.at(CHAT)[before:]))
         assert sum(holding(trials)) == 3
 
 

@@ -65,7 +65,7 @@ async def test_a_group_that_arrives_everywhere_at_once_goes_on_from_its_own_answ
         for trial in trials:
             await trial.generate(text=text)
         assert held(trials) == [3] * 4, "also where others have answered it before"
-        given = {each.generations[0].rid: each.generations[0] for each in trials[0].door}
+        given = {each.generations[0].rid: each.generations[0] for each in trials[0].log}
         prompts = {tuple(each.input_ids) for each in given.values()}
         assert len(prompts) == 1, "and all have the same ids"
         for place, answer in enumerate(answers):

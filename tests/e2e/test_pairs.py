@@ -55,7 +55,7 @@ async def test_a_body_is_not_touched_but_for_the_room_behind_it(stage: Stage) ->
         body = b'{ "input_ids" :[5, 6],"sampling_params":{"max_new_tokens":2} , "odd":1e2}'
         reply = await pair.router.ask("POST", "/generate", [("Content-Type", "application/json")], body)
         assert reply.status == 200
-        (seen,) = pair.decode.door.at("/generate")
+        (seen,) = pair.decode.log.at("/generate")
         assert seen.body.startswith(body[:-1] + b',"bootstrap_host":"127.0.0.1"')
 
 
@@ -64,7 +64,7 @@ async def test_prompts_of_a_list_meet_in_rooms_of_their_own(stage: Stage, stream
     async with halves(stage) as pair:
         reply = await pair.generate(input_ids=[PROMPT, PROMPT[:2], PROMPT], stream=stream)
         assert reply.status == 200, reply.body
-        told = [generation.output_ids for generation in pair.decode.door.generations]
+        told = [generation.output_ids for generation in pair.decode.log.generations]
         if stream:
             ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
             assert [ends[index] for index in range(3)] == told
@@ -79,7 +79,7 @@ async def test_several_samples_of_each_prompt(stage: Stage, stream: bool) -> Non
             input_ids=[PROMPT, PROMPT[:2]], sampling_params={**SHORT, "n": 3}, stream=stream, rid="r"
         )
         assert reply.status == 200, reply.body
-        told = pair.decode.door.generations
+        told = pair.decode.log.generations
         assert [each.input_ids for each in told] == [PROMPT] * 3 + [PROMPT[:2]] * 3
         if stream:
             ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
@@ -174,7 +174,7 @@ async def test_what_does_not_generate_goes_to_one_worker(stage: Stage) -> None:
     async with halves(stage) as pair:
         for path, body in (("/v1/tokenize", {"prompt": "Hi"}), ("/v1/detokenize", {"tokens": [5]})):
             assert (await pair.post(path, **body)).status == 200
-            assert len(pair.prefill.door.at(path)) + len(pair.decode.door.at(path)) == 1
+            assert len(pair.prefill.log.at(path)) + len(pair.decode.log.at(path)) == 1
         assert (await pair.router.ask("GET", "/v1/models")).status == 200
 
 
@@ -189,7 +189,7 @@ async def test_what_a_pair_would_answer_otherwise_is_refused_by_name(stage: Stag
         ):
             reply = await pair.post(path, **body)
             assert (reply.status, reply.error_type) == (501, "unsupported_by_engine"), reply.body
-        assert not pair.decode.door.generations
+        assert not pair.decode.log.generations
 
 
 async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
@@ -215,8 +215,8 @@ async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> Non
         body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT})
         answer = await router.ask("POST", "/generate", JSON, body)
         assert answer.status == 200, answer.body
-        assert answer.json()["output_ids"] == decode.door.generations[-1].output_ids
-        assert len(prefill.door.at("/generate")) == 1
+        assert answer.json()["output_ids"] == decode.log.generations[-1].output_ids
+        assert len(prefill.log.at("/generate")) == 1
 
 
 async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
@@ -237,7 +237,7 @@ async def test_both_halves_have_fewest_in_flight(stage: Stage) -> None:
         for _ in range(4):
             check_any = await pair.answer()
             assert len(check_any["output_ids"]) == 6
-        assert [len(worker.door.at("/generate")) for worker in pair.workers] == [2, 2, 2, 2]
+        assert [len(worker.log.at("/generate")) for worker in pair.workers] == [2, 2, 2, 2]
 
 
 async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) -> None:
@@ -246,8 +246,8 @@ async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) ->
         headers = [("Content-Type", "application/json"), ("X-SMG-Routing-Key", "k")]
         for _ in range(4):
             assert (await pair.router.ask("POST", "/generate", headers, body)).status == 200
-        assert sorted(len(worker.door.at("/generate")) for worker in pair.prefills) == [0, 4]
-        assert sorted(len(worker.door.at("/generate")) for worker in pair.decodes) == [0, 4]
+        assert sorted(len(worker.log.at("/generate")) for worker in pair.prefills) == [0, 4]
+        assert sorted(len(worker.log.at("/generate")) for worker in pair.decodes) == [0, 4]
 
 
 @pytest.mark.alone("idle workers take turns in each process")
@@ -257,7 +257,7 @@ async def test_a_mixed_fleet_serves_with_what_it_has(stage: Stage) -> None:
         await until(lambda: not pair.router.leftovers(), "the first probes are over")
         for _ in range(4):
             assert len((await pair.answer())["output_ids"]) == 6
-        assert [len(worker.door.at("/generate")) for worker in (*pair.workers, regular)] == [2, 2, 2]
+        assert [len(worker.log.at("/generate")) for worker in (*pair.workers, regular)] == [2, 2, 2]
         assert (
             await pair.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], n=2)
         ).status == 200
@@ -283,7 +283,7 @@ async def test_a_half_with_ranks_is_one_unit_whose_engine_chooses_the_rank(stage
     async with halves(stage, worker={"dp_size": 2}) as pair:
         for stream in (False, True) * 4:
             check(pair, await pair.answer(stream=stream))
-        for exchange in pair.prefill.door.at("/generate"):
+        for exchange in pair.prefill.log.at("/generate"):
             assert exchange.generation.dp_rank == exchange.json()["bootstrap_room"] % 2
         shown = (await pair.router.ask("GET", "/workers")).json()["workers"]
         assert not any("ranks" in each for each in shown)
@@ -301,8 +301,8 @@ async def test_who_wants_a_rank_is_not_sent_to_a_pair(stage: Stage, headers: lis
         await until(lambda: not pair.router.leftovers(), "the first probes are over")
         for _ in range(4):
             assert (await pair.router.ask("POST", "/generate", [*JSON, *headers], body)).status == 200
-        assert [each.dp_rank for each in ranked.door.generations] == [1] * 4
-        assert not pair.decode.door.generations
+        assert [each.dp_rank for each in ranked.log.generations] == [1] * 4
+        assert not pair.decode.log.generations
 
 
 async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
@@ -315,7 +315,7 @@ async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
             answer = await pair.answer(model=model)
             check(pair, answer)
             assert answer["meta_info"]["weight_versions"] == [{"version": version, "start": 0, "end": 6}]
-        assert [len(worker.door.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
+        assert [len(worker.log.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
 
 
 async def test_a_half_of_another_model_makes_no_pair(stage: Stage) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from miles_router.tasks import spawn
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import HI, MOE, ExpertsTrial, episode, experts_trial, truth
 from tests.support.pairs import Halves, halves
@@ -34,7 +34,7 @@ async def above(stage: Stage, **settings: Any) -> AsyncIterator[tuple[ExpertsTri
 
 def turns_of(pair: Halves, path: str) -> list[GenerationRecord]:
     """What the decode halves sampled, in the order of its prompts' lengths."""
-    told = [record for worker in pair.decodes for exchange in worker.door.at(path) for record in exchange.generations]
+    told = [record for worker in pair.decodes for exchange in worker.log.at(path) for record in exchange.generations]
     return sorted(told, key=lambda record: len(record.input_ids))
 
 
@@ -46,7 +46,7 @@ async def test_an_episode_is_exact_with_the_rows_of_every_position(stage: Stage)
         told = turns_of(pair, CHAT)
         assert len(told) == 5
         exactly(sample, *told)
-        busy = [worker for worker in pair.workers if worker.door.at(CHAT)]
+        busy = [worker for worker in pair.workers if worker.log.at(CHAT)]
         assert len(busy) == 2, "a session keeps its halves"
 
 
@@ -56,7 +56,7 @@ async def test_an_episode_outlives_the_loss_of_each_half(stage: Stage) -> None:
         history = [*HI]
         for turn, lost in enumerate((pair.prefills, pair.decodes, ())):
             history += [message_of(await trial.chat(session, history, **TURN)), user(f"Go on {turn}")]
-            for worker in [each for each in lost if each.door.at(CHAT)]:
+            for worker in [each for each in lost if each.log.at(CHAT)]:
                 await worker.kill()
         (sample,) = await trial.exact(session)
         exactly(sample, *turns_of(pair, CHAT))

@@ -1,6 +1,6 @@
 """A real pair of SGLang workers behind the router: one prefill half, two decode halves, on the CPU.
 
-What each half said went through a door, so that the one answer can be held against both. Random weights are sampled
+What each half said went through a proxy, so that the one answer can be held against both. Random weights are sampled
 greedily, and computed again: what a prompt's end is given, and what was sampled from there, is the same each time but
 for the last bits of a logprob.
 """
@@ -22,8 +22,8 @@ import pytest
 from miles_router.tasks import spawn
 from tests.sglang_worker import RealHalves, real_pair
 from tests.support import tiers
-from tests.support.door import Door
 from tests.support.events import events_of
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.waiting import until
 
@@ -46,12 +46,12 @@ def engines() -> Iterator[RealHalves]:
 
 @dataclass
 class Pair:
-    """The router, the doors of its workers, and the clock of their engines."""
+    """The router, the proxies of its workers, and the clock of their engines."""
 
     engines: RealHalves
     router: RunningRouter
-    prefill: Door
-    decodes: list[Door]
+    prefill: RecordingProxy
+    decodes: list[RecordingProxy]
     http: aiohttp.ClientSession
 
     async def post(self, path: str, *, status: int = 200, **body: Any) -> bytes:
@@ -67,9 +67,9 @@ class Pair:
             assert reply.status == 200, text
             return events_of(text)[-1] if body.get("stream") else await reply.json()
 
-    def said(self, door: Door) -> Any:
+    def said(self, proxy: RecordingProxy) -> Any:
         """What a half answered last to `/generate`."""
-        last = [each for each in door.exchanges if each.path == "/generate"][-1]
+        last = [each for each in proxy.exchanges if each.path == "/generate"][-1]
         return events_of(last.reply)[-1] if last.reply.startswith(b"data") else orjson.loads(last.reply)
 
     async def slow(self, seconds: float | None, *, prefill: bool = False) -> None:
@@ -87,15 +87,18 @@ async def pair(engines: RealHalves) -> AsyncIterator[Pair]:
     settings: dict[str, Any] = {"health_check_interval": 0.5, "health_check_timeout": 5.0, "partial_rollout": "resume"}
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(running_router(**settings))
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in (*engines.prefills, *engines.decodes)]
+        proxies = [
+            await stack.enter_async_context(RecordingProxy(worker.url))
+            for worker in (*engines.prefills, *engines.decodes)
+        ]
         http = await stack.enter_async_context(
             aiohttp.ClientSession(router.url, timeout=aiohttp.ClientTimeout(total=120))
         )
-        made = Pair(engines, router, doors[0], doors[1:], http)
+        made = Pair(engines, router, proxies[0], proxies[1:], http)
         asked = f"worker_type=prefill&bootstrap_port={engines.ports[0]}"
-        await made.post(f"/add_worker?url={doors[0].url}&{asked}")
-        for door in doors[1:]:
-            await made.post(f"/add_worker?url={door.url}&worker_type=decode")
+        await made.post(f"/add_worker?url={proxies[0].url}&{asked}")
+        for proxy in proxies[1:]:
+            await made.post(f"/add_worker?url={proxy.url}&worker_type=decode")
         await until(lambda: all(worker.weight_version for worker in router.pool), "the first probes are over")
         yield made
         await until(lambda: not router.pool.in_flight, "every lease is back")
@@ -259,24 +262,24 @@ async def test_generations_outlive_an_update(pair: Pair, mode: str, phase: str, 
 async def test_a_decode_half_that_dies_is_replaced(pair: Pair) -> None:
     await pair.slow(0.05)
     generating = [spawn(pair.answer(sampling_params=LONG), name="a client") for _ in range(4)]
-    await until(lambda: all(_busy(door) for door in pair.decodes), "both decode halves have some")
+    await until(lambda: all(_busy(proxy) for proxy in pair.decodes), "both decode halves have some")
     pair.engines.decodes[1].kill()
     await pair.slow(None)
     answers = await asyncio.gather(*generating)
     assert [len(answer["output_ids"]) for answer in answers] == [60] * 4
 
 
-def _of(door: Door, rid: str) -> list[Any]:
-    return [each for each in door.exchanges if each.path == "/generate" and rid.encode() in each.body]
+def _of(proxy: RecordingProxy, rid: str) -> list[Any]:
+    return [each for each in proxy.exchanges if each.path == "/generate" and rid.encode() in each.body]
 
 
-def _has(door: Door, rid: str) -> bool:
-    return bool(_of(door, rid))
+def _has(proxy: RecordingProxy, rid: str) -> bool:
+    return bool(_of(proxy, rid))
 
 
-def _answered(door: Door, rid: str) -> bool:
-    return any(each.ended for each in _of(door, rid))
+def _answered(proxy: RecordingProxy, rid: str) -> bool:
+    return any(each.ended for each in _of(proxy, rid))
 
 
-def _busy(door: Door) -> bool:
-    return any(each.path == "/generate" and not each.ended for each in door.exchanges)
+def _busy(proxy: RecordingProxy) -> bool:
+    return any(each.path == "/generate" and not each.ended for each in proxy.exchanges)

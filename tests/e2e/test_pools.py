@@ -50,7 +50,7 @@ class Scene:
         return self.workers[name]
 
     def generations(self) -> dict[str, int]:
-        return {name: len(worker.door.generations) for name, worker in self.workers.items()}
+        return {name: len(worker.log.generations) for name, worker in self.workers.items()}
 
     async def answers(self, path: str = CHAT, **fields: Any) -> str | RawReply:
         """Which worker answers a request; the answer where none does."""
@@ -182,7 +182,7 @@ async def test_the_model_is_found_wherever_it_stands_and_the_body_stays_as_it_is
             with case(body):
                 sent = (body % SAID).encode()
                 assert (await made.router.ask("POST", CHAT, JSON, sent)).status == 200
-                assert (made["judge"].door.at(CHAT)[-1].body, len(made["actor"].door.generations)) == (sent, 0)
+                assert (made["judge"].log.at(CHAT)[-1].body, len(made["actor"].log.generations)) == (sent, 0)
 
 
 async def test_a_model_that_cannot_be_read_is_refused() -> None:
@@ -281,7 +281,7 @@ async def test_weight_versions_are_of_one_pool() -> None:
         assert (await post(made.router, asked, model_path="org/actor", weight_version="7")).status == 200
         assert [(await made.pool(name))["weight_version"] for name in ("actor", "judge")] == ["7", "default"]
         assert (made["actor"].weight_version, made["judge"].weight_version) == ("7", "default")
-        assert made["actor"].door.at("/update_weights_from_disk")[0].target == "/update_weights_from_disk?x=1"
+        assert made["actor"].log.at("/update_weights_from_disk")[0].target == "/update_weights_from_disk?x=1"
         assert {each.state for each in made.router.app.pools.workers} == {WorkerState.READY}
         assert [await made.answers(model=name) for name in ("judge", "actor")] == ["judge", "actor"]
         late = SimulatedWorker(model_path="org/judge", weight_version="7")
@@ -304,7 +304,7 @@ async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() 
                 answer = await post(made.router, f"/pause_generation{query}")
                 assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
                 assert "known models: actor, judge" in answer.json()["error"]["message"]
-                assert [worker.door.at("/pause_generation") for worker in made.workers.values()] == [[], []]
+                assert [worker.log.at("/pause_generation") for worker in made.workers.values()] == [[], []]
 
 
 async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
@@ -318,8 +318,8 @@ async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
         await until(lambda: made.router.app.pools.of_id("judge").fleet.gate.held == 1, "it waits")
         assert (await post(made.router, "/continue_generation?model_id=judge")).status == 200
         assert (await client).json()["meta_info"]["completion_tokens"] == 60
-        assert len(judge.door.generations) > 1
-        assert made[""].door.generations == []
+        assert len(judge.log.generations) > 1
+        assert made[""].log.generations == []
 
 
 # Layers
@@ -343,10 +343,10 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         judge = made["judge"]
         body = orjson.dumps({**ROUTES["/generate"], "model": "judge"})
         assert (await made.router.ask("POST", "/generate", JSON, body)).status == 200
-        assert judge.door.at("/generate")[-1].body == body
+        assert judge.log.at("/generate")[-1].body == body
         chat = orjson.dumps({**ROUTES[CHAT], "model": "judge"})
         assert (await made.router.ask("POST", CHAT, [*JSON, ("X-Session-Id", "s")], chat)).status == 200
-        assert judge.door.at(CHAT)[-1].body == chat
+        assert judge.log.at(CHAT)[-1].body == chat
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
         assert (answer.status, b"sessions are available only for the model 'actor'" in answer.body) == (400, True)
@@ -387,7 +387,7 @@ async def with_adapters() -> AsyncIterator[Scene]:
 
 def applied(worker: SimulatedWorker) -> str | None:
     """The adapter of a worker's last generation."""
-    return worker.door.generations[-1].lora_path
+    return worker.log.generations[-1].lora_path
 
 
 def never_applied(answer: str | RawReply) -> None:
@@ -471,7 +471,7 @@ async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> 
             for model in ("org/plain", "default", "gpt-4", "Gpt 4"):
                 assert await made.answers(path, model=model) == ""
                 assert applied(made[""]) is None
-                assert made[""].door.at(path)[-1].json()["model"] == model
+                assert made[""].log.at(path)[-1].json()["model"] == model
 
 
 async def test_a_name_that_an_order_about_adapters_had_wrong_is_the_models() -> None:
@@ -538,8 +538,8 @@ async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_
         for model in ("one", "two"):
             answers = [await post(router, CHAT, **{**ROUTES[CHAT], "model": model}) for _ in range(12)]
             assert {answer.status for answer in answers} == {200, 400}
-        assert not first.door.generations
-        assert {each.lora_path for each in second.door.generations} == {"one", "two"}
+        assert not first.log.generations
+        assert {each.lora_path for each in second.log.generations} == {"one", "two"}
 
 
 @pytest.mark.parametrize("silence", ["an error", "a later engine"])
@@ -573,7 +573,7 @@ async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> N
         await register(router, newcomer, None)
         assert not router.app.pools.default.fleet.heard
         assert [await answered(model) for model in ("one", "gpt-4")] == [200, 200]
-        assert [each.lora_path for each in worker.door.generations] == ["one", "one", None]
+        assert [each.lora_path for each in worker.log.generations] == ["one", "one", None]
 
 
 async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:

@@ -49,7 +49,7 @@ async def runs(worker: SimulatedWorker, count: int) -> None:
 
 
 def engine_names(worker: SimulatedWorker) -> list[str]:
-    return [each.rid for exchange in worker.door for each in exchange.generations]
+    return [each.rid for exchange in worker.log for each in exchange.generations]
 
 
 async def nothing_ends(worker: SimulatedWorker, left: Sequence[asyncio.Task[Any]]) -> None:
@@ -140,7 +140,7 @@ async def test_a_client_is_shown_its_own_names(stage: Stage) -> None:
         )
         body = b'{ "rid":"rollout-7",  "text":"Hi", "sampling_params":{"max_new_tokens":3} }'
         assert (await router.ask("POST", "/generate", JSON, body)).status == 200
-        assert worker.door.at("/generate")[-1].body == body, "a long name passes as it came"
+        assert worker.log.at("/generate")[-1].body == body, "a long name passes as it came"
 
 
 @pytest.mark.parametrize("rid", ["a", "task-1"])

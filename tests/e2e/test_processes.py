@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
-from tests.support.door import Door
 from tests.support.fleet import JSON, asked, by_path
 from tests.support.forks import fork_router
 from tests.support.http import Client, ask, request
 from tests.support.processes import processes
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import AS_USERS_DO, refuses, router_process
 from tests.support.scripted_worker import BODY, HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
@@ -139,13 +139,13 @@ async def test_an_abort_finds_what_it_means_in_every_process(stage: Stage) -> No
 
 
 async def test_old_and_new_weights_share_no_cache_whichever_process_sends() -> None:
-    async with SimulatedWorker() as worker, Door(worker.url) as door, processes([door.url]) as router:
+    async with SimulatedWorker() as worker, RecordingProxy(worker.url) as proxy, processes([proxy.url]) as router:
         assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
         assert (await router.post("/update_weight_version", new_version="7")).status == 200
         assert [(await router.info())["weight_version"] for _ in range(4)] == ["7"] * 4
         answers = [each.json() for each in await asyncio.gather(*router.generating(MANY))]
         assert {each["meta_info"]["weight_version"] for each in answers} == {"7"}
-        keys = [each.body.get("extra_key") for each in door.generations]
+        keys = [each.body.get("extra_key") for each in proxy.generations]
         assert set(keys[:MANY]) == {None}
         assert len(set(keys[MANY:])) == 1, "all processes name the new cache alike"
         assert keys[-1] is not None

@@ -108,7 +108,7 @@ async def test_ids_that_no_engine_has_are_refused(trial: Trial) -> None:
             answer = await trial.post("/generate", {"input_ids": ids})
             assert (answer.status, answer.error_type) == (400, "invalid_request")
             assert answer.json()["error"]["message"].startswith("input_ids: tokens_are_ids")
-            assert (trial.door, trial.statistics()["passed_through"]) == ([], {})
+            assert (trial.log, trial.statistics()["passed_through"]) == ([], {})
 
 
 async def test_malformed_bodies_are_refused(trial: Trial) -> None:
@@ -122,7 +122,7 @@ async def test_empty_prompts_are_refused_because_a_worker_ends_over_them(trial: 
     for prompt in [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}]:
         with case(prompt):
             assert (await trial.post("/generate", prompt)).status == 400
-            assert not trial.door
+            assert not trial.log
 
 
 async def test_other_paths_and_methods_are_untouched(stage: Stage) -> None:
@@ -360,5 +360,5 @@ async def test_an_aborted_generation_is_recorded_as_partial(stage: Stage, stream
         await asking
         found = await trial.retrieve(rid="a")
         assert (found["finished"], found["finish_reason"]) == (False, "abort")
-        assert found["tokens"] == trial.given()[0] + trial.door[-1].generation.output_ids
+        assert found["tokens"] == trial.given()[0] + trial.log[-1].generation.output_ids
         assert trial.statistics()["partial"] == 1

@@ -87,7 +87,7 @@ async def test_ids_of_the_client_are_given_as_they_are_and_recognised(trial: Tri
 
 async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:
     await trial.generate(text="one", priority=7, bogus={"a": [1.5, None, "é"]}, logprob_start_len=-1)
-    sent = trial.door[-1].json()
+    sent = trial.log[-1].json()
     assert (sent["priority"], sent["bogus"]) == (7, {"a": [1.5, None, "é"]})
     assert "text" not in sent
     assert sent["return_logprob"] is True
@@ -232,7 +232,7 @@ async def test_cumulative_and_incremental_streams_are_recorded_alike(
         answer = await trial.post("/generate", body)
         sizes = [len(each["output_ids"]) for each in events(answer.body)]
         assert (sum(sizes) == 20 * len(trial.given())) if incremental else (max(sizes) == 20), sizes
-        for generation in trial.door[-1].generations:
+        for generation in trial.log[-1].generations:
             found = await trial.retrieve(rid=generation.rid)
             assert found["tokens"] == generation.input_ids + generation.output_ids
             assert found["rollout_logp"][-20:] == pytest.approx(generation.logprobs, rel=1e-7)

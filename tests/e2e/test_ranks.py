@@ -127,7 +127,7 @@ async def test_a_worker_without_ranks_counts_as_one_beside_them() -> None:
         clients = [posting(router, **ROUTES["/generate"]) for _ in range(9)]
         await until(lambda: ranked.running + plain.running == 9, "all generate")
         assert (ranks(ranked), ranks(plain)) == ({0: 3, 1: 3}, {None: 3})
-        assert b"dp_rank" not in plain.door.at("/generate")[-1].body
+        assert b"dp_rank" not in plain.log.at("/generate")[-1].body
         await left(*clients)
 
 
@@ -144,14 +144,14 @@ async def test_a_rank_is_spliced_into_what_needs_it_and_bodies_stay_as_they_are_
     spelled = b' { "text" : "Hi", "sampling_params":{"max_new_tokens":2},\n"x": "\xc3\xa4" } '
     async with one() as (worker, router):
         await router.ask("POST", "/generate", JSON, spelled)
-        body = worker.door.last.body
+        body = worker.log.last.body
         assert body.startswith(spelled.rstrip()[:-1].rstrip())
-        assert {**orjson.loads(spelled), "routed_dp_rank": worker.door.last.generation.dp_rank} == orjson.loads(body)
+        assert {**orjson.loads(spelled), "routed_dp_rank": worker.log.last.generation.dp_rank} == orjson.loads(body)
         for path, fields in list(ROUTES.items())[1:]:
             sent = orjson.dumps({**fields, "max_tokens": 2, "max_output_tokens": 2})
             await router.ask("POST", path, JSON, sent)
-            assert worker.door.last.body == sent
-            assert worker.door.last.header("x-data-parallel-rank") == str(worker.door.last.generation.dp_rank)
+            assert worker.log.last.body == sent
+            assert worker.log.last.header("x-data-parallel-rank") == str(worker.log.last.generation.dp_rank)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +203,15 @@ async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
         await out_of_turn(worker)
         while not record.rank_fault:
             assert (await ask(router, path, **{"text": "Hi", **fields})).status == 200
-            assert len(worker.door.generations) < 4, "a wrong rank passes unseen"
+            assert len(worker.log.generations) < 4, "a wrong rank passes unseen"
         assert router.app.router.metrics.ignored_ranks == 1
         assert caplog.messages.count("rank_ignored") == 1
         (shown,) = (await router.ask("GET", "/workers")).json()["workers"]
         assert "ranks" not in shown
         assert f"a request to {path} for rank" in shown["rank_fault"]
         await ask(router, path, **{"text": "Hi", **fields})
-        assert b"dp_rank" not in worker.door.at(path)[-1].body
-        assert worker.door.at(path)[-1].header("x-data-parallel-rank") is None
+        assert b"dp_rank" not in worker.log.at(path)[-1].body
+        assert worker.log.at(path)[-1].header("x-data-parallel-rank") is None
         assert [unit.rank for unit in record.units] == [None]
 
 
@@ -244,7 +244,7 @@ async def test_a_worker_that_comes_back_without_ranks_gets_none() -> None:
             answers = [await post(router, "/generate", text="Hi", sampling_params=SHORT) for _ in range(4)]
             assert [answer.status for answer in answers] == [200] * 4
             assert [unit.rank for unit in record.units] == [None]
-            assert b"dp_rank" not in other.door.at("/generate")[-1].body
+            assert b"dp_rank" not in other.log.at("/generate")[-1].body
 
 
 async def test_a_path_that_takes_no_rank_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

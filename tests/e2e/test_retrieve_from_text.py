@@ -50,7 +50,7 @@ async def test_a_generated_text_gives_its_tokens_with_everything_aligned(trial: 
     assert found["tokens"] == given + answer["output_ids"]
     assert found["loss_mask"] == [0] * len(given) + [1] * 6
     assert found["rollout_logp"][: len(given)] == [0.0] * len(given)
-    assert found["rollout_logp"][len(given) :] == pytest.approx(trial.door[-1].generation.logprobs, rel=1e-7)
+    assert found["rollout_logp"][len(given) :] == pytest.approx(trial.log[-1].generation.logprobs, rel=1e-7)
     assert found["weight_versions"] == [{"version": "default", "start": len(given), "end": len(given) + 6}]
     assert {name: found[name] for name in ("response", "rid", "finish_reason", "finished", "ambiguous")} == {
         "response": f"one{answer['text']}",

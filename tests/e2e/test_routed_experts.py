@@ -53,8 +53,8 @@ async def shared() -> AsyncIterator[ExpertsTrial]:
 
 @pytest.fixture
 def trial(shared: ExpertsTrial) -> ExpertsTrial:
-    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its door."""
-    shared.worker.door.clear()
+    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its proxy."""
+    shared.worker.log.clear()
     return shared
 
 
@@ -117,7 +117,7 @@ async def test_the_request_is_asked_in_addition_to_what_it_asks(stage: Stage, ra
     async with simulated_experts(stage) as trial:
         assert (await trial.post("/generate", raw)).status == 200
         want = {**json.loads(raw), "return_routed_experts": True, "routed_experts_start_len": 0}
-        assert trial.worker.door.at("/generate")[-1].json() == want
+        assert trial.worker.log.at("/generate")[-1].json() == want
 
 
 async def test_what_is_no_request_is_refused_in_the_words_of_the_worker(stage: Stage) -> None:
@@ -138,7 +138,7 @@ async def test_what_generates_nothing_passes_as_it_is(trial: ExpertsTrial) -> No
             "routed_experts"
         }
         assert FIELD not in (await trial.post(path, body)).body
-        assert [each.json().keys() & {"return_routed_experts"} for each in trial.worker.door.at(path)] == [
+        assert [each.json().keys() & {"return_routed_experts"} for each in trial.worker.log.at(path)] == [
             {"return_routed_experts"},
             set(),
         ]
@@ -301,10 +301,10 @@ async def test_a_client_gets_the_rows_that_the_worker_itself_would_tell_it(cache
     body = {"input_ids": [*ids, 40, 41], "rid": "mine", "stream": stream, "return_routed_experts": True}
     body["sampling_params"] = {**SHORT, "temperature": 0}
     through = await cached.post("/generate", body)
-    assert cached.worker.door.at("/generate")[-1].json().get("routed_experts_start_len") is None, "as it asked"
+    assert cached.worker.log.at("/generate")[-1].json().get("routed_experts_start_len") is None, "as it asked"
     async with SimulatedWorker(moe=MOE, tokenizer=checkpoint()) as other:
         direct = await ask(other.url, "POST", "/generate", JSON, compact(body))
-        (generation,) = other.door.generations
+        (generation,) = other.log.generations
     want = encode_routes(truth(tokens_of(generation)))
     for reply in (through, direct):
         said = events(reply.body)[-1] if stream else reply.json()
@@ -321,7 +321,7 @@ async def test_every_answer_has_the_rows_that_its_client_asked_for(
 ) -> None:
     async with simulated_experts(stage, around=around, incremental_streaming_output=way == "incremental") as trial:
         for name, shape in SHAPES.items():
-            trial.worker.door.clear()
+            trial.worker.log.clear()
             body = {"sampling_params": SHORT, **shape, "stream": way != "whole", "return_routed_experts": True}
             answer = await trial.post("/generate", body)
             seen = answer.json() if way == "whole" else events(answer.body)

@@ -143,7 +143,7 @@ async def test_any_range_of_rows_is_delivered(kept: ExpertsTrial) -> None:
         ["raw", "json", "safetensors"], [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)]
     ):
         with case(form, start, stop):
-            want = truth(tokens_of(kept.worker.door.generation("one")))
+            want = truth(tokens_of(kept.worker.log.generation("one")))
             first = len(want) if start == -1 else start
             last = len(want) if stop == -1 else stop
             part = want[first:last]
@@ -165,7 +165,7 @@ async def test_any_range_of_rows_is_delivered(kept: ExpertsTrial) -> None:
 
 
 async def test_rows_are_delivered_by_whatever_names_them(kept: ExpertsTrial) -> None:
-    one = kept.worker.door.generation("one")
+    one = kept.worker.log.generation("one")
     for named in ({"rid": "one"}, {"text": f"Question: one?{one.text}"}):
         assert np.array_equal(await kept.rows(**named), truth(tokens_of(one)))
     first, *_ = await kept.exact("tree")
@@ -289,7 +289,7 @@ async def test_generations_go_in_the_order_of_their_last_use(stage: Stage) -> No
         assert await trial.metric("bytes") == trial.held["bytes"]
         assert (await trial.refused(rid="two"))[0] == 404
         for rid in ("one", "three", "four", "five"):
-            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(trial.worker.door.generation(rid))))
+            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(trial.worker.log.generation(rid))))
 
 
 async def test_what_is_larger_than_all_room_is_said_and_nothing_else_goes_wrong(stage: Stage) -> None:

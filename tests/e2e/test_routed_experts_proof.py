@@ -1,7 +1,7 @@
-"""Routed experts of real SGLang: what trainers get is what went through the workers' doors, row for row.
+"""Routed experts of real SGLang: what trainers get is what went through the workers' proxies, row for row.
 
 Where the engine computes the same ids in the same way again (greedy, one at a time), it is also what one uninterrupted
-request says. In batches of changing sizes a CPU rounds otherwise, and some tokens go elsewhere: there the doors alone
+request says. In batches of changing sizes a CPU rounds otherwise, and some tokens go elsewhere: there the proxies alone
 are held against, and the share of rows that are equal all the same is measured.
 """
 
@@ -28,7 +28,6 @@ from miles_router.tasks import together
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agents import Agents
-from tests.support.door import Door, chats_of
 from tests.support.experts_proof import (
     CAPTURE,
     FRONT,
@@ -47,6 +46,7 @@ from tests.support.experts_proof import (
     uninterrupted,
 )
 from tests.support.generations import CHAT, GENERATE
+from tests.support.recording_proxy import RecordingProxy, chats_of
 from tests.support.rollouts import generate
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tiers import size
@@ -65,10 +65,10 @@ EVERY = 5 * RESUMED  # streamed tokens between two weight updates
 
 @dataclass
 class Stage:
-    """A router that keeps routed experts, the doors of its workers, and a connection to it."""
+    """A router that keeps routed experts, the proxies of its workers, and a connection to it."""
 
     router: RunningRouter
-    doors: list[Door]
+    proxies: list[RecordingProxy]
     workers: list[RealWorker]
     http: aiohttp.ClientSession
 
@@ -94,8 +94,8 @@ class Stage:
         await self.ask("POST", "/continue_generation", {})
 
     def streamed(self) -> int:
-        """Tokens of streams that went through the doors by now."""
-        return sum(len(go.sampled) for door in self.doors for go in door.begun if go.body.get("stream"))
+        """Tokens of streams that went through the proxies by now."""
+        return sum(len(go.sampled) for proxy in self.proxies for go in proxy.begun if go.body.get("stream"))
 
     async def shares(self, known: Book) -> tuple[Share, Share]:
         """How many rows a worker gives again for the same ids at once, with what it remembers and computed anew."""
@@ -110,13 +110,13 @@ class Stage:
 @asynccontextmanager
 async def stage(workers: list[RealWorker], *middlewares: MiddlewareSpec, **settings: Any) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
+        proxies = [await stack.enter_async_context(RecordingProxy(worker.url)) for worker in workers]
         settings = {"middlewares": (FRONT, *middlewares), "hf_checkpoint": str(ensure().moe_model), **settings}
-        router = await stack.enter_async_context(running_router(*(door.url for door in doors), **settings))
+        router = await stack.enter_async_context(running_router(*(proxy.url for proxy in proxies), **settings))
         timeout = aiohttp.ClientTimeout(total=10 * PATIENCE)
         http = await stack.enter_async_context(aiohttp.ClientSession(router.url, timeout=timeout))
         await router.probed()
-        yield Stage(router, doors, workers, http)
+        yield Stage(router, proxies, workers, http)
 
 
 async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_once(
@@ -127,10 +127,10 @@ async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_onc
         rollouts = TextRollouts(made.router.url, count=ROLLOUTS)
         await rollouts.run()
         ran = time.monotonic()
-        known = book(made.doors, rollouts.turns)
+        known = book(made.proxies, rollouts.turns)
         assert await check_lines(made.http, known) == known.rows
         assert told_clients(made.router.app.router) == len(rollouts.turns) == 4 * ROLLOUTS
-        transferred = known.transferred(made.doors)
+        transferred = known.transferred(made.proxies)
         assert transferred == made.statistics["transferred_rows"] == sum(len(line.own) for line in known.lines.values())
         assert known.rows - transferred == made.statistics["reused_rows"]
         remembered, fresh = await made.shares(known)
@@ -142,7 +142,7 @@ async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_onc
         print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
         print(f"{known.behind_the_longest} of {len(known.lines)} began where the longest known tokens end")
         print(f"{ran - begun:.1f} s of rollouts, {time.monotonic() - ran:.1f} s of comparison")
-    assert all(door.generations for door in made.doors)
+    assert all(proxy.generations for proxy in made.proxies)
     assert known.straight() > 0
     assert known.behind_the_longest > 0.8 * len(known.lines)
     assert transferred < 0.5 * known.rows
@@ -178,10 +178,10 @@ async def _greedy_rollout(made: Stage, text: str, *, stream: bool) -> tuple[str,
     turns, cut = [9, 16, *LONG, 16], False
     while turns:
         body = {"text": text, "stream": stream, "sampling_params": {**GREEDY, "max_new_tokens": turns[0]}}
-        arrived = len(made.doors[0].begun)
+        arrived = len(made.proxies[0].begun)
         asking = asyncio.ensure_future(generate(made.http, body, "greedy"))
         if turns[0] in LONG:
-            await until(partial(_under_way, made.doors[0], arrived, stream=stream), "it generates")
+            await until(partial(_under_way, made.proxies[0], arrived, stream=stream), "it generates")
             await made.cut()
         (answer,) = await asking
         resumed = answer["meta_info"].get("resumed", 0)
@@ -193,8 +193,8 @@ async def _greedy_rollout(made: Stage, text: str, *, stream: bool) -> tuple[str,
     return text, answer["meta_info"]["id"]
 
 
-def _under_way(door: Door, arrived: int, *, stream: bool) -> bool:
-    goes = door.begun[arrived:]
+def _under_way(proxy: RecordingProxy, arrived: int, *, stream: bool) -> bool:
+    goes = proxy.begun[arrived:]
     return bool(goes) and (len(goes[0].sampled) > 5 or not stream)
 
 
@@ -235,10 +235,10 @@ async def test_rollouts_resumed_after_pauses_have_the_rows_of_all_their_goes(
         finally:
             await made.update("abort", FIRST_VERSION)
         ran = time.monotonic()
-        known = book(made.doors, rollouts.turns)
+        known = book(made.proxies, rollouts.turns)
         assert await check_lines(made.http, known) == known.rows
         assert told_clients(made.router.app.router) == len(rollouts.turns)
-        transferred = known.transferred(made.doors)
+        transferred = known.transferred(made.proxies)
         remembered, fresh = await made.shares(known)
         statistics = made.statistics
     resumed = [line for line in known.lines.values() if len(line.goes) > 1]
@@ -262,14 +262,14 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
         twins = (await made.ask("POST", "/sessions", {}))["session_id"]
         await together([agents.run(), _twins(made, twins)], name="agents")
         ran = time.monotonic()
-        went = chats_of(made.doors, version=FIRST_VERSION)
+        went = chats_of(made.proxies, version=FIRST_VERSION)
         brought = {each.rid: rows_of(each.experts) for each in went.generations if each.experts}
         assert len(brought) == len(went.generations)
         samples = rows = tokens = 0
         remembered, fresh = Share(), Share()
         for session in (*agents.sessions, twins):
             mine = {each.rid: each for each in went.of(session)}
-            door = went.of(session)[-1].door  # a session may leave a worker that has more to do
+            proxy = went.of(session)[-1].proxy  # a session may leave a worker that has more to do
             told = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
             read = [await client.session(session).collect(format=form) for form in ("json", "safetensors")]
             for sample, plain, binary in zip(told, *read, strict=True):
@@ -286,7 +286,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
                 found = await delivered(made.http, session_id=session, leaf=leaf)
                 assert np.array_equal(found.rows, expected)
                 for share, anew in ((remembered, False), (fresh, True)):
-                    worker = sglang_moe_workers[door].url
+                    worker = sglang_moe_workers[proxy].url
                     share.add(expected, await uninterrupted(made.http, worker, sample["tokens"], fresh=anew))
                 samples, rows, tokens = samples + 1, rows + len(expected), tokens + len(sample["tokens"])
             records = (await made.ask("GET", f"/sessions/{session}"))["records"]
@@ -342,11 +342,11 @@ async def test_clients_who_ask_for_the_field_get_every_byte_as_the_worker_sent_i
             body: dict[str, Any] = {"input_ids": [100, 101, 102, 103, 104], "stream": stream, **WANTED, **more}
             async with made.http.post(GENERATE, json=body, headers={"X-Request-Id": name}) as reply:
                 came = await reply.read()
-            exchanges = [each for door in made.doors for each in door.exchanges]
+            exchanges = [each for proxy in made.proxies for each in proxy.exchanges]
             (exchange,) = [each for each in exchanges if each.headers.get("x-request-id") == name]
             assert (came, json.loads(exchange.body)) == (exchange.reply, body)
             start = body.get("routed_experts_start_len", 0)
-            goes = [go for door in made.doors for go in door.generations if go.request_id == name]
+            goes = [go for proxy in made.proxies for go in proxy.generations if go.request_id == name]
             assert len(goes) == body["sampling_params"].get("n", 1)
             for go in goes:
                 told = await made.ask("POST", "/routed_experts", {"rid": go.rid, "format": "json", "start": start})
@@ -366,7 +366,7 @@ async def test_clients_of_the_cache_who_ask_for_the_field_get_what_they_asked_fo
         for turn in range(2):
             (answer,) = await generate(made.http, {"text": text, "stream": stream, **WANTED}, f"turn {turn}")
             meta = answer["meta_info"]
-            (go,) = [go for door in made.doors for go in door.generations if go.rid == meta["id"]]
+            (go,) = [go for proxy in made.proxies for go in proxy.generations if go.rid == meta["id"]]
             assert meta["routed_experts"] == go.experts
             assert "routed_experts_start_len" not in go.body
             rows = rows_of(go.experts)
@@ -380,7 +380,7 @@ async def test_clients_of_the_cache_who_ask_for_the_field_get_what_they_asked_fo
 async def test_a_worker_that_tells_no_experts_is_named_at_the_first_request(sglang_workers: list[RealWorker]) -> None:
     params = {"max_new_tokens": 4}
     async with stage(sglang_workers, SESSIONS, CACHE, CAPTURE) as made:
-        urls = [door.url for door in made.doors]
+        urls = [proxy.url for proxy in made.proxies]
         session = (await made.ask("POST", "/sessions", {}))["session_id"]
         message = {"messages": [{"role": "user", "content": "Hi"}], "model": "m", "max_tokens": 4}
         for path, body in (
@@ -427,7 +427,7 @@ async def test_such_a_worker_is_tolerated_where_experts_are_not_required(sglang_
             asked = {"text": text["text"] + one["text"]}
             refused = (await made.ask("POST", "/routed_experts", asked, status=404))["error"]
             assert refused["type"] == "not_found"
-            _names(refused | {"type": "upstream_error"}, [door.url for door in made.doors])
+            _names(refused | {"type": "upstream_error"}, [proxy.url for proxy in made.proxies])
         (sample,) = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
         assert "routed_experts" not in sample
         assert "--enable-return-routed-experts" in sample["metadata"]["routed_experts_missing"]

@@ -21,7 +21,6 @@ from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.cuts import cut, go_on, lose, pause, reached
-from tests.support.door import Door, Exchange
 from tests.support.experts_trial import (
     EXPERTS,
     HI,
@@ -39,6 +38,7 @@ from tests.support.experts_trial import (
     truth,
 )
 from tests.support.generations import Generating
+from tests.support.recording_proxy import Exchange, RecordingProxy
 from tests.support.scripted_chat import DONE, able, chat_reply, meta_of
 from tests.support.scripted_worker import script
 from tests.support.session_trial import CHAT, SESSIONS, message_of, session_trial, user
@@ -59,8 +59,8 @@ async def shared() -> AsyncIterator[ExpertsTrial]:
 
 @pytest.fixture
 def trial(shared: ExpertsTrial) -> ExpertsTrial:
-    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its door."""
-    shared.worker.door.clear()
+    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its proxy."""
+    shared.worker.log.clear()
     return shared
 
 
@@ -169,7 +169,7 @@ async def test_of_several_streamed_completions_the_engine_does_not_say_whose_row
     for sample in samples:
         assert "routed_experts" not in sample
         assert "of several completions" in sample["metadata"]["routed_experts_missing"]
-    (asked,) = [exchange.json() for exchange in trial.worker.door.at(COMPLETIONS)]
+    (asked,) = [exchange.json() for exchange in trial.worker.log.at(COMPLETIONS)]
     assert "return_routed_experts" not in asked
 
 
@@ -327,7 +327,7 @@ async def test_what_goes_on_behind_a_pause_has_all_its_rows(
         text = "Question: one?"
         if around:
             text += (await trial.generate(text=text))["text"] + " and two?"
-        trial.worker.door.clear()
+        trial.worker.log.clear()
         trial.worker.engine.token_latency_s = 0.05
         sampling = {"max_new_tokens": 40, "ignore_eos": True}
         body = {"text": text, "sampling_params": sampling, "rid": "mine", "stream": stream}
@@ -343,7 +343,7 @@ async def test_what_goes_on_behind_a_pause_has_all_its_rows(
         first = trial.generations("/generate")[0]
         assert len(said["output_ids"]) == 40
         tokens = first.input_ids + said["output_ids"]
-        assert len(trial.worker.door.at("/generate")) >= 2
+        assert len(trial.worker.log.at("/generate")) >= 2
         assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
         assert (FIELD in answer.body) == asks
         if asks:
@@ -422,7 +422,7 @@ async def test_a_stream_whose_worker_was_lost_has_all_its_rows(stage: Stage, tok
         assert sample["loss_mask"][-12:] == [1] * 12
 
 
-class EndsEarly(Door):
+class EndsEarly(RecordingProxy):
     """Breaks chat streams off before they say that they end."""
 
     async def _answer(
@@ -445,15 +445,15 @@ async def test_a_stream_that_was_lost_at_its_end_asks_for_its_rows_alone(stage: 
     layers = (MiddlewareSpec(SESSIONS), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
     async with (
         SimulatedWorker(moe=MOE, tokenizer=checkpoint(), weight_version="1") as worker,
-        EndsEarly(worker.url) as door,
+        EndsEarly(worker.url) as proxy,
     ):
         settings: dict[str, Any] = {"hf_checkpoint": checkpoint(), "resume_on_worker_loss": True}
-        trial = ExpertsTrial(await stage.router(door.url, middlewares=layers, **settings), [worker])
+        trial = ExpertsTrial(await stage.router(proxy.url, middlewares=layers, **settings), [worker])
         session = await trial.create()
         await trial.stream(session, HI, max_tokens=12, ignore_eos=True)
         (sample,) = await trial.exact(session)
         assert sample["loss_mask"][-12:] == [1] * 12
-        chat, rows = [each for each in worker.door if each.generations][-2:]
+        chat, rows = [each for each in worker.log if each.generations][-2:]
         assert (chat.path, rows.path) == (CHAT, "/generate")
         asked = rows.json()
         assert asked["sampling_params"]["max_new_tokens"] == 0

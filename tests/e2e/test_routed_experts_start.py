@@ -92,7 +92,7 @@ async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: Moe
     async with simulated_experts(stage, around=(SESSIONS,), moe=moe, options={}) as trial:
         for rid, ids in (("short", [40]), ("long", [40, 41, 42])):
             await trial.generate(input_ids=ids, rid=rid)
-            want = truth(tokens_of(trial.worker.door.generation(rid)), moe=moe)
+            want = truth(tokens_of(trial.worker.log.generation(rid)), moe=moe)
             assert np.array_equal(await trial.rows(rid=rid), want.reshape(len(want), -1))
             spelled = (await trial.deliver(rid=rid, format="json")).json()
             assert spelled["shape"] == [len(want), moe.layers * moe.top_k]

@@ -210,7 +210,7 @@ async def test_texts_are_counted_too(stage: Stage) -> None:
         text = f"one{first['text']} and"
         second = await trial.generate(text=text)
         told = await run(trial)
-        given = [len(exchange.generation.input_ids) for exchange in trial.door]
+        given = [len(exchange.generation.input_ids) for exchange in trial.log]
         kept = given[0] + 6
         assert (total(told, "turns"), total(told, "sampled")) == (2, {"default": 12})
         assert (total(told, "given"), total(told, "reused")) == (given[0] + given[1] - kept, kept)

@@ -12,7 +12,7 @@ import pytest
 from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from miles_router.testing.worker.model.constrained import spelled
 from tests.support.session_trial import IM_END, SessionTrial, exactly, qwen3, simulated_sessions
 from tests.support.stage import staged
@@ -30,7 +30,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
@@ -46,7 +46,7 @@ def say(trial: SessionTrial, *answers: str) -> None:
 
 
 def generations(trial: SessionTrial) -> list[GenerationRecord]:
-    return [generation for exchange in trial.door for generation in exchange.generations]
+    return [generation for exchange in trial.log for generation in exchange.generations]
 
 
 # The official client

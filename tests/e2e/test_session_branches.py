@@ -44,7 +44,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
@@ -71,9 +71,9 @@ async def parents(trial: SessionTrial, session: str) -> list[int | None]:
 
 
 async def all_exact(trial: SessionTrial, session: str, *lines: list[int]) -> None:
-    """One sample for each of these lines of generations, in the order of the door; what two of them share is trained
+    """One sample for each of these lines of generations, in the order of the proxy; what two of them share is trained
     in the first."""
-    generations = [each for exchange in trial.door for each in exchange.generations]
+    generations = [each for exchange in trial.log for each in exchange.generations]
     samples = await trial.samples(session)
     assert len(samples) == len(lines)
     before: set[int] = set()
@@ -146,7 +146,7 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
     assert sorted(map(str, await trial.reasons(session))) == ["None", "None", *["parallel"] * 11]
     assert (await trial.read(session))["metadata"]["in_flight"] == 0
     samples = await trial.samples(session)
-    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.door}
+    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.log}
     assert len(samples) == 12
     for sample in samples:
         begin = sample["metadata"]["turns"][-1]["start"]
@@ -165,7 +165,7 @@ async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionT
     assert first.body == second.body
     assert first.value("content-type") == second.value("content-type")
     assert first.value("x-request-id") != second.value("x-request-id")
-    assert len(trial.door) == len(await trial.records(session)) == 1
+    assert len(trial.log) == len(await trial.records(session)) == 1
     assert (await trial.records(session))[0]["turn_id"] == "t1"
     assert (await trial.turn(session, HI, [("X-Turn-Id", "t2")])).body != first.body
     assert len(await trial.records(session)) == 2
@@ -203,7 +203,7 @@ async def test_another_request_under_the_same_turn_id_is_another_step(trial: Ses
     assert second.body != first.body
     assert (await trial.turn(session, history, SAME)).body == second.body
     assert [(each["turn_id"], each["parent"]) for each in await trial.records(session)] == [("t1", None), ("t1", 0)]
-    assert len(trial.door) == 2
+    assert len(trial.log) == 2
 
 
 async def test_a_turn_id_without_end_is_refused(worker: ScriptedWorker, scripted: SessionTrial) -> None:
@@ -257,5 +257,5 @@ async def test_a_session_moves_when_its_worker_is_gone_and_goes_on_exactly(fleet
     assert workers[2] == workers[3] != home
     (moved,) = [worker for worker in fleet.workers if worker.url == workers[2]]
     (sample,) = await fleet.samples(session)
-    generations = [each for worker in (gone, moved) for exchange in worker.door for each in exchange.generations]
+    generations = [each for worker in (gone, moved) for exchange in worker.log for each in exchange.generations]
     exactly(sample, *generations)

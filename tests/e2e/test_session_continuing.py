@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import BOTH, Api, case
@@ -46,12 +46,12 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
 def generations(trial: SessionTrial) -> list[GenerationRecord]:
-    return [generation for exchange in trial.door for generation in exchange.generations]
+    return [generation for exchange in trial.log for generation in exchange.generations]
 
 
 def held(generation: GenerationRecord) -> list[int]:
@@ -96,9 +96,9 @@ async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial)
     trial.worker.say(spelled("Yes"))
     message = message_of(await trial.chat(session, HI))
     await trial.chat(session, [*HI, message, user("Go on")])
-    sent = trial.door[1].json()
+    sent = trial.log[1].json()
     one, two = generations(trial)
-    assert "input_ids" not in trial.door[0].json()
+    assert "input_ids" not in trial.log[0].json()
     assert sent["input_ids"] == two.input_ids
     assert given_behind(two, one) == NEXT.format("Go on")
     assert sent["messages"] == [*HI, message, user("Go on")], "the engine has the words beside the ids"
@@ -141,7 +141,7 @@ async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator
         assert json.loads(SPACED) == json.loads(message["tool_calls"][0]["function"]["arguments"])
         await trial.chat(session, [*HI, {**message, "tool_calls": [call]}, tool_result(call, "42")], tools=[ADD])
         assert await trial.reasons(session) == [None, None if continues else "edited_history"]
-        assert ("input_ids" in trial.door[-1].json()) is continues
+        assert ("input_ids" in trial.log[-1].json()) is continues
         edits = [record["edit"] for record in await trial.records(session)]
         written = call["function"]["arguments"], message["tool_calls"][0]["function"]["arguments"]
         field = "tool_calls[0].function.arguments"
@@ -184,12 +184,12 @@ async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> 
     first = (await trial.ask("POST", path, {"model": "m", "prompt": "Once upon", "max_tokens": 5})).json()
     assert set(first["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "matched_stop"}
     assert first["choices"][0]["logprobs"] is None
-    one = trial.worker.door.at("/v1/completions")[-1].generation
+    one = trial.worker.log.at("/v1/completions")[-1].generation
     prompt = [*held(one), 40, 41]
     asked = {"model": "m", "prompt": prompt, "max_tokens": 5, "stream": True, "logprobs": 1}
     body = (await trial.ask("POST", path, asked)).body
     assert b"token_ids" not in body
-    two = trial.worker.door.at("/v1/completions")[-1].generation
+    two = trial.worker.log.at("/v1/completions")[-1].generation
     assert two.input_ids == prompt
     (sample,) = await trial.samples(session)
     exactly(sample, one, two)
@@ -210,7 +210,7 @@ async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(stage
     async with simulated_sessions(stage, reasoning_parser="qwen3") as trial:
         for returned, stream in itertools.product(BOTH, BOTH):
             with case(returned, stream):
-                trial.worker.door.clear()
+                trial.worker.log.clear()
                 session, history = await trial.create(), [*HI]
                 for turn in range(3):
                     trial.worker.say(f"<think>\nThought {turn}.\n</think>\n\nAnswer {turn}.")
@@ -232,7 +232,7 @@ async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(trial
     ]
     for first, second in changes:
         with case(second):
-            trial.worker.door.clear()
+            trial.worker.log.clear()
             session = await trial.create()
             message = message_of(await trial.chat(session, HI, **first))
             assert (await trial.turn(session, [*HI, message, user("Go on")], **second)).status == 200
@@ -249,7 +249,7 @@ async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(trial: 
     ]
     for fields, appended, reason in cases:
         with case(reason):
-            trial.worker.door.clear()
+            trial.worker.log.clear()
             session = await trial.create()
             message = message_of(await trial.chat(session, HI))
             await trial.chat(session, [*HI, message, appended], **fields)

@@ -86,7 +86,7 @@ async def test_a_turn_waits_for_what_others_may_leave_of_the_budget(trial: Sessi
                 pass
             trial.worker.continue_scheduler()
             assert [(await first).status, (await second).status] == [200, 200]
-    assert len(trial.door) == 2
+    assert len(trial.log) == 2
 
 
 async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(stage: Stage) -> None:
@@ -127,7 +127,7 @@ async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial:
     session = await trial.create(contract={"sampling": fixed})
     asked: Any = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
     assert (await trial.turn(session, HI, seed=5, **asked)).status == 200
-    sent = trial.door[0].json()
+    sent = trial.log[0].json()
     assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
         **fixed,
         "stop_token_ids": None,
@@ -151,12 +151,12 @@ async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stag
         await trial.ask("POST", "/load_lora_adapter", {"lora_name": "mine", "lora_path": "/mine"})
         session = await trial.create()
         await trial.chat(session, HI, model="base:other")
-        assert (trial.door[0].json()["model"], trial.door[0].json()["lora_path"]) == ("base", "mine")
+        assert (trial.log[0].json()["model"], trial.log[0].json()["lora_path"]) == ("base", "mine")
         await trial.ask("POST", "/load_lora_adapter", {"lora_name": "other", "lora_path": "/other"})
         for path, fields in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "Hi"})):
             answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, "model": "base:other"})
             assert answer.status == 200, answer.body
-        assert {each.lora_path for each in trial.worker.door.generations} == {"mine"}
+        assert {each.lora_path for each in trial.worker.log.generations} == {"mine"}
 
 
 async def test_the_model_that_a_contract_names_is_not_an_agents_adapter(stage: Stage) -> None:
@@ -168,7 +168,7 @@ async def test_the_model_that_a_contract_names_is_not_an_agents_adapter(stage: S
             assert answer.status == 200, answer.body
         free = await trial.create()
         assert (await trial.ask("POST", f"/sessions/{free}{CHAT}", {"messages": HI, "model": "one"})).status == 200
-        assert [each.lora_path for each in trial.worker.door.generations] == [None, None, "one"]
+        assert [each.lora_path for each in trial.worker.log.generations] == [None, None, "one"]
 
 
 async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: Stage) -> None:
@@ -181,7 +181,7 @@ async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: S
         await trial.ask("POST", "/load_lora_adapter", {"lora_name": "step-8", "lora_path": "/x"})
         await trial.ask("POST", "/continue_generation", {})
         assert (await waiting).status == 503
-        assert [each.lora_path for each in trial.worker.door.generations] == [None]
+        assert [each.lora_path for each in trial.worker.log.generations] == [None]
 
 
 async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -> None:
@@ -193,9 +193,9 @@ async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -
             for own in ({}, {"model": "other"}, {"lora_path": "other"}):
                 answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, **own})
                 assert answer.status == 200, answer.body
-        assert [each.lora_path for each in trial.worker.door.generations] == ["mine"] * 6
+        assert [each.lora_path for each in trial.worker.log.generations] == ["mine"] * 6
         await trial.ask("POST", f"/sessions/{session}/v1/embeddings", {"input": "Hi", "lora_path": "other"})
-        assert trial.worker.door.at("/v1/embeddings")[0].json()["lora_path"] == "mine"
+        assert trial.worker.log.at("/v1/embeddings")[0].json()["lora_path"] == "mine"
 
 
 # How old the weights may be
@@ -212,7 +212,7 @@ async def test_a_turn_in_which_stale_weights_would_take_part_is_refused_by_name(
     old = await trial.create(contract={"freshness": {"oldest_version": 2}})
     early = await trial.turn(old, HI)
     assert (early.status, early.error_type) == (400, "invalid_request")
-    assert (trial.door, await end_reason(trial, old)) == ([], "stale")
+    assert (trial.log, await end_reason(trial, old)) == ([], "stale")
     session = await trial.create(contract={"freshness": {"oldest_version": 1}})
     answer = await trial.chat(session, HI)
     assert (await trial.samples(session))[0]["metadata"]["stale"] is False
@@ -240,11 +240,11 @@ async def test_what_cannot_be_counted_or_recorded_is_refused_under_a_budget(tria
     for path, body in (("/generate", {"text": "Once"}), (COMPLETIONS, {"prompt": "Once", "echo": True})):
         answer = await trial.ask("POST", f"/sessions/{session}{path}", body)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), path
-        assert trial.worker.door.at(path) == []
+        assert trial.worker.log.at(path) == []
     session = await trial.create(contract={"budget": {"max_context": 60}})
     answer = await trial.turn(session, HI, chat_template_kwargs=7)  # no template is rendered with that
     assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert trial.door == []
+    assert trial.log == []
     # Completions give 16 tokens where nobody says how many; a field of chat's does not get around the budget.
     session, asked = await trial.create(contract={"budget": {"max_tokens": 20}}), {"max_completion_tokens": 1}
     for tokens in (16, 4):

@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from tests.sglang_worker import RealWorker
-from tests.support.door import Door
 from tests.support.http import RawReply, ask, whole_or_cut
 from tests.support.real_sessions import real_sessions
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_apis import MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, SessionTrial, exactly_through, message_of, user
 from tests.support.under_way import under_way
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sglang
 ENDLESS: Any = {"ignore_eos": True}
 LONGEST, WINDOW = 16_000, 20_000
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-faces = pytest.mark.parametrize(
+agent_apis = pytest.mark.parametrize(
     ("api", "stream"),
     [(Api(CHAT), False), (Api(CHAT), True), (Api(MESSAGES), True), (Api(RESPONSES), True)],
     ids=["chat, whole", "chat", "messages", "responses"],
@@ -32,12 +32,12 @@ faces = pytest.mark.parametrize(
 
 
 class Scene:
-    """A router with sessions before an engine behind a door."""
+    """A router with sessions before an engine behind a proxy."""
 
-    def __init__(self, trial: SessionTrial, worker: RealWorker, door: Door) -> None:
+    def __init__(self, trial: SessionTrial, worker: RealWorker, proxy: RecordingProxy) -> None:
         self.trial = trial
         self.worker = worker
-        self.door = door
+        self.proxy = proxy
 
     async def running(self) -> int:
         """Generations that the engine has."""
@@ -56,17 +56,17 @@ class Scene:
     @property
     def asked(self) -> int:
         """Turns that have come to the engine."""
-        return sum(exchange.path == CHAT for exchange in self.door.exchanges)
+        return sum(exchange.path == CHAT for exchange in self.proxy.exchanges)
 
     @property
     def aborted(self) -> set[str]:
         """What the engine was told to abort."""
-        return {orjson.loads(each.body)["rid"] for each in self.door.exchanges if each.path == "/abort_request"}
+        return {orjson.loads(each.body)["rid"] for each in self.proxy.exchanges if each.path == "/abort_request"}
 
     @property
     def rids(self) -> set[str]:
         """How its turns are called there."""
-        return {orjson.loads(each.body)["rid"] for each in self.door.exchanges if each.path == CHAT}
+        return {orjson.loads(each.body)["rid"] for each in self.proxy.exchanges if each.path == CHAT}
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def worker() -> Iterator[RealWorker]:
 
 @pytest.fixture
 async def scene(worker: RealWorker) -> AsyncIterator[Scene]:
-    async with real_sessions(worker) as (trial, door):
+    async with real_sessions(worker) as (trial, proxy):
         await until(lambda: trial.router.pool.weight_version is not None, "the probe has passed")
-        made = Scene(trial, worker, door)
+        made = Scene(trial, worker, proxy)
         yield made
         await made.becomes(0)
 
@@ -104,7 +104,7 @@ async def test_a_group_ends_at_its_engine_and_leaves_what_it_has(scene: Scene, s
             assert (await scene.trial.ask("POST", "/abort_request", {"group": group})).status == 200
             await turn
         await scene.becomes(0)
-        *_, generation = scene.door.chats(version="default")
+        *_, generation = scene.proxy.chats(version="default")
         samples = await scene.trial.samples(session)
         assert bool(samples) == bool(generation.sampled)
         if samples:
@@ -122,16 +122,16 @@ async def test_a_deadline_ends_the_turn_at_its_engine(scene: Scene, stream: bool
         if await scene.trial.samples(session):
             break
     (sample,) = await scene.trial.samples(session)
-    *_, last = scene.door.chats(version="default")
+    *_, last = scene.proxy.chats(version="default")
     exactly_through(sample, [last])
     assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
 
 
-@faces
+@agent_apis
 async def test_a_turn_is_cut_to_what_its_context_holds_to_the_token(scene: Scene, api: Api, stream: bool) -> None:
     session = await scene.trial.create(contract={"budget": {"max_context": 90}})
     assert (await scene.ask(api, session, stream=stream)).status == 200
-    (generation,) = scene.door.chats(version="default")
+    (generation,) = scene.proxy.chats(version="default")
     assert len(generation.prompt) + len(generation.sampled) == 90, "the engine counts as it was counted here"
     refused = await scene.ask(api, session, text="word " * 100, stream=stream)
     assert api.refusal(refused, stream=stream)[0] == "context_length_exceeded"
@@ -148,7 +148,7 @@ async def test_turns_that_go_on_are_counted_exactly_too(scene: Scene) -> None:
         history += [message_of(answer), user("Go on, please")]
     last = await scene.trial.turn(session, history, max_tokens=1000, ignore_eos=True)
     assert last.status == 200
-    *_, generation = scene.door.chats(version="default")
+    *_, generation = scene.proxy.chats(version="default")
     tokens = len(generation.prompt) + len(generation.sampled)
     assert len(generation.sampled) == 20 or tokens == 150
     (sample,) = await scene.trial.samples(session)

@@ -12,8 +12,8 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
 
-from middleware_hub.openai_session.faces import FACES
-from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.agent_apis import AGENT_APIS
+from middleware_hub.openai_session.agent_apis.chat import ChatApi
 from middleware_hub.openai_session.sessions.session import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
@@ -104,8 +104,8 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
             ("/v1/responses", 2),
             ("/v1/completions", None),
         ]
-        assert {CHAT, *(each["path"] for each in records)} == {face.path for face in FACES}
-        assert len(trial.worker.door.generations) == 5, "nobody else was asked for tokens, or for a response"
+        assert {CHAT, *(each["path"] for each in records)} == {api.path for api in AGENT_APIS}
+        assert len(trial.worker.log.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
 async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
@@ -113,11 +113,11 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
 ) -> None:
     asked = []
 
-    async def beside(self: ChatFace, session: Session, scope: Any, *_: object) -> bool:
+    async def beside(self: ChatApi, session: Session, scope: Any, *_: object) -> bool:
         asked.append((session.id, scope["path"]))
         return False
 
-    monkeypatch.setattr(ChatFace, "answer_other", beside)
+    monkeypatch.setattr(ChatApi, "answer_other", beside)
     await good(await turn(trial, named("s")))
     for session in ("s", "other"):
         await trial.ask("GET", "/v1/models", None, list(named(session).items()))
@@ -178,7 +178,7 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     assert [(each["reward"], each["label"]) for each in segments] == [(0.5, "42")] * 2
     samples = await trial.samples("s", reward=0.5, label="42")
     assert [{name: each[name] for name in sample} for each, sample in zip(segments, samples, strict=True)] == samples
-    exactly(segments[0], *(each.generation for each in trial.door[:2]))
+    exactly(segments[0], *(each.generation for each in trial.log[:2]))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ async def test_a_finalized_session_is_built_as_its_client_says(
     await turn(trial, named("s"), [said("A title?")])
     await post(trial, "/session/finalize", {"session_id": "s", "side_calls": False, **mode})
     (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
-    one, two = (each.generation for each in trial.door[:2])
+    one, two = (each.generation for each in trial.log[:2])
     assert segment["tokens"] == [*two.input_ids, *two.output_ids]
     assert sum(segment["loss_mask"]) == len(two.output_ids) + (len(one.output_ids) if loss == "both" else 0)
 
@@ -206,7 +206,7 @@ async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionT
         assert (refused.status, refused.error_type) == (400, "invalid_request")
     await post(trial, "/session/finalize", {"session_id": "s", "token_build_mode": "last_step"})
     (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
-    last = trial.door[-1].generation
+    last = trial.log[-1].generation
     assert segment["tokens"] == [*last.input_ids, *last.output_ids]
     assert segment["response_length"] == len(last.output_ids)
 
@@ -225,10 +225,10 @@ async def test_a_session_of_one_weight_version_is_not_gone_on_with_by_another(st
             ["2"],
         )
         assert (detail["session_id"], detail["instance_id"]) == ("s", "task-7")
-        assert len(trial.door) == 1, "before it is generated"
+        assert len(trial.log) == 1, "before it is generated"
         assert (await turn(trial, named("new"))).status == 200
         (sample,) = await trial.samples("s")
-        exactly(sample, trial.door[0].generation)
+        exactly(sample, trial.log[0].generation)
 
 
 # Read
@@ -285,7 +285,7 @@ async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> N
     await post(trial, "/v1/rollout/pause", {"mode": "in_place"})
     assert (await post(trial, "/v1/rollout/resume"))["paused"] is False
     assert trial.worker.weight_version == "1"
-    assert not trial.worker.door.at("/update_weight_version")
+    assert not trial.worker.log.at("/update_weight_version")
 
 
 async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, worker: ScriptedWorker) -> None:

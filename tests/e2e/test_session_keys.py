@@ -1,4 +1,4 @@
-"""A session's own key opens that session's faces and what its agent asks beside them, and nothing else at all."""
+"""A session's own key opens that session's agent_apis and what its agent asks beside them, and nothing else at all."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_it_opens_nothing_else(trial: Keyed, way: str) -> None:
     for path in REFUSED:
         answer = await trial.ask("POST", path, BODY, shown)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), path
-    came = {each.path for each in trial.worker.door}
+    came = {each.path for each in trial.worker.log}
     assert came <= BY_ITSELF, "nothing has come to the worker but what a router asks by itself"
     for session in ("mine", "other"):
         records = (await trial.ask("GET", f"/sessions/{session}", headers=bearer(DATA))).json()["records"]
@@ -154,7 +154,7 @@ async def test_where_the_router_has_no_key_a_session_s_own_does_not_reach_a_work
     trial = Keyed(made.router, made.workers)
     key = await trial.open("mine")
     assert (await trial.turn("mine", HI, bearer(key))).status == 200
-    assert "authorization" not in {name.decode().lower() for name, _ in trial.door[0].headers}
+    assert "authorization" not in {name.decode().lower() for name, _ in trial.log[0].headers}
 
 
 async def test_an_agent_is_handed_its_session_s_key_and_never_the_router_s(trial: Keyed) -> None:
@@ -179,7 +179,7 @@ async def test_it_opens_what_its_agent_asks_and_stays_with_the_router(trial: Key
         shown = bearer(key) if way == "Authorization" else [(way, key)]
         answer = await trial.ask("POST" if body else "GET", f"/sessions/mine{path}", body, shown)
         assert answer.status == 200, (path, way, answer.body)
-    heads = [pair for exchange in trial.worker.door for pair in exchange.headers]
+    heads = [pair for exchange in trial.worker.log for pair in exchange.headers]
     assert not [value for _, value in heads if key.encode() in value]
     assert (await trial.turn("mine", HI, bearer(DATA))).status == 200, "the clients' key opens it as before"
     assert (await trial.ask("POST", "/sessions/mine/samples", {}, bearer(DATA))).json()["samples"]
@@ -189,4 +189,4 @@ async def test_within_its_session_there_is_nothing_but_what_agents_ask(trial: Ke
     key = await trial.open("mine")
     for path in ("/v1/rollout/pause", "/v1/unheard_of", "/v1/models/../samples", "/v1/load_lora_adapter"):
         assert (await trial.ask("POST", f"/sessions/mine{path}", {}, bearer(key))).status in (400, 404), path
-    assert {each.path for each in trial.worker.door} <= BY_ITSELF, "what a router asks by itself"
+    assert {each.path for each in trial.worker.log} <= BY_ITSELF, "what a router asks by itself"

@@ -105,8 +105,8 @@ async def test_a_tool_agent_leaves_one_exact_segment(stage: Stage) -> None:
         assert inputs == [{"a": 17, "b": 25}, {"a": 1.0, "b": {"c": "}"}}]
         assert await trial.reasons(session) == [None] * 3
         (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.door))
-        assert ["input_ids" in exchange.json() for exchange in trial.door] == [False, True, True]
+        exactly(sample, *(exchange.generation for exchange in trial.log))
+        assert ["input_ids" in exchange.json() for exchange in trial.log] == [False, True, True]
         assert [record["path"] for record in await trial.records(session)] == ["/v1/messages"] * 3
 
 
@@ -147,7 +147,7 @@ async def test_tokens_are_counted_as_the_engine_is_given_them(stage: Stage) -> N
             begun: Any = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is ("}]
             counts.append((await client.messages.count_tokens(model="m", messages=begun)).input_tokens)
             await client.messages.create(model="m", max_tokens=4, messages=begun)
-        assert counts == [len(exchange.generation.input_ids) for exchange in trial.door]
+        assert counts == [len(exchange.generation.input_ids) for exchange in trial.log]
         assert len(await trial.records(session)) == 4, "counting is no turn"
 
 

@@ -1,4 +1,4 @@
-"""Tool agents against real SGLang: their samples are what went through the workers' doors, at every position."""
+"""Tool agents against real SGLang: their samples are what went through the workers' proxies, at every position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_router.tasks import together
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agents import AGENTS, TURNS, Agents
-from tests.support.door import Door, chats_of
+from tests.support.recording_proxy import RecordingProxy, chats_of
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_proof import check_sessions
 from tests.support.tiers import size
@@ -32,15 +32,17 @@ SOME = size(heavy=1, otherwise=0)
 
 
 @pytest.fixture
-async def doors(sglang_workers: list[RealWorker]) -> AsyncIterator[list[Door]]:
-    async with Door(sglang_workers[0].url) as one, Door(sglang_workers[1].url) as other:
+async def proxies(sglang_workers: list[RealWorker]) -> AsyncIterator[list[RecordingProxy]]:
+    async with RecordingProxy(sglang_workers[0].url) as one, RecordingProxy(sglang_workers[1].url) as other:
         yield [one, other]
 
 
 @pytest.fixture
-async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
+async def router(proxies: list[RecordingProxy]) -> AsyncIterator[RunningRouter]:
     model = str(ensure().dense_model)
-    async with running_router(*(door.url for door in doors), middlewares=(SESSIONS,), hf_checkpoint=model) as running:
+    async with running_router(
+        *(proxy.url for proxy in proxies), middlewares=(SESSIONS,), hf_checkpoint=model
+    ) as running:
         await running.probed()
         yield running
         async with aiohttp.ClientSession(running.url) as http:
@@ -59,27 +61,29 @@ async def new_weights(http: aiohttp.ClientSession, version: str) -> None:
             assert reply.status == 200, await reply.text()
 
 
-async def update_weights(http: aiohttp.ClientSession, agents: Agents, doors: list[Door]) -> None:
+async def update_weights(http: aiohttp.ClientSession, agents: Agents, proxies: list[RecordingProxy]) -> None:
     """Updates spread over the agents' turns, each in the middle of some stream."""
     for number, version in enumerate(NEW_VERSIONS, 1):
         least = agents.count * agents.turns * number // (len(NEW_VERSIONS) + 1)
-        await until(partial(_streaming, agents, least, doors), f"a stream behind {least} turns", deadline=10 * PATIENCE)
+        await until(
+            partial(_streaming, agents, least, proxies), f"a stream behind {least} turns", deadline=10 * PATIENCE
+        )
         await new_weights(http, version)
 
 
-def _streaming(agents: Agents, least: int, doors: list[Door]) -> bool:
-    return agents.log.turns >= least and any(door.in_a_stream() for door in doors)
+def _streaming(agents: Agents, least: int, proxies: list[RecordingProxy]) -> bool:
+    return agents.log.turns >= least and any(proxy.in_a_stream() for proxy in proxies)
 
 
 async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sampled(
-    router: RunningRouter, doors: list[Door], capsys: pytest.CaptureFixture[str]
+    router: RunningRouter, proxies: list[RecordingProxy], capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun = time.monotonic()
     agents = Agents(router.url, AGENTS, TURNS)
     async with aiohttp.ClientSession(router.url) as http:
-        await together([agents.run(), update_weights(http, agents, doors)], name="agents and updates")
+        await together([agents.run(), update_weights(http, agents, proxies)], name="agents and updates")
         ran = time.monotonic()
-        went = chats_of(doors, version=FIRST_VERSION)
+        went = chats_of(proxies, version=FIRST_VERSION)
         proved = await check_sessions(http, agents, went, tokenizer("qwen3"))
         assert not proved.given_back, "what was cut goes on"
     with capsys.disabled():

@@ -144,7 +144,7 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
         assert answers[3].output_text.strip() == "It is 43."
         assert {answer.status for answer in answers} == {"completed"}
         (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.door))
+        exactly(sample, *(exchange.generation for exchange in trial.log))
         records = await trial.records(session)
         assert [record["response_id"] for record in records] == [answer.id for answer in answers]
         assert {(record["path"], record["reason"], *record["tools_left_out"]) for record in records} == {
@@ -338,7 +338,7 @@ async def test_settings_reach_the_engine_as_a_chat_request_has_them(stage: Stage
                 extra_body={"min_p": 0.1},
             )
             bare = await client.responses.create(model="m", input="Hi")
-        sent, plainly = ({**exchange.json()} for exchange in trial.door)
+        sent, plainly = ({**exchange.json()} for exchange in trial.log)
         assert [tool["function"]["name"] for tool in sent["tools"]] == ["patch"]
         wanted = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "min_p": 0.1, "reasoning_effort": "low"}
         assert {name: sent[name] for name in wanted} == wanted

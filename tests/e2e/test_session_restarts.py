@@ -116,7 +116,7 @@ async def test_the_next_turn_goes_on_in_the_same_segment_with_the_same_tokens(re
             await after.stream(session, messages)
             assert await after.reasons(session) == [None, None, None]
             (sample,) = await after.samples(session)
-            last = restarts.worker.door.generations[-1]
+            last = restarts.worker.log.generations[-1]
             assert sample["tokens"][: len(last.input_ids)] == list(last.input_ids)
             async with restarts.started() as again:
                 assert await again.samples(session) == [sample]
@@ -131,10 +131,10 @@ async def test_a_repeated_turn_gets_the_answer_that_was_recorded(restarts: Resta
         told = await everything(before, session)
         async with restarts.started() as after:
             assert await everything(after, session) == told
-            generated = len(restarts.worker.door.at(CHAT))
+            generated = len(restarts.worker.log.at(CHAT))
             assert (await after.turn(session, [user("Hi")], named)).body == whole.body
             assert (await after.turn(session, [user("Hi")], named, stream=True)).body == stream.body
-            assert len(restarts.worker.door.at(CHAT)) == generated
+            assert len(restarts.worker.log.at(CHAT)) == generated
 
 
 async def test_budget_key_and_end_of_an_episode_are_there_again(restarts: Restarts) -> None:

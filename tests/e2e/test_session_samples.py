@@ -11,7 +11,7 @@ import pytest
 
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from miles_router.trajectory import Piece
 from tests.support.audits import spoil
 from tests.support.scripted_chat import able, chat_reply, meta_of
@@ -56,12 +56,12 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
 def generations(trial: SessionTrial) -> list[GenerationRecord]:
-    return [generation for exchange in trial.door for generation in exchange.generations]
+    return [generation for exchange in trial.log for generation in exchange.generations]
 
 
 async def episode(trial: SessionTrial, session: str, turns: int, **fields: Any) -> list[Message]:

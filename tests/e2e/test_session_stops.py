@@ -58,7 +58,7 @@ async def the_partial_sample_stays(trial: SessionTrial, session: str, reason: st
     (sample,) = await trial.samples(session)
     assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", reason)
     assert 0 < sum(sample["loss_mask"]) < ENDLESS["max_tokens"]
-    exactly(sample, trial.door[0].generation)
+    exactly(sample, trial.log[0].generation)
     refused = await trial.turn(session, HI)
     assert (refused.status, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert refused.json()["error"]["reason"] == reason
@@ -106,7 +106,7 @@ async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial
         await until(lambda: trial.router.app.router.gate.held == 1, "it waits")
         await trial.ask("POST", "/abort_request", {"group": "g"})
         assert (await turn).status == 400
-    assert trial.door == []
+    assert trial.log == []
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
@@ -144,10 +144,10 @@ async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: b
     assert finish_of(answer, stream=stream) == "abort"
     (sample,) = await trial.samples(session)
     assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
-    exactly(sample, trial.door[-1].generation)
-    count = len(trial.door)
+    exactly(sample, trial.log[-1].generation)
+    count = len(trial.log)
     assert (await trial.turn(session, HI)).json()["error"]["reason"] == "deadline"
-    assert len(trial.door) == count
+    assert len(trial.log) == count
 
 
 # A session that is deleted
@@ -199,7 +199,7 @@ async def test_a_group_s_turns_end_at_their_engine_and_stay(trial: SessionTrial)
     named: list[dict[str, Any]] = [{"contract": {"group": "g"}}, {"metadata": {"group": "g"}}]
     for number, (fields, stream) in enumerate(itertools.product(named, (False, True)), 1):
         with case(fields, stream):
-            trial.worker.door.clear()
+            trial.worker.log.clear()
             session, idle = await trial.create(**fields), await trial.create(**fields)
             async with under_way(trial.turn(session, HI, stream=stream, **ENDLESS)) as turn:
                 await it_samples(trial)
@@ -208,14 +208,14 @@ async def test_a_group_s_turns_end_at_their_engine_and_stay(trial: SessionTrial)
                 assert finish_of(await turn, stream=stream) == "abort"
             await the_partial_sample_stays(trial, session, "aborted", 2 * number)
             assert (await trial.turn(idle, HI)).status == 400, "a member without a turn begins none"
-            assert len(trial.door) == 1
+            assert len(trial.log) == 1
             for each in (session, idle):
                 await trial.ask("DELETE", f"/sessions/{each}")
 
 
 async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: SessionTrial) -> None:
     for stream in (False, True):
-        trial.worker.door.clear()
+        trial.worker.log.clear()
         session = await trial.create()
         assert (await trial.ask("DELETE", f"/sessions/{session}?abort=yes")).status == 400, "no flag deletes nothing"
         async with under_way(whole_or_cut(trial.turn(session, HI, stream=stream, **ENDLESS))) as turn:
@@ -227,8 +227,8 @@ async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: Session
                 assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
             else:
                 assert (answer.status, answer.error_type) == (404, "not_found")
-        told = {exchange.json()["rid"] for exchange in trial.worker.door.at("/abort_request")}
-        assert told == {trial.door[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
+        told = {exchange.json()["rid"] for exchange in trial.worker.log.at("/abort_request")}
+        assert told == {trial.log[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
     assert trial.statistics()["ended"] == {"deleted": 2}
     session = await trial.create()
     async with under_way(trial.turn(session, HI, ignore_eos=True, max_tokens=300)) as turn:

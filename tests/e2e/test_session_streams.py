@@ -95,7 +95,7 @@ async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage) -> No
         assert len(calls) == 2
         assert record["response"] == {"role": "assistant", "content": seen["content"], "tool_calls": calls}
         assert record["finish_reason"] == "tool_calls"
-        exactly((await trial.samples(session))[0], trial.door[0].generation)
+        exactly((await trial.samples(session))[0], trial.log[0].generation)
 
 
 async def test_a_weight_update_under_a_stream_is_seen_by_the_router(

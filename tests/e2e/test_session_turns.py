@@ -76,7 +76,7 @@ async def shared() -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture
 def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.door.clear()
+    shared.worker.log.clear()
     return shared
 
 
@@ -133,7 +133,7 @@ async def test_what_an_agent_asks_for_reaches_the_worker_as_it_is(trial: Session
     asked = {**ASKED["unknown"], **ASKED["parameters"], "stop": ["#"], "max_completion_tokens": 5, "tools": [ADD]}
     for stream in (False, True):
         await trial.turn(session, HI, stream=stream, **asked)
-        sent = trial.door[-1].json()
+        sent = trial.log[-1].json()
         assert {name: sent[name] for name in asked} == asked
         assert (sent["messages"], sent["model"], sent.get("stream", False)) == (HI, "m", stream)
 

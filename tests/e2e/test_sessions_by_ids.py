@@ -1,5 +1,5 @@
 """Sessions on an engine whose chat takes no ids and tells none: the router renders prompts, has the engine sample
-behind ids, and reads the answers. Samples are what went through the door of the engine, at every position."""
+behind ids, and reads the answers. Samples are what went through the proxy of the engine, at every position."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_wor
 from tests.support.agent_apis import APIS
 from tests.support.brake import Brake
 from tests.support.by_ids_trial import five_turns
-from tests.support.door import Door
 from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_apis import BOTH, Api, Said, case
 from tests.support.session_trial import (
     ADD,
@@ -64,9 +64,9 @@ async def simulated(**settings: Any) -> AsyncIterator[SimulatedWorker]:
 
 
 class Engine(NamedTuple):
-    """The door of a worker, and its checkpoint."""
+    """The proxy of a worker, and its checkpoint."""
 
-    door: Door
+    proxy: RecordingProxy
     checkpoint: str
 
 
@@ -77,7 +77,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
             url, checkpoint = (await stack.enter_async_context(simulated())).url, tokenizer_directory("qwen3")
         else:
             url, checkpoint = request.getfixturevalue("real")[0].url, str(model_of_words())
-        yield Engine(await stack.enter_async_context(Door(url)), checkpoint)
+        yield Engine(await stack.enter_async_context(RecordingProxy(url)), checkpoint)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,7 +85,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
 async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
     stage: Stage, engine: Engine, api: str, stream: bool
 ) -> None:
-    await five_turns(stage, engine.door, engine.checkpoint, api, stream=stream)
+    await five_turns(stage, engine.proxy, engine.checkpoint, api, stream=stream)
 
 
 async def chat(stage: Stage, worker: SimulatedWorker, **settings: Any) -> tuple[SessionTrial, str]:
@@ -113,7 +113,7 @@ async def test_what_its_agent_asks_for_of_logprobs_and_choices_it_gets(stage: St
         trial, session = await chat(stage, worker)
         answer = await trial.chat(session, [user("Hi")], n=2, logprobs=True, top_logprobs=2, max_tokens=4)
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        for choice, record in zip(answer["choices"], worker.door.at(GENERATE)[-1].generations, strict=True):
+        for choice, record in zip(answer["choices"], worker.log.at(GENERATE)[-1].generations, strict=True):
             entries = choice["logprobs"]["content"]
             assert [each["logprob"] for each in entries] == pytest.approx(record.logprobs)
             assert "".join(each["token"] for each in entries).startswith(choice["message"]["content"])
@@ -158,7 +158,7 @@ async def test_what_chat_does_not_know_does_not_reach_generate(stage: Stage) -> 
     async with simulated() as worker:
         trial, session = await chat(stage, worker)
         await trial.chat(session, [user("Hi")], image_data="x", text="y", logprob_start_len=0, input_embeds=[[1.0]])
-        (asked,) = worker.door.at(GENERATE)
+        (asked,) = worker.log.at(GENERATE)
         assert not asked.json().keys() & {"image_data", "text", "logprob_start_len", "input_embeds", "messages"}
 
 
@@ -210,7 +210,7 @@ async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -
                 message = message_of(await trial.chat(session, messages, max_tokens=6))
                 messages += [message, user(f"And {turn}?")]
             (sample,) = await trial.samples(session)
-            every = [each for worker in (one, other) for each in worker.door.generations]
+            every = [each for worker in (one, other) for each in worker.log.generations]
             tokens = sample["tokens"]
             turns = [each for each in every if tokens[: len(each.input_ids)] == each.input_ids]
             assert len(turns) == 3
@@ -218,8 +218,8 @@ async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -
                 begin, end = len(each.input_ids), len(each.input_ids) + len(each.output_ids)
                 assert tokens[begin:end] == each.output_ids
                 assert sample["loss_mask"][begin:end] == [1] * len(each.output_ids)
-        assert one.door.generations
-        assert other.door.generations
+        assert one.log.generations
+        assert other.log.generations
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
@@ -318,7 +318,7 @@ async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stag
         for wanted in schemas:
             answer = await trial.turn(session, [user("Hi")], response_format=wanted)
             assert (answer.status, b"response_format" in answer.body) == (501, True)
-        assert not worker.door.generations
+        assert not worker.log.generations
         assert await trial.records(session) == []
 
 
@@ -330,10 +330,10 @@ async def test_an_adapter_is_applied_or_refused(stage: Stage, lora: bool) -> Non
         trial, session = await chat(stage, worker)
         asked: list[Any] = [{"lora_path": "ad"}, {"model": "served:ad"}, {"model": "other:ad"}]
         for fields in asked:
-            worker.door.clear()
+            worker.log.clear()
             answer = await trial.turn(session, [user("Hi")], **fields)
             assert (answer.status == 200) is lora, answer.body
-            assert [each.lora_path for each in worker.door.generations] == (["ad"] if lora else []), fields
+            assert [each.lora_path for each in worker.log.generations] == (["ad"] if lora else []), fields
 
 
 def plainly(said: Said) -> Any:

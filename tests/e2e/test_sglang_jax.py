@@ -51,7 +51,7 @@ class Engines:
 
     def sampled(self) -> int:
         """How many generations were begun; 0 where nobody can say."""
-        return sum(len(worker.door.generations) for worker in self.simulated)
+        return sum(len(worker.log.generations) for worker in self.simulated)
 
 
 @pytest.fixture(scope="module")  # its schedulers take a core for themselves, also where nothing runs
@@ -157,7 +157,7 @@ async def test_a_name_that_is_used_twice_is_its_clients_alone(client: Client, en
         assert len(await client.is_true(PROMPT, answer)) == 40
     listed = await client.generate(input_ids=[PROMPT, [45]], sampling_params=SHORT, rid="list")
     assert [each["meta_info"]["id"] for each in listed] == ["list_0", "list_1"]
-    names = [record.rid for worker in engines.simulated for record in worker.door.generations]
+    names = [record.rid for worker in engines.simulated for record in worker.log.generations]
     assert len(set(names)) == len(names)
     assert not {"mine", "list_0"} & {*names}
 

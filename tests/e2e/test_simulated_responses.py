@@ -54,7 +54,7 @@ async def test_a_response_has_reasoning_text_and_calls_and_its_history_goes_on(
         ("message", "I read it."),
         ("read", '{"path": "é", "n": 1}'),
     ]
-    assert (first.status, first.usage.output_tokens) == ("completed", len(worker.door.generations[0].output_ids))
+    assert (first.status, first.usage.output_tokens) == ("completed", len(worker.log.generations[0].output_ids))
     output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "17"}
     history = [*ASKED, *(item.model_dump() for item in first.output), output]
     second = await whole(client, stream, input=history, instructions="Be brief.")

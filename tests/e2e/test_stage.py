@@ -18,7 +18,7 @@ async def test_a_middleware_is_driven_on_generate_chat_and_streams() -> None:
         assert (await at.chat()).json()["choices"][0]["message"]["role"] == "assistant"
         assert (await at.chat(stream=True)).events()[0]["object"] == "chat.completion.chunk"
         assert {reply.headers["x-tag"] for reply in (whole, streamed)} == {"here"}
-        assert [exchange.json().get("text") for exchange in at.worker.door.at("/generate")] == ["Hello"] * 2
+        assert [exchange.json().get("text") for exchange in at.worker.log.at("/generate")] == ["Hello"] * 2
         assert (await at.ask("GET", "/router/info")).json()["in_flight"] == 0
 
 

@@ -1,5 +1,5 @@
 """A storm over simulated workers: clients generate, whole and streamed, while the fleet is paused in every way and
-updated, and its workers die and come back. Every answer is what went through the workers' doors, and none is missing.
+updated, and its workers die and come back. Every answer is what went through the workers' proxies, and none is missing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 from miles_router.tasks import together
 from miles_router.testing import MoeShape, SimulatedWorker
 from tests.support.chains import chain, check, check_experts
-from tests.support.door import Door
 from tests.support.events import answers_of
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
 from tests.support.tiers import size
@@ -51,13 +51,13 @@ class Storm:
 
     router: RunningRouter
     workers: list[SimulatedWorker]
-    doors: list[Door]
+    proxies: list[RecordingProxy]
     dice: random.Random
     answered: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
     async def client(self, number: int) -> None:
-        """One generation after the other, each held against the doors."""
+        """One generation after the other, each held against the proxies."""
         for turn in range(EACH):
             request_id, stream = f"{number}.{turn}", (number + turn) % 2 == 0
             params = {"max_new_tokens": TOKENS, "ignore_eos": True}
@@ -68,7 +68,7 @@ class Storm:
             assert reply.status == 200, reply.body
             (answer,) = answers_of(reply.body, stream=stream)
             assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": TOKENS}
-            pieces = chain(self.doors, request_id, answer)
+            pieces = chain(self.proxies, request_id, answer)
             self.counts["positions"] += check(answer, pieces)
             self.counts["rows"] += check_experts(answer, pieces, row=ROW_BYTES)
             self.counts["goes"] += len(pieces)
@@ -109,9 +109,9 @@ async def test_no_token_is_lost_or_made_up_in_a_storm(stage: Stage, capsys: pyte
     kind: dict[str, Any] = {"moe": MOE, "token_latency_s": 0.002, "stop_probability": 0.0}
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(SimulatedWorker(**kind, replica=number)) for number in range(3)]
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
-        router = await stage.router(*(door.url for door in doors), **SETTINGS)
-        storm = Storm(router, workers, doors, random.Random(0))
+        proxies = [await stack.enter_async_context(RecordingProxy(worker.url)) for worker in workers]
+        router = await stage.router(*(proxy.url for proxy in proxies), **SETTINGS)
+        storm = Storm(router, workers, proxies, random.Random(0))
         clients = [storm.client(number) for number in range(CLIENTS)]
         await together([*clients, storm.disturb()], name="storm")
         await stage.nothing_under_way()
@@ -122,6 +122,6 @@ async def test_no_token_is_lost_or_made_up_in_a_storm(stage: Stage, capsys: pyte
     assert storm.answered == CLIENTS * EACH
     assert storm.counts["positions"] == TOKENS * CLIENTS * EACH
     assert storm.counts["goes"] > CLIENTS * EACH, "some were cut"
-    for door in doors:  # an engine that was lost may go on with what it was asked, and aborts it when it looks
-        names = Counter(str(each.body.get("rid") or "") for each in door.begun)
+    for proxy in proxies:  # an engine that was lost may go on with what it was asked, and aborts it when it looks
+        names = Counter(str(each.body.get("rid") or "") for each in proxy.begun)
         assert not [name for name, times in names.items() if name and times > 1]

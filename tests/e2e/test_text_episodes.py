@@ -68,7 +68,7 @@ async def test_a_rollout_is_one_episode_whose_turns_are_its_generations(trial: T
     assert [turn["rid"] for turn in turns] == [answer["meta_info"]["id"] for answer in answers]
     assert [turn["cached_tokens"] for turn in turns] == [answer["meta_info"]["cached_tokens"] for answer in answers]
     assert [turn["prompt_tokens"] for turn in turns] == [answer["meta_info"]["prompt_tokens"] for answer in answers]
-    given = [exchange.generation for exchange in trial.door]
+    given = [exchange.generation for exchange in trial.log]
     assert [turn["end"] for turn in turns] == [len(each.input_ids) + len(each.output_ids) for each in given]
     assert all(row["started_at"] <= turn["asked_at"] <= turn["answered_at"] for turn in turns)
     spans = [span for turn in turns for span in turn["spans"]]

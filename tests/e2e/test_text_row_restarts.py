@@ -92,7 +92,7 @@ async def test_a_text_that_goes_on_after_a_kill_asks_for_new_rows_alone(restarts
         tokens = (await before.retrieve(text=text))["tokens"]
         async with restarts.started(keeper(), state_rows=True) as after:
             second = await after.generate(text=f"{text} And two?")
-            assert after.door[-1].json()["routed_experts_start_len"] == len(tokens) - 1
+            assert after.log[-1].json()["routed_experts_start_len"] == len(tokens) - 1
             whole = await after.retrieve(rid=second["meta_info"]["id"])
         assert bytes_of_rows(restarts) < WIDTH * (len(whole["tokens"]) - 1) + 2 * 100, "none is there twice"
         async with restarts.started(keeper(), state_rows=True) as again:

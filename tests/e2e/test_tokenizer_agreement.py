@@ -46,7 +46,7 @@ async def test_session_is_refused_where_engines_tokenize_otherwise(stage: Stage,
         reply, records = await ask(trial, path, stream=stream)
         assert (reply.status, records) == (502, [])
         assert f"{worker.url} tokenizes" in reply.body.decode()
-        assert not trial.door
+        assert not trial.log
         await stage.provoked("tokenizer_differs")
 
 
@@ -56,7 +56,7 @@ async def test_text_cache_is_refused_where_the_engine_tokenizes_otherwise(stage:
         reply = await trial.post("/generate", TEXT)
         assert (reply.status, reply.json()["error"]["type"]) == (502, "upstream_error")
         assert "--trust-remote-tokenizer" in reply.json()["error"]["message"]
-        assert not trial.door
+        assert not trial.log
         passed = await trial.post("/generate", {**TEXT, "image_data": "x.png"})
         assert passed.status != 502, "what is not traced passes"
         await stage.provoked("tokenizer_differs")
@@ -103,7 +103,7 @@ async def test_worker_that_joins_is_compared_before_any_request(stage: Stage, wa
         await stage.provoked("tokenizer_differs")
         assert (await post(trial.router, "/generate", **TEXT)).status == 200, "untraced requests may use it"
         assert (await ask(trial, CHAT))[0].status == 502
-        assert len(worker.door.at(TOKENIZE)) == 1, "the request has not asked again"
+        assert len(worker.log.at(TOKENIZE)) == 1, "the request has not asked again"
 
 
 async def test_registration_does_not_wait_for_the_comparison(stage: Stage) -> None:
@@ -111,14 +111,14 @@ async def test_registration_does_not_wait_for_the_comparison(stage: Stage) -> No
         worker.faults.hang(path=TOKENIZE, times=None)
         trial = await session_trial(stage, hf_checkpoint=QWEN3)
         assert (await post(trial.router, "/add_worker", url=worker.url)).status == 200
-        await until(lambda: bool(worker.door.at(TOKENIZE)), "it is asked")
+        await until(lambda: bool(worker.log.at(TOKENIZE)), "it is asked")
         assert (await post(trial.router, "/generate", **TEXT)).status == 200
 
 
 async def test_new_process_at_an_address_is_compared_when_it_returns(stage: Stage) -> None:
     async with SimulatedWorker(tokenizer=qwen3()) as worker:
         trial = await session_trial(stage, worker, **PROBING)
-        await until(lambda: bool(worker.door.at(TOKENIZE)), "the first process is asked")
+        await until(lambda: bool(worker.log.at(TOKENIZE)), "the first process is asked")
     await until(lambda: trial.router.pool.get(worker.url).state is WorkerState.QUARANTINED, "it is out")
     async with SimulatedWorker(tokenizer=checkpoint(), port=worker.port):
         await stage.provoked("tokenizer_differs")
@@ -147,9 +147,9 @@ async def test_traced_requests_go_only_to_workers_that_agree(stage: Stage, path:
         for _ in range(4):
             reply, records = await ask(trial, path, stream=stream)
             assert (reply.status, len(records)) == (200, 1)
-        assert other.door.at(CHAT) == other.door.at("/generate") == []
+        assert other.log.at(CHAT) == other.log.at("/generate") == []
         await asyncio.gather(*(post(trial.router, "/generate", **TEXT) for _ in range(8)))
-        assert other.door.at("/generate"), "untraced requests use both"
+        assert other.log.at("/generate"), "untraced requests use both"
         await stage.provoked("tokenizer_differs")
 
 
@@ -158,7 +158,7 @@ async def test_texts_go_only_to_workers_that_agree(stage: Stage) -> None:
         trial = await trial_before(stage, good)
         assert (await post(trial.router, "/add_worker", url=other.url)).status == 200
         replies = await asyncio.gather(*(trial.post("/generate", {**TEXT, "stream": n % 2 == 0}) for n in range(8)))
-        assert ({reply.status for reply in replies}, other.door.at("/generate")) == ({200}, [])
+        assert ({reply.status for reply in replies}, other.log.at("/generate")) == ({200}, [])
         await stage.provoked("tokenizer_differs")
 
 
@@ -184,7 +184,7 @@ async def test_special_tokens_around_a_text_are_no_difference(stage: Stage) -> N
     async with SimulatedWorker(tokenizer=Adding(QWEN3)) as worker:
         trial = await session_trial(stage, worker)
         reply, records = await ask(trial, CHAT)
-        assert (reply.status, len(records), len(worker.door.at(TOKENIZE))) == (200, 1, 1)
+        assert (reply.status, len(records), len(worker.log.at(TOKENIZE))) == (200, 1, 1)
 
 
 def wrong_type(directory: Path) -> str:

@@ -248,7 +248,7 @@ async def test_a_session_is_one_trace(stage: Stage, collector: Collector) -> Non
 
 def check_turns(trial: SessionTrial, session: str, turns: list[CollectedSpan], collector: Collector) -> None:
     """What turns say is what the worker was given and has sampled."""
-    for turn, visit in zip(turns, trial.door, strict=True):
+    for turn, visit in zip(turns, trial.log, strict=True):
         (generation,) = visit.generations
         assert turn.attributes == {
             **turn.attributes,
@@ -270,7 +270,7 @@ async def test_a_streamed_turn_of_several_choices_says_as_much(stage: Stage, col
     async with simulated_sessions(stage, settings=ON) as trial:
         await trial.stream(await trial.create(), [user("Hi")], n=2)
         (turn,) = await collector.come("turn", 1)
-        generations = trial.door[0].generations
+        generations = trial.log[0].generations
     assert turn.attributes["gen_ai.response.finish_reasons"] == ["length"] * 2
     assert turn.attributes["gen_ai.usage.output_tokens"] == sum(len(each.output_ids) for each in generations)
     assert turn.attributes["gen_ai.usage.input_tokens"] == len(generations[0].input_ids)
@@ -285,7 +285,7 @@ async def test_a_text_that_goes_on_stays_in_its_trace(stage: Stage, collector: C
             text += (await trial.generate(text=text))["text"] + "\nAnd?"
         await trial.generate(text=SECRET)  # another rollout of the same prompt
         turns = await collector.come("turn", 4)
-        given = [each.generations[0].input_ids for each in trial.door]
+        given = [each.generations[0].input_ids for each in trial.log]
     assert [turn.trace == turns[0].trace for turn in turns] == [True, True, True, False]
     assert [turn.parent for turn in turns] == ["", turns[0].id, turns[0].id, ""]
     assert [turn.attributes["gen_ai.usage.input_tokens"] for turn in turns] == [len(ids) for ids in given]

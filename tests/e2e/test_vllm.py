@@ -22,7 +22,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.agent_apis import APIS
 from tests.support.by_ids_trial import five_turns, is_exactly, went
 from tests.support.cache_trial import CACHE, checkpoint
-from tests.support.door import Door
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of, impatient
 from tests.support.session_apis import case
 from tests.support.session_trial import qwen3
@@ -274,14 +274,14 @@ async def test_turns_of_a_session_are_exact_whole_streamed_and_cut(stage: Stage,
 
 
 @contextlib.asynccontextmanager
-async def behind_a_door(engines: Engines) -> AsyncIterator[tuple[Door, str]]:
-    """The door of a worker whose tokenizer is Qwen3's, and its checkpoint."""
+async def behind_a_door(engines: Engines) -> AsyncIterator[tuple[RecordingProxy, str]]:
+    """The proxy of a worker whose tokenizer is Qwen3's, and its checkpoint."""
     async with contextlib.AsyncExitStack() as stack:
         url, checkpoint = engines.urls[0], engines.checkpoint
         if engines.simulated:
             checkpoint = tokenizer_directory("qwen3")
             url = (await stack.enter_async_context(SimulatedVLLM(checkpoint).running())).url
-        yield await stack.enter_async_context(Door(url)), checkpoint
+        yield await stack.enter_async_context(RecordingProxy(url)), checkpoint
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -289,8 +289,8 @@ async def behind_a_door(engines: Engines) -> AsyncIterator[tuple[Door, str]]:
 async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
     stage: Stage, engines: Engines, api: str, stream: bool
 ) -> None:
-    async with behind_a_door(engines) as (door, checkpoint):
-        await five_turns(stage, door, checkpoint, api, stream=stream)
+    async with behind_a_door(engines) as (proxy, checkpoint):
+        await five_turns(stage, proxy, checkpoint, api, stream=stream)
 
 
 async def test_an_agents_apis_other_than_chat_are_recorded(stage: Stage, engines: Engines) -> None:
@@ -394,16 +394,16 @@ async def test_several_requests_at_once_are_answered_apart(client: Client) -> No
 
 
 @contextlib.asynccontextmanager
-async def mixed() -> AsyncIterator[tuple[Door, Door]]:
-    """The doors of a simulated vLLM worker and a simulated SGLang worker with one tokenizer."""
+async def mixed() -> AsyncIterator[tuple[RecordingProxy, RecordingProxy]]:
+    """The proxies of a simulated vLLM worker and a simulated SGLang worker with one tokenizer."""
     checkpoint = tokenizer_directory("qwen3")
     async with (
         SimulatedVLLM(checkpoint).running() as one,
         SimulatedWorker(tokenizer=qwen3(), reasoning_parser="qwen3", weight_version="default") as other,
-        Door(one.url) as door,
-        Door(other.url) as other_door,
+        RecordingProxy(one.url) as proxy,
+        RecordingProxy(other.url) as other_door,
     ):
-        yield door, other_door
+        yield proxy, other_door
 
 
 async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -> None:

@@ -1,7 +1,7 @@
 """Weight updates of a fleet of two real SGLang workers with generations in flight: nothing is lost, nothing made up.
 
-What each client got is held against what went through the doors of the workers. Each test makes several updates in one
-go of all generations.
+Each client's answer is compared with what went through the proxies of the workers. Each test makes several updates
+during one run of all generations.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chains import Piece, chain, check, check_experts, spread
-from tests.support.door import Door
 from tests.support.events import events_of
 from tests.support.generations import Generation
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tiers import size
 from tests.support.waiting import PATIENCE, until
@@ -77,10 +77,10 @@ class Rollout:
 
 @dataclass
 class Fleet:
-    """A router, the doors of its two workers, and what became of the workers' states."""
+    """A router, the proxies of its two workers, and what became of the workers' states."""
 
     router: RunningRouter
-    doors: list[Door]
+    proxies: list[RecordingProxy]
     http: aiohttp.ClientSession
     transitions: list[Transition] = field(default_factory=list)
 
@@ -109,10 +109,10 @@ class Fleet:
             return await reply.read()
 
     def goes(self) -> list[Generation]:
-        return [go for door in self.doors for go in door.begun]
+        return [go for proxy in self.proxies for go in proxy.begun]
 
     def streamed(self) -> int:
-        """Tokens of streams that went through the doors by now."""
+        """Tokens of streams that went through the proxies by now."""
         return sum(len(go.sampled) for go in self.goes() if go.body.get("stream"))
 
     def aborted(self) -> list[Generation]:
@@ -133,13 +133,13 @@ class Fleet:
 async def fleet(workers: list[RealWorker], **settings: Any) -> AsyncIterator[Fleet]:
     """Probed five times a second, as the worst that can happen to a paused worker."""
     async with AsyncExitStack() as stack:
-        doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
+        proxies = [await stack.enter_async_context(RecordingProxy(worker.url)) for worker in workers]
         settings = {"health_check_interval": 0.2, "health_check_timeout": 2.0, **settings}
-        router = await stack.enter_async_context(running_router(*(door.url for door in doors), **settings))
+        router = await stack.enter_async_context(running_router(*(proxy.url for proxy in proxies), **settings))
         timeout = aiohttp.ClientTimeout(total=None)  # the test has one
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(router.url, timeout=timeout, connector=connector))
-        made = Fleet(router, doors, http)
+        made = Fleet(router, proxies, http)
         router.pool.listeners.append(made.transitions.append)
         await until(lambda: all(w.weight_version for w in router.pool), "probes have passed")
         try:
@@ -210,7 +210,7 @@ def verify(fleet: Fleet, rollout: Rollout) -> tuple[Any, list[Piece], Counter[st
     """An answer, the goes at workers that it is made of, and how much of it was compared with theirs."""
     answer = rollout.answer()
     ids, meta = answer["output_ids"], answer["meta_info"]
-    pieces = chain(fleet.doors, rollout.request_id, answer)
+    pieces = chain(fleet.proxies, rollout.request_id, answer)
     positions = check(answer, pieces, prompt=rollout.body.get("input_ids"))
     rows = check_experts(answer, pieces, row=bytes_of_a_row())
     assert answer["text"] == spelled(rollout.body, ids)
@@ -253,7 +253,7 @@ async def test_without_resume_aborts_come_as_the_engine_gave_them(sglang_moe_wor
     async with fleet(sglang_moe_workers) as made:
         chat = asyncio.ensure_future(made.chat(TOKENS))
         done = await while_generating(made, {25: update("abort")})
-        replies = {each.headers.get("x-request-id"): each for door in made.doors for each in door.exchanges}
+        replies = {each.headers.get("x-request-id"): each for proxy in made.proxies for each in proxy.exchanges}
         counts: Counter[str] = Counter()
         for rollout in done:
             assert rollout.raw == replies[rollout.request_id].reply
@@ -278,12 +278,12 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
         chats.append(asyncio.ensure_future(fleet.chat(TURN)))
 
     async def kill(fleet: Fleet, version: str) -> None:
-        def streams(door: Door) -> int:
-            return sum(go.streamed and bool(go.sampled) for go in door.begun if go.finish is None)
+        def streams(proxy: RecordingProxy) -> int:
+            return sum(go.streamed and bool(go.sampled) for go in proxy.begun if go.finish is None)
 
-        await until(lambda: any(map(streams, fleet.doors)), "a stream has begun")
-        victim = max(fleet.doors, key=streams)
-        killed.append(sglang_moe_workers[fleet.doors.index(victim)])
+        await until(lambda: any(map(streams, fleet.proxies)), "a stream has begun")
+        victim = max(fleet.proxies, key=streams)
+        killed.append(sglang_moe_workers[fleet.proxies.index(victim)])
         await asyncio.to_thread(killed[0].kill)
         await until(lambda: len(fleet.router.pool.routable) == 1, "the loss is noticed")
 
@@ -298,7 +298,7 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
             assert streams
             assert len(lost) >= GENERATIONS // 4
             cut = [go for go in made.aborted() if go.sampled]  # the rest had only queued
-            # What a worker sampled last may have come to its door and not to the router.
+            # What a worker sampled last may have come to its proxy and not to the router.
             assert len(cut) <= counts["resumed"] <= len(cut) + len(streams)
             turn = json.loads(await chats[0])
             # Which updates fall into its middle depends on when the worker takes it up; no layer carries it on.
@@ -308,7 +308,7 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
             assert versions <= {f"v{each}" for each in range(7)}
             (loss,) = made.transitions
             assert (loss.worker.url, loss.after and loss.after.value) == (
-                made.doors[sglang_moe_workers.index(victim)].url,
+                made.proxies[sglang_moe_workers.index(victim)].url,
                 "quarantined",
             )
             await asyncio.to_thread(victim.restart)

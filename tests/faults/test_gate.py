@@ -169,10 +169,10 @@ async def test_a_client_that_leaves_between_cut_and_continue_is_not_carried_on(
         router = await stage.router(worker.url, partial_rollout="resume")
         leave(await cut(stage, router, worker, stream=stream))
         await held(router, 0)
-        worker.door.clear()
+        worker.log.clear()
         await post(router, "/continue_generation")
         await stage.nothing_under_way()
-        assert [each.path for each in worker.door] == ["/continue_generation"]
+        assert [each.path for each in worker.log] == ["/continue_generation"]
 
 
 # Who is aborted
@@ -301,12 +301,12 @@ async def test_an_abort_between_cut_and_continue_is_final(stage: Stage, abort: d
         answer = await (client.read_body() if stream else client.read("POST"))
         last = answers(answer)[-1] if stream else answer.json()
         assert last["meta_info"]["finish_reason"]["type"] == "abort"
-        assert last["output_ids"] == worker.door.generation("me").output_ids
+        assert last["output_ids"] == worker.log.generation("me").output_ids
         assert gate(router).held == 0
-        worker.door.clear()
+        worker.log.clear()
         await post(router, "/continue_generation")
         await stage.nothing_under_way()
-        assert [each.path for each in worker.door] == ["/continue_generation"]
+        assert [each.path for each in worker.log] == ["/continue_generation"]
 
 
 async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on(stage: Stage) -> None:
@@ -332,7 +332,7 @@ async def test_an_abort_reaches_a_generation_that_was_carried_on_where_it_runs_n
     async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
         client = await cut(stage, router, worker, **given, stream=stream)
-        name = worker.door.at("/generate")[0].generations[0].rid
+        name = worker.log.at("/generate")[0].generations[0].rid
         await post(router, "/continue_generation")
         await sampling(worker, 1)
         await post(router, "/pause_generation")

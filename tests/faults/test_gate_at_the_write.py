@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.errors import FleetPaused
 from miles_router.tasks import spawn
 from tests.support.fleet import asked, gate, held, info, post, posting
@@ -205,8 +205,8 @@ async def test_the_time_that_a_worker_may_take_does_not_run_there(stage: Stage) 
 # A layer's own requests
 
 
-async def forwarded(router: RunningRouter, path: str, flight: Flight | None = None) -> int:
-    async with router.app.router.forward("POST", path, body=b'{"number": 1}', flight=flight) as made:
+async def forwarded(router: RunningRouter, path: str, routing: Routing | None = None) -> int:
+    async with router.app.router.forward("POST", path, body=b'{"number": 1}', routing=routing) as made:
         await made.reply.read_all(1 << 20)
         return made.reply.status
 
@@ -237,11 +237,11 @@ async def test_an_abort_of_the_request_that_a_layer_works_for_ends_its_wait(stag
     worker = await stage.worker()
     router = await stage.router(worker)
     await post(router, PAUSED)
-    flight = Flight()
-    waiting = asyncio.ensure_future(forwarded(router, "/generate", flight))
+    routing = Routing()
+    waiting = asyncio.ensure_future(forwarded(router, "/generate", routing))
     await held(router, 1)
-    flight.aborted = True
-    gate(router).release(flight)
+    routing.aborted = True
+    gate(router).release(routing)
     with pytest.raises(FleetPaused, match="aborted while it waited"):
         await waiting
     assert (asked(worker), (await info(router))["in_flight"]) == ([PAUSED], 0)

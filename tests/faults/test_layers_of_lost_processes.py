@@ -119,12 +119,12 @@ async def test_sessions_of_a_killed_process_come_back_from_the_store(tmp_path: P
             for url in (own[0].url, own[1].url):
                 assert [await agent.samples(url) for agent in both] == before
             await router.whole()
-        generated = len(worker.door.at(CHAT))
+        generated = len(worker.log.at(CHAT))
         last = both[1]
         again = {"model": "m", "max_tokens": 6, "messages": last.messages[:-2]}
         repeated = await post(own[0].url, f"/sessions/{THERE}{CHAT}", again, ("X-Turn-Id", "t-1"))
         assert message_of(repeated.json()) == last.messages[-2], "answered from the record"
-        assert len(worker.door.at(CHAT)) == generated
+        assert len(worker.log.at(CHAT)) == generated
         for agent in both:
             assert (await agent.turn(router.url)).status == 200
             assert answers_of(await agent.samples(own[0].url)) == [3]

@@ -75,12 +75,12 @@ async def test_a_turn_that_is_left_is_recorded_as_aborted(
     assert 0 < record["completion_tokens"] < 3000
     (sample,) = await trial.samples(session)
     assert sample["status"] == "aborted"
-    (generation,) = trial.worker.door.at(api.path if api is COMPLETIONS else CHAT)[0].generations
+    (generation,) = trial.worker.log.at(api.path if api is COMPLETIONS else CHAT)[0].generations
     exactly(sample, generation)
     assert record["completion_tokens"] == len(generation.output_ids)
     left = 5000 - record["completion_tokens"]
     await api.ask(trial, session, 4000, stream=False)
-    sent = trial.worker.door.at(api.path if api is COMPLETIONS else CHAT)[-1].json()
+    sent = trial.worker.log.at(api.path if api is COMPLETIONS else CHAT)[-1].json()
     assert min(4000, left) == (sent.get("max_tokens") or sent.get("max_completion_tokens"))
 
 
@@ -116,7 +116,7 @@ async def test_leaving_before_the_first_byte_uses_up_the_turns(stage: Stage, api
             await leave(stage, client)
         refused = await api.ask(trial, session, 6)
         assert refused.status == 400
-        assert len(trial.door if api is not COMPLETIONS else trial.worker.door.at(api.path)) == 2
+        assert len(trial.log if api is not COMPLETIONS else trial.worker.log.at(api.path)) == 2
 
 
 @both

@@ -142,11 +142,11 @@ async def test_a_text_waits_for_a_process_that_is_started_again() -> None:
             again = await made.start(1)
             answers = await asyncio.gather(*asked)
             for text, answer in zip(texts, answers, strict=True):
-                sampled = worker.door.generation(answer["meta_info"]["id"])
+                sampled = worker.log.generation(answer["meta_info"]["id"])
                 for member in (first, again):
                     after = await generated(member, f"{text}{answer['text']} And then?")
                     held = [*sampled.input_ids, *sampled.output_ids]
-                    assert worker.door.generation(after["meta_info"]["id"]).input_ids[: len(held)] == held
+                    assert worker.log.generation(after["meta_info"]["id"]).input_ids[: len(held)] == held
 
 
 async def generated(member: Member, text: str) -> Any:

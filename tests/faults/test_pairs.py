@@ -69,7 +69,7 @@ async def test_a_prefill_half_that_dies_under_a_prompt_is_replaced(stage: Stage)
         assert answer["output_ids"] == pair.truth().output_ids
         first, second = (asked["bootstrap_room"] for asked in pair.asked(pair.decode))
         assert first != second
-        assert pair.decode.door.at("/generate")[0].disconnected
+        assert pair.decode.log.at("/generate")[0].disconnected
         assert pair.router.app.router.metrics.retries == 1, "one loss, though both halves failed"
         await pair.free()
 
@@ -95,7 +95,7 @@ async def test_a_lost_decode_half_is_replaced_and_its_prompt_computed_anew(stage
         await lost.kill()
         pair.release()
         answer = last(await generating, stream=stream)
-        assert answer["output_ids"] == other.door.generations[-1].output_ids
+        assert answer["output_ids"] == other.log.generations[-1].output_ids
         first, second = (asked["bootstrap_room"] for asked in pair.asked(pair.prefill))
         assert first != second
         assert pair.router.app.router.metrics.retries == 1
@@ -222,8 +222,8 @@ async def test_what_is_sent_again_has_another_name_inward_and_its_own_outward(st
         generating = pair.generating(rid='a "name"', stream=stream)
         await pair.prefilling()
         await next(worker for worker in pair.prefills if worker.running).kill()
-        await until(lambda: len(pair.decode.door.at("/generate")) == 2 and pair.decode.running, "it was sent again")
-        first, second = (exchange.json()["rid"] for exchange in pair.decode.door.at("/generate"))
+        await until(lambda: len(pair.decode.log.at("/generate")) == 2 and pair.decode.running, "it was sent again")
+        first, second = (exchange.json()["rid"] for exchange in pair.decode.log.at("/generate"))
         assert first == 'a "name"' != second
         for worker in pair.workers:
             worker.engine.abort_ended_streams()
@@ -238,7 +238,7 @@ async def test_an_abort_finds_what_was_sent_again(stage: Stage) -> None:
         generating = pair.generating(rid="r", input_ids=[PROMPT, PROMPT])
         await pair.prefilling(2)
         await next(worker for worker in pair.prefills if worker.running).kill()
-        await until(lambda: len(pair.decode.door.at("/generate")) == 2, "it was sent again")
+        await until(lambda: len(pair.decode.log.at("/generate")) == 2, "it was sent again")
         await pair.prefilling(2)
         pair.release()
         pair.hold(pair.decodes)
@@ -285,7 +285,7 @@ async def test_an_abort_reaches_both_halves(stage: Stage, phase: str, stream: bo
         await control(pair, "/abort_request", rid="r")
         pair.release()
         if phase == "prefilling":
-            assert all(worker.door.at("/abort_request") for worker in pair.workers)
+            assert all(worker.log.at("/abort_request") for worker in pair.workers)
         answer = last(await generating, stream=stream)
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert answer["output_ids"] == pair.truth().output_ids[: len(answer["output_ids"])]
@@ -306,13 +306,13 @@ async def test_a_group_that_is_aborted_frees_both_halves(stage: Stage, phase: st
             await (pair.prefilling() if phase == "prefilling" else pair.decoding())
             await control(pair, "/abort_request", group="g")
             if named and phase == "prefilling":
-                assert all(worker.door.at("/abort_request") for worker in pair.workers)
+                assert all(worker.log.at("/abort_request") for worker in pair.workers)
             pair.release()
             reply = await generating
         if named:
             assert last(reply, stream=stream)["meta_info"]["finish_reason"]["type"] == "abort"
         await pair.free()
-        assert all(len(each.output_ids) < 1000 for worker in pair.workers for each in worker.door.generations)
+        assert all(len(each.output_ids) < 1000 for worker in pair.workers for each in worker.log.generations)
 
 
 # Pauses and updates
@@ -331,7 +331,7 @@ async def test_generations_outlive_an_update_in_each_mode(stage: Stage, mode: st
         await control(pair, "/update_weight_version", new_version="2", abort_all_requests=False)
         await control(pair, "/continue_generation")
         answer = last(await generating, stream=stream)
-        meta, sampled = answer["meta_info"], [each.output_ids for each in pair.decode.door.generations]
+        meta, sampled = answer["meta_info"], [each.output_ids for each in pair.decode.log.generations]
         assert meta["finish_reason"]["type"] == "length"
         assert len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == SHORT["max_new_tokens"]
         assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
@@ -385,7 +385,7 @@ async def test_no_half_of_a_generation_is_written_behind_an_answered_pause(stage
         await control(pair, "/pause_generation", mode="in_place")
         generating = pair.generating()
         await until(lambda: pair.router.app.router.gate.held == 1, "it waits at the gate")
-        assert not any(worker.door.at("/generate") for worker in pair.workers)
+        assert not any(worker.log.at("/generate") for worker in pair.workers)
         await control(pair, "/continue_generation")
         assert last(await generating, stream=False)["output_ids"] == pair.truth().output_ids
 

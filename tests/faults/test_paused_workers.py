@@ -132,7 +132,7 @@ async def test_what_a_worker_kept_in_a_pause_and_lost_by_dying_is_asked_of_anoth
         await post(router, "/pause_generation", mode=mode)
         await workers[0].kill()
         await held(router, 1)
-        assert len(workers[1].door.at("/generate")) == 1, "it does not go behind the pause"
+        assert len(workers[1].log.at("/generate")) == 1, "it does not go behind the pause"
         workers[1].engine.token_latency_s = 0
         await post(router, "/continue_generation")
         assert [len((await each).json()["output_ids"]) for each in tasks] == [1000, 1000]
@@ -155,7 +155,7 @@ async def test_one_that_somebody_else_paused_takes_no_traffic_and_returns_by_its
         assert not gate(router).closed
         for answer in [await each for each in [posting(router) for _ in range(6)]]:
             assert answer.status == 200
-        assert (len(one.door.at("/generate")), len(two.door.at("/generate"))) == (6, 0)
+        assert (len(one.log.at("/generate")), len(two.log.at("/generate"))) == (6, 0)
         await behind_its_back(two, "/continue_generation")
         await becomes(router, two, READY)
         assert await states(router) == {one.url: "ready", two.url: "ready"}
@@ -171,10 +171,10 @@ async def test_when_somebody_else_has_paused_all_the_gate_closes_until_one_goes_
         assert (said["workers_paused_since"] is None, said["paused_since"], said["mode"]) == (False, None, None)
         waiting = [posting(router) for _ in range(4)]
         await held(router, 4)
-        assert not one.door.at("/generate") + two.door.at("/generate")
+        assert not one.log.at("/generate") + two.log.at("/generate")
         await behind_its_back(two, "/continue_generation")
         assert [(await each).status for each in waiting] == [200] * 4
-        assert (len(one.door.at("/generate")), len(two.door.at("/generate"))) == (0, 4)
+        assert (len(one.log.at("/generate")), len(two.log.at("/generate"))) == (0, 4)
         assert await states(router) == {one.url: "paused", two.url: "ready"}
         assert await is_open(router)
 
@@ -201,7 +201,7 @@ async def test_one_that_joins_opens_a_gate_that_only_paused_workers_had_closed(s
         await held(router, 1)
         await post(router, "/add_worker", url=two.url)
         assert (await waiting).status == 200
-        assert len(two.door.at("/generate")) == 1
+        assert len(two.log.at("/generate")) == 1
 
 
 async def test_what_somebody_else_cut_comes_as_the_engine_gave_it_without_resume(stage: Stage) -> None:
@@ -210,8 +210,8 @@ async def test_what_somebody_else_cut_comes_as_the_engine_gave_it_without_resume
         cut = posting(router, text="Hi", rid="cut", sampling_params={"max_new_tokens": 4000, "ignore_eos": True})
         await until(lambda: one.running + two.running, "it runs")
         (worker,) = [each for each in (one, two) if each.running]
-        await worker.door.wait_for(lambda door: door.generation("cut"))
+        await worker.log.wait_for(lambda log: log.generation("cut"))
         await behind_its_back(worker, "/pause_generation", mode="abort")
         answer = (await cut).json()
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert answer["output_ids"] == worker.door.generation("cut").output_ids
+        assert answer["output_ids"] == worker.log.generation("cut").output_ids

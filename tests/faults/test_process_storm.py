@@ -59,7 +59,7 @@ class Storm:
             await together([*going, self._disturb(trainer)], name="storm")
             await self.router.whole()
             await self.router.becomes_idle()
-            sampled = {each.rid: each for each in self.worker.door.generations}
+            sampled = {each.rid: each for each in self.worker.log.generations}
             return sum([await each.check(trainer, sampled) for each, _ in clients])
         finally:
             for client in (trainer, *(client for _, client in clients)):
@@ -94,11 +94,11 @@ class Storm:
     async def _update(self, trainer: Persistence) -> None:
         """Behind the answered pause nothing is sent to the engine, though processes die and come."""
         await trainer.ask("/pause_generation", {"mode": "retract"})
-        sent = len(self.worker.door.generations)
+        sent = len(self.worker.log.generations)
         self._kill()
         await self.router.whole()
         await trainer.ask("/update_weight_version", {"new_version": "2", "abort_all_requests": False})
-        assert len(self.worker.door.generations) == sent, "nothing is generated behind an answered pause"
+        assert len(self.worker.log.generations) == sent, "nothing is generated behind an answered pause"
         await trainer.ask("/continue_generation", {})
 
 
@@ -107,7 +107,7 @@ async def test_no_kill_of_any_process_loses_or_alters_what_was_answered(
 ) -> None:
     settings: dict[str, Any] = {"hf_checkpoint": checkpoint(), "state_dir": str(tmp_path / "state")}
     config = written(tmp_path, ((SESSIONS, {}), (CACHE, {})), **settings)
-    kind: dict[str, Any] = {"tokenizer": checkpoint(), "weight_version": "1", "door_limit": 1_000_000}
+    kind: dict[str, Any] = {"tokenizer": checkpoint(), "weight_version": "1", "log_limit": 1_000_000}
     worker = SimulatedWorker(**kind, token_latency_s=0.005, stop_probability=0.0)
     async with worker, layered(config, worker) as router:
         storm = Storm(router, worker)

@@ -233,7 +233,7 @@ async def test_a_left_session_turn_is_aborted_by_the_name_that_its_engine_knows(
         await cancelled(left)
         answer = await trial.ask("POST", path, {**body, "sampling_params": SHORT})
         assert (answer.status, answer.json()["meta_info"]["id"]) == (200, "mine"), answer.body
-        await until(lambda: bool(trial.worker.door.at("/abort_request")), "what was left is aborted")
+        await until(lambda: bool(trial.worker.log.at("/abort_request")), "what was left is aborted")
 
 
 async def test_a_removed_worker_is_told_no_abort(stage: Stage) -> None:

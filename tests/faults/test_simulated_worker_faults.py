@@ -85,14 +85,14 @@ class Wire:
 async def test_hang_reads_the_request_and_never_answers(worker: SimulatedWorker) -> None:
     worker.faults.hang()
     wire = await Wire.send(worker)
-    await until(lambda: len(worker.door), "it was read")
-    assert worker.door.last.json() == SHORT
+    await until(lambda: len(worker.log), "it was read")
+    assert worker.log.last.json() == SHORT
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(wire.reader.read(1), 0.05)
-    assert not worker.door.last.done
+    assert not worker.log.last.done
     wire.writer.transport.abort()
-    await worker.door.wait_for(lambda door: door.last.disconnected)
-    assert worker.door.last.status is None
+    await worker.log.wait_for(lambda log: log.last.disconnected)
+    assert worker.log.last.status is None
 
 
 async def test_slow_delays_the_first_byte_and_every_further_chunk(
@@ -111,7 +111,7 @@ async def test_slow_changes_nothing_but_the_time(worker: SimulatedWorker, sessio
     worker.faults.slow(first_byte_s=0.01)
     slow, quick = [await ask(session, worker, {**SHORT, "rid": "x"}) for _ in range(2)]
     assert slow["output_ids"] == quick["output_ids"]
-    assert [exchange.fault for exchange in worker.door] == ["slow", None]
+    assert [exchange.fault for exchange in worker.log] == ["slow", None]
 
 
 async def test_a_reset_in_the_headers_leaves_half_a_head(worker: SimulatedWorker) -> None:
@@ -143,9 +143,9 @@ async def test_a_stream_is_reset_at_its_byte_and_not_at_its_end(worker: Simulate
     worker.engine.token_latency_s = 0.001
     worker.faults.reset_in_body(after_bytes=300)
     _, was_reset = await (await Wire.send(worker, {**LONG, "stream": True})).until_end()
-    await worker.door.wait_for(lambda door: door.last.done)
+    await worker.log.wait_for(lambda log: log.last.done)
     assert was_reset
-    assert len(worker.door.last.generation.output_ids) < 10
+    assert len(worker.log.last.generation.output_ids) < 10
 
 
 async def test_a_cut_body_ends_in_an_orderly_close_before_its_length(worker: SimulatedWorker) -> None:
@@ -172,8 +172,8 @@ async def test_a_status_comes_with_its_body_and_headers(
     async with session.post(worker.url + "/generate", json=SHORT) as response:
         assert (response.status, await response.read()) == (503, b"busy")
         assert response.headers["Retry-After"] == "1"
-    assert worker.door.last.status == 503
-    assert worker.door.generations == [], "the engine was not asked"
+    assert worker.log.last.status == 503
+    assert worker.log.generations == [], "the engine was not asked"
 
 
 async def test_garbage_is_no_http(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
@@ -202,8 +202,8 @@ async def test_a_worker_that_breaks_off_is_not_taken_for_a_client_that_left(work
     for plan in (worker.faults.close, worker.faults.reset_in_headers, worker.faults.reset_in_body):
         plan()
         await (await Wire.send(worker)).until_end()
-        await worker.door.wait_for(lambda door: door.last.done)
-        assert not worker.door.last.disconnected
+        await worker.log.wait_for(lambda log: log.last.done)
+        assert not worker.log.last.disconnected
 
 
 # Life
@@ -215,7 +215,7 @@ async def test_refuse_turns_new_connections_away_and_lets_running_requests_end(
     worker.engine.token_latency_s = 0.001
     body = {"text": "Hello", "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
     running = asyncio.ensure_future(ask(session, worker, body))
-    await worker.door.wait_for(lambda door: worker.running == 1)
+    await worker.log.wait_for(lambda log: worker.running == 1)
     await worker.refuse()
     async with aiohttp.ClientSession() as other:
         with pytest.raises(aiohttp.ClientConnectorError):
@@ -249,9 +249,9 @@ async def test_a_client_that_leaves_aborts_its_generation(
     for stream in (False, True):
         async with under_way(ask(session, worker, {**LONG, "stream": stream})):
             await until(lambda: any(each.output_ids for each in worker.engine.running.values()), "it has begun")
-        await worker.door.wait_for(lambda door: door.last.disconnected)
-        await worker.door.wait_for(lambda door: worker.running == 0)
-        record = worker.door.last.generation
+        await worker.log.wait_for(lambda log: log.last.disconnected)
+        await worker.log.wait_for(lambda log: worker.running == 0)
+        record = worker.log.last.generation
         assert 0 < len(record.output_ids) < 4000
         assert record.finish_reason is None
 
@@ -263,7 +263,7 @@ async def test_the_door_knows_what_was_given_and_what_was_sampled(
     url = URL(worker.url + "/generate?a=%2F", encoded=True)
     async with session.post(url, json=body, headers={"X-Thing": "1"}) as response:
         answer = await response.json()
-    exchange, record = worker.door.last, worker.door.generation("mine")
+    exchange, record = worker.log.last, worker.log.generation("mine")
     assert (exchange.method, exchange.target, exchange.path) == ("POST", "/generate?a=%2F", "/generate")
     assert exchange.header("x-thing") == "1"
     assert exchange.json() == body
@@ -275,7 +275,7 @@ async def test_the_door_knows_what_was_given_and_what_was_sampled(
         [value, token] for value, token in zip(record.logprobs, record.output_ids, strict=True)
     ]
     assert record.finish_reason == {"type": "length", "length": 4}
-    assert worker.door.at("/nowhere") == []
+    assert worker.log.at("/nowhere") == []
 
 
 async def test_it_says_what_it_is_told_to_once(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:

@@ -90,7 +90,7 @@ async def test_what_a_stalled_engine_had_goes_on_elsewhere_and_nobody_elses_is_t
         stand_still(sick, well)
         for answer in [await each for each in answers]:
             assert (answer.status, len(answer.json()["output_ids"])) == (200, 100)
-        assert (len(sick.door.at("/generate")), len(well.door.at("/generate"))) == (6, 10)
+        assert (len(sick.log.at("/generate")), len(well.log.at("/generate"))) == (6, 10)
         assert router.app.router.metrics.retries == 4
         assert await described(router, sick) == ("quarantined", REASON)
         assert await stalls(router) == 1
@@ -104,15 +104,15 @@ async def test_it_keeps_its_reason_while_it_is_silent_and_comes_back_when_it_mov
         answers = await one_on_each(router, sick, well)
         stand_still(sick, well)
         assert [(await each).status for each in answers] == [200, 200]
-        seen = len(sick.door.at("/health"))
-        await until(lambda: len(sick.door.at("/health")) > seen + 2, "it was asked for its health")
+        seen = len(sick.log.at("/health"))
+        await until(lambda: len(sick.log.at("/health")) > seen + 2, "it was asked for its health")
         assert await described(router, sick) == ("quarantined", REASON)
         sick.continue_scheduler()
         await becomes(router, sick, READY)
         await until(lambda: not sick.running, "it generates for nobody")
         answers = [generating(router, 1) for _ in range(4)]
         assert [(await each).status for each in answers] == [200] * 4
-        since = len(sick.door.at("/generate")) - 1
+        since = len(sick.log.at("/generate")) - 1
         assert since == 2 or (processes_used() > 1 and since > 0), "half of them, as far as each process knows"
 
 
@@ -253,11 +253,11 @@ async def test_an_engine_that_is_slow_is_not_stalled(stage: Stage) -> None:
     """Nothing comes of a whole answer, or of a long prompt, for as long as it takes; its scheduler moves."""
     async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, **WATCHING)
-        worker.door.clear()
+        worker.log.clear()
         slow = generating(router, 1000)
-        await until(lambda: worker.door.at("/server_info"), "it is asked")
+        await until(lambda: worker.log.at("/server_info"), "it is asked")
         await quiet_for(router, LONG)
-        assert not worker.door.at("/health_generate"), "and not for a token, as it answers"
+        assert not worker.log.at("/health_generate"), "and not for a token, as it answers"
         worker.engine.token_latency_s = 0
         assert (await slow).status == 200
 
@@ -268,7 +268,7 @@ async def test_an_engine_that_answers_for_a_token_alone_is_not_stalled(stage: St
         worker.faults.hang(path="/server_info", times=None)
         router = await stage.router(worker.url, **WATCHING)
         slow = generating(router, 1000)
-        await until(lambda: worker.door.at("/health_generate"), "it is asked for a token")
+        await until(lambda: worker.log.at("/health_generate"), "it is asked for a token")
         await quiet_for(router, LONG)
         worker.engine.token_latency_s = 0
         assert (await slow).status == 200
@@ -325,8 +325,8 @@ async def test_what_somebody_else_paused_is_not_stalled(stage: Stage, busy: bool
         await on_each(worker)
         fields = orjson.dumps({"mode": "in_place"})
         assert (await ask(worker.url, "POST", "/pause_generation", JSON, fields)).status == 200
-        await until(lambda: worker.door.at("/ping"), "the watch has asked")
-        await until(lambda: all(exchange.done for exchange in worker.door.at("/ping")), "and was told")
+        await until(lambda: worker.log.at("/ping"), "the watch has asked")
+        await until(lambda: all(exchange.done for exchange in worker.log.at("/ping")), "and was told")
         worker.engine.healthy = False
         if busy:
             worker.stop_scheduler()

@@ -73,7 +73,7 @@ async def test_a_paused_fleet_stays_paused_over_kills_until_it_is_continued(
             gate = (await info(router))["gate"]
             assert (gate["closed"], gate["mode"], gate["paused_since"]) == (True, "retract", since)
             waiting = await held(router)
-            assert len(worker.door.at("/generate")) == 1
+            assert len(worker.log.at("/generate")) == 1
             assert (await asked(router, "/continue_generation")).status == 200
             assert (await waiting).status == 200
         async with on(tmp_path, count, *arguments) as router:
@@ -96,8 +96,8 @@ async def test_a_fleet_that_sleeps_is_told_nothing_twice_and_wakes_as_it_is_told
             assert (await asked(router, "/resume_memory_occupation", tags=["kv_cache"])).status == 200
             assert (await waiting).status == 200
         for each in (worker, newcomer):
-            assert len(each.door.at("/release_memory_occupation")) == 1, "the second would end the engine"
-            assert len(each.door.at("/resume_memory_occupation")) == 2
+            assert len(each.log.at("/release_memory_occupation")) == 1, "the second would end the engine"
+            assert len(each.log.at("/resume_memory_occupation")) == 2
 
 
 async def test_a_fleet_that_goes_on_without_workers_is_not_closed_for_the_next_router(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ async def test_who_slept_before_is_told_to_sleep_again_once_it_has_woken_or_left
     async with SimulatedWorker() as worker, SimulatedWorker() as other:
 
         def told() -> list[int]:
-            return [len(each.door.at("/release_memory_occupation")) for each in (worker, other)]
+            return [len(each.log.at("/release_memory_occupation")) for each in (worker, other)]
 
         async with on(tmp_path, 1, "--worker-urls", worker.url, other.url, status=KILLED) as router:
             assert (await asked(router, "/release_memory_occupation")).status == 200
@@ -141,7 +141,7 @@ async def test_a_sleep_that_a_kill_cuts_is_whole_for_the_next_router(tmp_path: P
             worker.faults.hang(path="/release_memory_occupation")
             order = asked(router, "/release_memory_occupation", tags=["kv_cache", "weights"])
             cut = asyncio.ensure_future(order)
-            await until(lambda: worker.door.at("/release_memory_occupation"), "it is told")
+            await until(lambda: worker.log.at("/release_memory_occupation"), "it is told")
         await asyncio.gather(cut, return_exceptions=True)
         async with on(tmp_path, 1, *arguments) as router:
             assert (await asked(router, "/resume_memory_occupation", tags=["weights"])).status == 200
@@ -164,7 +164,7 @@ async def test_what_cannot_be_made_durable_is_refused_before_any_worker_is_told(
         for path, fields in (("/pause_generation", {"mode": "abort"}), ("/release_memory_occupation", {})):
             refused = await post(router, path, **fields)
             assert (refused.status, refused.error_type) == (507, "state_failed")
-            assert not worker.door.at(path)
+            assert not worker.log.at(path)
             assert (await post(router, "/generate", **SHORT)).status == 200
         router.app.router.fleet.keep = full_from_now_on
         assert (await post(router, "/pause_generation", mode="abort")).status == 200

@@ -177,7 +177,7 @@ async def test_registered_workers_are_there_again(tmp_path: Path, worker: Simula
         session = (await post(running, "/sessions", {})).json()["session_id"]
         body = {"model": "policy", "max_tokens": 4, "messages": [user("Hi")]}
         assert (await post(running, f"/sessions/{session}{CHAT}", body)).status == 200
-        assert worker.door.at(CHAT)[-1].json()["extra_key"], "nothing is taken from caches that an earlier run filled"
+        assert worker.log.at(CHAT)[-1].json()["extra_key"], "nothing is taken from caches that an earlier run filled"
 
 
 async def test_a_second_router_on_one_directory_does_not_start(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ async def test_a_turn_without_room_is_refused_by_name_and_goes_on_with_room(work
             answered += 1
             body["messages"] = [user(f"{answered}" + "x" * 30_000)]
         assert (answer.status, answer.error_type) == (507, "state_failed")
-        generated = len(worker.door.at(CHAT))
+        generated = len(worker.log.at(CHAT))
         stream = await post(running, f"/sessions/s{CHAT}", {**body, "stream": True})
         assert (stream.status, stream.error_type) == (507, "state_failed")
-        assert len(worker.door.at(CHAT)) == generated, "nothing is generated that could not be held"
+        assert len(worker.log.at(CHAT)) == generated, "nothing is generated that could not be held"
         assert len((await ask(running.url, "GET", "/sessions/s")).json()["records"]) >= answered
         records = (await ask(running.url, "GET", "/sessions/s")).json()["records"]
         kept = await ask(running.url, "DELETE", "/sessions/s")

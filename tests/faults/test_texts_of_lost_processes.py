@@ -46,7 +46,7 @@ class Rollout:
         """The next turn, which goes on from all tokens before it."""
         reply = await post(url, "/generate", {"text": self.text, "sampling_params": {"max_new_tokens": 8}})
         assert reply.status == 200, reply.body
-        (generation,) = self._worker.door.at("/generate")[-1].generations
+        (generation,) = self._worker.log.at("/generate")[-1].generations
         assert generation.input_ids[: len(self.tokens)] == self.tokens, "the ids before, sampled ones included"
         self.tokens = [*generation.input_ids, *generation.output_ids]
         self.rid = generation.rid

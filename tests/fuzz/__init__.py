@@ -4,7 +4,7 @@
     python -m tests.fuzz --target requests --seed 5 --runs 400
     python -m tests.fuzz --target requests --input FILE       one input again
 
-target          one door of the router: what its inputs look like, and what must be true of each
+target          one entrance of the router: what its inputs look like, and what must be true of each
 campaign        searches many targets side by side
 search          makes inputs: from a grammar, from the corpus, and from inputs that showed something new
 mutations       how one input becomes another

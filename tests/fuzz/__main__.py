@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fuzz.campaign import Campaign, explore, told
-from tests.fuzz.doors import TARGETS
+from tests.fuzz.entrances import TARGETS
 from tests.fuzz.search import bounded
 
 
@@ -34,7 +34,7 @@ def once(name: str, paths: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     add = parser.add_argument
-    add("--target", choices=TARGETS, action="append", help="which door; default: all of them")
+    add("--target", choices=TARGETS, action="append", help="which entrance; default: all of them")
     add("--seconds", type=float, default=60.0, help="for how long, on all cores (default: %(default)g)")
     add("--seed", type=int, help="default: another one each time")
     add("--runs", type=int, help="so many inputs in place of a time, in one process: always the same ones")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from tests.fuzz.doors import TARGETS
+from tests.fuzz.entrances import TARGETS
 from tests.fuzz.search import Finding, Search
 
 #: Seconds for which a process stays with one target.

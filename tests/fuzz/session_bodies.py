@@ -182,7 +182,7 @@ class House:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def open(self) -> None:
-        worker = SimulatedWorker(tokenizer=checkpoint(), moe=MOE, weight_version="1", context_len=CONTEXT, door_limit=4)
+        worker = SimulatedWorker(tokenizer=checkpoint(), moe=MOE, weight_version="1", context_len=CONTEXT, log_limit=4)
         await self.stack.enter_async_context(worker)
         layers = [MiddlewareSpec(SESSIONS), MiddlewareSpec(CACHE), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE})]
         self.app = create_app(

@@ -1,4 +1,4 @@
-"""What can be fuzzed: a door of the router with an oracle."""
+"""What can be fuzzed: an entrance of the router with an oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AT_ONCE = 64 * 1024
 
 
 class Target(ABC):
-    """One door. A target is made once and checks many inputs; `close` ends what it started."""
+    """One entrance. A target is made once and checks many inputs; `close` ends what it started."""
 
     name: ClassVar[str]
     #: What mutations put into inputs, beside pieces of other inputs.

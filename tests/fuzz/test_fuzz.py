@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.doors import TARGETS
+from tests.fuzz.entrances import TARGETS
 from tests.fuzz.search import Search, bounded, corpus
 from tests.fuzz.target import CORPUS, Target
 from tests.support.tiers import fuzzing

@@ -17,8 +17,8 @@ from tests.gpu.model import Shape
 from tests.gpu.spread import Differences, differences, spread
 from tests.support.chains import Piece, chain, check, check_experts
 from tests.support.chains import spread as positions
-from tests.support.door import Door
 from tests.support.events import answers_of
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.waiting import until
 
 ROW_ITEM = 4  # bytes of an expert id on SGLang's wire
@@ -84,11 +84,11 @@ async def run(url: str, rollout: Rollout, tokens: int) -> None:
     (rollout.answer,) = answers_of(data, stream=rollout.stream)
 
 
-async def all_under_way(made: Engine, door: Door, count: int) -> None:
+async def all_under_way(made: Engine, proxy: RecordingProxy, count: int) -> None:
     """Until every one of them has sampled some tokens: all are in the batch, and those that stream have got more since
     then."""
     await until_running(made, count)
-    streams = [each for each in door.begun if each.streamed and each.finish is None]
+    streams = [each for each in proxy.begun if each.streamed and each.finish is None]
     assert streams
     reached = [len(each.sampled) + MORE for each in streams]
     grown = lambda: all(len(each.sampled) >= goal for each, goal in zip(streams, reached, strict=True))  # noqa: E731
@@ -107,7 +107,7 @@ class Checked:
 
 
 async def checked(
-    url: str, door: Door, shape: Shape, of: Sequence[Rollout], tokens: int, old: str, new: str
+    url: str, proxy: RecordingProxy, shape: Shape, of: Sequence[Rollout], tokens: int, old: str, new: str
 ) -> Checked:
     """No generation is lost; each says exactly what the worker said, with a row for each token but the last.
 
@@ -118,7 +118,7 @@ async def checked(
     found = Checked()
     async with aiohttp.ClientSession(url) as http:
         for rollout in of:
-            rollout.pieces = chain([door], rollout.request_id, rollout.answer)
+            rollout.pieces = chain([proxy], rollout.request_id, rollout.answer)
             assert len(rollout.answer["output_ids"]) == tokens, rollout.answer["meta_info"]
             assert rollout.answer["meta_info"]["finish_reason"] == {"type": "length", "length": tokens}
             found.tokens += check(rollout.answer, rollout.pieces, prompt=rollout.prompt)

@@ -5,7 +5,7 @@
 
 In each mode of a pause, generations run through the router; it is told to pause, a process of its own sends other
 weights, and it is told to continue, all on the router's port. Then every answer is held against what passed at the
-worker's door, and every logprob against one prefill of the same ids under the weights that its token is stamped with.
+worker's proxy, and every logprob against one prefill of the same ids under the weights that its token is stamped with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from miles_router.settings.config import MiddlewareSpec
 from tests.gpu.engine import Engine, Sender, add_options, device_name, engine, sender, write_report
 from tests.gpu.generations import all_under_way, audit, checked, rollouts, run
 from tests.gpu.model import Shape, read_shape
-from tests.support.door import Door
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import running_router
 from tests.support.under_way import under_way
 
@@ -73,7 +73,7 @@ class Trial:
     """Everything that a trial is made of."""
 
     engine: Engine
-    door: Door
+    proxy: RecordingProxy
     trainer: Trainer
     shape: Shape
     count: int
@@ -85,11 +85,11 @@ class Trial:
         of = rollouts(self.count, f"{mode}-{old}")
         url = self.trainer.url
         async with under_way(_all(run(url, rollout, self.tokens) for rollout in of)) as generating:
-            await all_under_way(self.engine, self.door, self.count)
+            await all_under_way(self.engine, self.proxy, self.count)
             sent = await self.trainer.update(NEW, mode)
             paused, new = self.trainer.paused, self.trainer.versions[-1]
             await generating
-        found = await checked(url, self.door, self.shape, of, self.tokens, old, new)
+        found = await checked(url, self.proxy, self.shape, of, self.tokens, old, new)
         assert found.crossed == self.count, "the update fell into every generation"
         assert found.carried_on == (self.count if mode == "abort" else 0)
         under_new = await audit(self.engine, of)
@@ -132,13 +132,13 @@ async def transfer(arguments: argparse.Namespace) -> dict[str, Any]:
     layer = MiddlewareSpec(EXPERTS, {"moe_shape": shape.moe_shape})
     async with AsyncExitStack() as stack:
         made = await stack.enter_async_context(engine(arguments))
-        door = await stack.enter_async_context(Door(made.url))
+        proxy = await stack.enter_async_context(RecordingProxy(made.url))
         settings: dict[str, Any] = {"partial_rollout": "resume", "middlewares": (layer,)}
-        router = await stack.enter_async_context(running_router(door.url, **settings))
+        router = await stack.enter_async_context(running_router(proxy.url, **settings))
         sends = await stack.enter_async_context(sender(arguments, router.url))
         trainer = Trainer(router.url, sends)
         await trainer.update(OLD, "abort")
-        trial = Trial(made, door, trainer, shape, arguments.generations, arguments.tokens)
+        trial = Trial(made, proxy, trainer, shape, arguments.generations, arguments.tokens)
         report: dict[str, Any] = {
             "device": device_name(),
             **await made.facts(),

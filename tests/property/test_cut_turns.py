@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.brake import Brake
 from tests.support.chat_turns import plain, read_stream
 from tests.support.cuts import continue_, pause
@@ -84,7 +84,7 @@ class Scene:
         """The turn of a plan."""
         trial = self.trial
         trial.worker.say(ANSWERS[plan.answer])
-        session, before = await trial.create(), len(trial.door)
+        session, before = await trial.create(), len(trial.log)
         fields: dict[str, Any] = {"max_tokens": plan.budget, **({"tools": [ADD]} if plan.tools else {})}
         if plan.stop is not None:
             fields["stop"] = plan.stop
@@ -94,7 +94,7 @@ class Scene:
             done += await self._cut(tokens, asked)
         self.brake.on = False
         answer = await soon(asked)
-        parts = [each for exchange in trial.door[before:] for each in exchange.generations]
+        parts = [each for exchange in trial.log[before:] for each in exchange.generations]
         assert 1 <= len(parts) <= done + 1, "a pause may come when it has just ended"
         (sample,), (record,) = await trial.samples(session), await trial.records(session)
         return Turn(plan, answer, sample, record, parts)

@@ -1,5 +1,5 @@
 """Exact tokens under any mix of requests, with real tokenizers of different kinds and a worker that samples their
-hardest ids. The account is kept at the worker's door, as in `tests/e2e/test_exact_tokens.py`."""
+hardest ids. The account is kept at the worker's proxy, as in `tests/e2e/test_exact_tokens.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
-from tests.support.door import Door
 from tests.support.exactness import compare_all
 from tests.support.oracle import Ledger, Visible
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import Turn, generate
 from tests.support.running_router import running_router
 from tests.support.tiers import examples, nightly
@@ -174,15 +174,15 @@ class Play:
 
 
 @asynccontextmanager
-async def stage(name: str, max_tokens: int) -> AsyncIterator[tuple[Play, Door, str]]:
+async def stage(name: str, max_tokens: int) -> AsyncIterator[tuple[Play, RecordingProxy, str]]:
     cached = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {"max_tokens": max_tokens})
     async with (
         SimulatedWorker(tokenizer=vocabulary(name), stop_probability=1 / 20) as worker,
-        Door(worker.url) as door,
-        running_router(door.url, middlewares=(cached,), hf_checkpoint=tokenizer_directory(name)) as router,
+        RecordingProxy(worker.url) as proxy,
+        running_router(proxy.url, middlewares=(cached,), hf_checkpoint=tokenizer_directory(name)) as router,
         aiohttp.ClientSession(router.url) as session,
     ):
-        yield Play(name, worker, session), door, router.url
+        yield Play(name, worker, session), proxy, router.url
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -196,8 +196,8 @@ def test_retrieved_is_what_was_given_and_sampled(name: str) -> None:
 
 
 async def played(name: str, steps: list[list[Ask] | int], max_tokens: int) -> None:
-    async with stage(name, max_tokens) as (play, door, url):
+    async with stage(name, max_tokens) as (play, proxy, url):
         for step in steps:
             await play.step(step)
         ledger = Ledger(tokenizer(name), evicting=max_tokens != PLENTY)
-        assert not play.turns or await compare_all(url, [door], play.turns, ledger)
+        assert not play.turns or await compare_all(url, [proxy], play.turns, ledger)

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import Echo, input_of, same_input
-from middleware_hub.openai_session.faces.messages.request import read
-from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
+from middleware_hub.openai_session.agent_apis.messages.answer import AnswerEnd
+from middleware_hub.openai_session.agent_apis.messages.echo import Echo, input_of, same_input
+from middleware_hub.openai_session.agent_apis.messages.request import read
+from middleware_hub.openai_session.agent_apis.messages.stream import MessagesWriter
 from middleware_hub.openai_session.sessions.equality import Likeness
 from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.engines.events import LAST_EVENT, Event

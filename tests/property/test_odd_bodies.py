@@ -19,7 +19,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE
 from tests.support.http import CutReply, RawReply
-from tests.support.odd_bodies import DONE, HELD, HISTORY, TEXT, VALUES, Door, doors
+from tests.support.odd_bodies import DONE, HELD, HISTORY, TEXT, VALUES, Entrance, entrances
 from tests.support.running_router import RunningRouter
 from tests.support.session_trial import SESSIONS
 from tests.support.stage import staged
@@ -43,7 +43,7 @@ READING: Mapping[tuple[str, str], Any] = {
     ("GET", "/router/info"): None,
     ("GET", "/metrics"): None,
 }
-DOORS = doors({"role": "assistant", "content": "an answer that is put in below"})
+ENTRANCES = entrances({"role": "assistant", "content": "an answer that is put in below"})
 
 
 class Target:
@@ -61,8 +61,8 @@ class Target:
         assert reply.status in (200, 201), (path, reply.status, reply.body)
         return reply
 
-    async def begin(self) -> list[Door]:
-        """Sessions and a text as they were at the start; gives the doors that lead to them."""
+    async def begin(self) -> list[Entrance]:
+        """Sessions and a text as they were at the start; gives the entrances that lead to them."""
         reply = None
         for session in (HELD, DONE):
             await self.ask("DELETE", f"/sessions/{session}", None)
@@ -70,7 +70,7 @@ class Target:
             turn = {"model": "m", "max_tokens": 2, "messages": HISTORY}
             reply = await self.good("POST", f"/sessions/{session}{CHAT}", turn)
         assert reply is not None
-        return doors(reply.json()["choices"][0]["message"])
+        return entrances(reply.json()["choices"][0]["message"])
 
     def held(self) -> dict[str, Any]:
         """What is held of clients' requests."""
@@ -80,23 +80,23 @@ class Target:
         of_sessions = {name: sessions[name] for name in ("sessions", "bytes", "turns")}
         return {**of_sessions, "texts": texts["entries"], "rows": rows["bytes"], "workers": pool}
 
-    async def judge(self, door: Door, what: str, body: bytes) -> None:
+    async def judge(self, entrance: Entrance, what: str, body: bytes) -> None:
         """One odd request: what the router itself refuses, it refuses by name, and nothing has changed."""
         before = self.held()
         with suppress(CutReply):  # cut by the worker: a defect of ours is seen by the stage
-            reply = await self.ask("POST", door.path, body, {**JSON, **door.headers})
-            self._judge(door, what, reply, before)
-        assert not self.router.pool.in_flight, (door.path, what)
-        if door.path == "/add_worker":  # nobody answers there, which others' pauses would be told
+            reply = await self.ask("POST", entrance.path, body, {**JSON, **entrance.headers})
+            self._judge(entrance, what, reply, before)
+        assert not self.router.pool.in_flight, (entrance.path, what)
+        if entrance.path == "/add_worker":  # nobody answers there, which others' pauses would be told
             await self.ask("POST", "/remove_worker", {"url": "http://127.0.0.1:1"})
-        if "pause" in door.path:
+        if "pause" in entrance.path:
             await self.good("POST", "/continue_generation", {})
 
-    def _judge(self, door: Door, what: str, reply: RawReply, before: Mapping[str, Any]) -> None:
+    def _judge(self, entrance: Entrance, what: str, reply: RawReply, before: Mapping[str, Any]) -> None:
         if b'"request_id":"mr-' in reply.body and reply.status >= 400:
-            assert reply.status < 500, (door.path, what, reply.body)
+            assert reply.status < 500, (entrance.path, what, reply.body)
             assert reply.error_type != "internal_error"
-            assert self.held() == before, (door.path, what, reply.body)
+            assert self.held() == before, (entrance.path, what, reply.body)
 
     async def still_read(self) -> None:
         """What others have recorded can be read."""
@@ -122,12 +122,12 @@ async def target() -> AsyncIterator[Target]:
         stage.defects[:] = [defect for defect in stage.defects if not defect.startswith(theirs)]
 
 
-@pytest.mark.parametrize("place", range(len(DOORS)), ids=lambda place: f"{place}:{DOORS[place].path}")
+@pytest.mark.parametrize("place", range(len(ENTRANCES)), ids=lambda place: f"{place}:{ENTRANCES[place].path}")
 async def test_every_field_with_every_odd_value_is_refused_by_name_or_judged_by_the_worker(place: int) -> None:
     async with target() as odd:
-        door = (await odd.begin())[place]
-        for what, body in itertools.islice(door.bodies(), place % THIN, None, THIN):
-            await odd.judge(door, what, body)
+        entrance = (await odd.begin())[place]
+        for what, body in itertools.islice(entrance.bodies(), place % THIN, None, THIN):
+            await odd.judge(entrance, what, body)
         await odd.still_read()
 
 
@@ -137,8 +137,8 @@ async def test_no_sequence_of_odd_requests_breaks_anothers(data: st.DataObject) 
     async with target() as odd:
         every = await odd.begin()
         for _ in range(data.draw(st.integers(1, 12))):
-            door = every[data.draw(st.integers(0, len(every) - 1))]
-            fields = data.draw(st.lists(st.sampled_from([(), *door.fields]), min_size=1, max_size=3, unique=True))
-            values = {field: data.draw(st.sampled_from(VALUES)) for field in fields if not door.is_work(field)}
-            await odd.judge(door, str(values)[:300], door.with_odd(values))
+            entrance = every[data.draw(st.integers(0, len(every) - 1))]
+            fields = data.draw(st.lists(st.sampled_from([(), *entrance.fields]), min_size=1, max_size=3, unique=True))
+            values = {field: data.draw(st.sampled_from(VALUES)) for field in fields if not entrance.is_work(field)}
+            await odd.judge(entrance, str(values)[:300], entrance.with_odd(values))
         await odd.still_read()

@@ -19,9 +19,9 @@ from miles_router.testing.worker.model.indexer import IndexerShape, choose
 from miles_router.testing.worker.model.moe import route
 from tests.support.brake import Brake
 from tests.support.chains import chain, check
-from tests.support.door import Door
 from tests.support.events import events_of
 from tests.support.http import RawReply, ask
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage, staged
 from tests.support.tiers import examples
@@ -113,10 +113,10 @@ plans = st.builds(
 
 @dataclass
 class Scene:
-    """Two workers behind doors, and a third like them that nobody disturbs."""
+    """Two workers behind proxies, and a third like them that nobody disturbs."""
 
     workers: list[SimulatedWorker]
-    doors: list[Door]
+    proxies: list[RecordingProxy]
     brakes: list[Brake]
     reference: SimulatedWorker
     router: RunningRouter
@@ -145,11 +145,14 @@ async def scene_of(stage: Stage, plan: Plan) -> AsyncIterator[Scene]:
             await stack.enter_async_context(SimulatedWorker(**kind, replica=number, token_latency_s=0.0005))
             for number in range(2)
         ]
-        doors = [await stack.enter_async_context(Door(worker.url, incremental=plan.incremental)) for worker in workers]
+        proxies = [
+            await stack.enter_async_context(RecordingProxy(worker.url, incremental=plan.incremental))
+            for worker in workers
+        ]
         router = await stage.router(
-            *(door.url for door in doors), partial_rollout="resume", resume_on_worker_loss=True, max_retries=9
+            *(proxy.url for proxy in proxies), partial_rollout="resume", resume_on_worker_loss=True, max_retries=9
         )
-        yield Scene(workers, doors, [Brake(worker.engine) for worker in workers], reference, router)
+        yield Scene(workers, proxies, [Brake(worker.engine) for worker in workers], reference, router)
 
 
 async def control(router: RunningRouter, path: str, **body: Any) -> None:
@@ -264,8 +267,8 @@ async def play(stage: Stage, plan: Plan) -> None:
 
 def verify(scene: Scene, plan: Plan, body: dict[str, Any], answer: dict[str, Any], index: int) -> None:
     meta, ids = answer["meta_info"], answer["output_ids"]
-    if not (plan.greedy and plan.n > 1):  # samples that are alike cannot be told apart at the doors
-        check(answer, chain(scene.doors, "it", answer, index=index, of=plan.count))
+    if not (plan.greedy and plan.n > 1):  # samples that are alike cannot be told apart at the proxies
+        check(answer, chain(scene.proxies, "it", answer, index=index, of=plan.count))
     assert meta["finish_reason"]["type"] in ("length", "stop")
     if meta["finish_reason"]["type"] == "length":
         assert meta["finish_reason"]["length"] == len(ids) == plan.budget

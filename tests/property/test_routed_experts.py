@@ -1,5 +1,5 @@
 """Whatever clients and agents do, the experts of every token are delivered as the model chose them, and no row is asked
-for that a trajectory has already. The account is kept at the worker's door."""
+for that a trajectory has already. The account is kept at the worker's proxy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import MoeShape, SimulatedWorker, Tokenizer
-from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.exchange_log import Exchange, GenerationRecord
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.model.moe import route
 from miles_router.trajectory.safetensors import unpack
@@ -108,7 +108,7 @@ class Play(SessionTrial):
         assert np.array_equal(array_of(part, "raw"), self.truth(tokens)[start:stop])
 
     def check_account(self, exchanges: list[Exchange]) -> None:
-        """The numbers are those of the door, and everything is within the budget."""
+        """The numbers are those of the proxy, and everything is within the budget."""
         held = self.held
         assert held["bytes"] <= self.model.max_bytes * processes_used()
         shape = self.model.shape
@@ -221,12 +221,12 @@ class Texts:
         assert reply.status == 200, reply.body
         answers = read(reply, stream=ask.stream)
         assert len(answers) == ask.n * len(prompts)
-        exchange = self.play.worker.door.at(GENERATE)[-1]
+        exchange = self.play.worker.log.at(GENERATE)[-1]
         if not ask.wants:
             assert b'"routed_experts":' not in reply.body.replace(b'\\"', b"")
             self.check_start(exchange, self.reused() - before)
         now = [
-            (prompts[number // ask.n] + answer["text"], self.play.worker.door.generation(answer["meta_info"]["id"]))
+            (prompts[number // ask.n] + answer["text"], self.play.worker.log.generation(answer["meta_info"]["id"]))
             for number, answer in enumerate(answers)
         ]
         self.texts += [text for text, _ in now]
@@ -257,7 +257,7 @@ class Texts:
             await self.play.check_delivery(generation, rid=generation.rid)
             if newest[text] is generation:
                 await self.play.check_delivery(generation, text=text)
-        self.play.check_account(self.play.worker.door.at(GENERATE))
+        self.play.check_account(self.play.worker.log.at(GENERATE))
 
 
 def read(reply: RawReply, *, stream: bool) -> list[Any]:
@@ -285,7 +285,7 @@ async def test_a_text_that_goes_on_brings_each_row_once() -> None:
         for number in range(8):
             await texts.ask(Ask(0, 0, " and then", 9, 1, number % 2 == 0, False, False, "raw"))
             ends.append(len(tokens_of(texts.seen[-1][1])))
-        starts = [start_of(exchange) for exchange in play.worker.door.at(GENERATE)]
+        starts = [start_of(exchange) for exchange in play.worker.log.at(GENERATE)]
         assert starts == [0, *(end - 1 for end in ends[:-1])]
         assert play.held["transferred_rows"] == ends[-1] - 1
         await texts.check()
@@ -335,14 +335,14 @@ class Agent:
         assert reply.status == 200, reply.body
         assert b'"routed_experts":' not in reply.body.replace(b'\\"', b"")
         records = (await self.play.records(self.session))[-turn.n :]
-        generations = self.play.worker.door.at(CHAT)[-1].generations
+        generations = self.play.worker.log.at(CHAT)[-1].generations
         assert {record["rid"] for record in records} == {generation.rid for generation in generations}
         self.histories += [[*sent, record["response"]] for record in records]
 
     async def check(self) -> None:
         """Every turn, by its id and as a leaf; every sample."""
-        door, records = self.play.worker.door, await self.play.records(self.session)
-        generations = [door.generation(record["rid"]) for record in records]
+        proxy, records = self.play.worker.log, await self.play.records(self.session)
+        generations = [proxy.generation(record["rid"]) for record in records]
         for record, generation in zip(records, generations, strict=True):
             tokens = tokens_of(generation)
             if self.play.plenty:
@@ -363,9 +363,7 @@ class Agent:
 
     def check_start(self, record: Any, generations: list[GenerationRecord]) -> None:
         """Rows are asked for from the first on that the turn before does not have."""
-        (exchange,) = [
-            each for each in self.play.worker.door.at(CHAT) if record["rid"] in map(rid_of, each.generations)
-        ]
+        (exchange,) = [each for each in self.play.worker.log.at(CHAT) if record["rid"] in map(rid_of, each.generations)]
         expected = 0
         if record["parent"] is not None:
             before = tokens_of(generations[record["parent"]])
@@ -386,7 +384,7 @@ async def test_turns_have_the_experts_that_the_model_chose(model: Model, turns: 
         for turn in turns:
             await agent.turn(turn)
         await agent.check()
-        play.check_account(play.worker.door.at(CHAT))
+        play.check_account(play.worker.log.at(CHAT))
         assert (await play.ask("DELETE", f"/sessions/{agent.session}")).status in (200, 204)
         await until(lambda: (play.held["bytes"], play.held["generations"]) == (0, 0), "they go with the session")
 
@@ -397,8 +395,8 @@ async def test_a_conversation_that_goes_on_brings_each_row_once() -> None:
         for number in range(6):
             await agent.turn(Turn(0, None, "Go on.", 9, 1, number % 2 == 0))
         await agent.check()
-        lengths = [len(tokens_of(exchange.generation)) for exchange in play.worker.door.at(CHAT)]
-        starts = [start_of(exchange) for exchange in play.worker.door.at(CHAT)]
+        lengths = [len(tokens_of(exchange.generation)) for exchange in play.worker.log.at(CHAT)]
+        starts = [start_of(exchange) for exchange in play.worker.log.at(CHAT)]
         assert starts == [0, *(length - 1 for length in lengths[:-1])]
         assert play.held["transferred_rows"] == lengths[-1] - 1
         (sample,) = await play.samples(agent.session)

@@ -51,8 +51,8 @@ messages_of_agents = st.lists(st.sampled_from([*map(user, TEXTS), *map(tool, TEX
 
 
 @dataclass
-class Door:
-    """What one choice's engine was given and sampled, as seen at its door."""
+class RecordingProxy:
+    """What one choice's engine was given and sampled, as seen at its proxy."""
 
     given: list[int]
     sampled: list[int]
@@ -66,7 +66,7 @@ class Episode:
     draw: Any
     scene: Scene = field(default_factory=Scene)
     sent: list[list[Message]] = field(default_factory=list)  # every request
-    doors: dict[Turn, Door] = field(default_factory=dict)
+    proxies: dict[Turn, RecordingProxy] = field(default_factory=dict)
     under_way: list[TurnPlan] = field(default_factory=list)
 
     def step(self) -> None:
@@ -121,7 +121,7 @@ class Episode:
         asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
             root = (ParentMatch(None, tuple(sent), place.context),)
-            asked = replace(asked, request=replace(asked.request, places=root, prompt=None), written=())
+            asked = replace(asked, request=replace(asked.request, parents=root, prompt=None), written=())
         self.scene.time += 1
         return asked
 
@@ -141,7 +141,7 @@ class Episode:
             if asked.request.prompt is not None:
                 given = orjson.loads(b"".join(asked.written))
                 assert given == asked.request.prompt.ids().tolist()
-            self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
+            self.proxies[turn] = RecordingProxy(given, list(generated.ids), list(generated.logprobs))
 
 
 def episode(data: st.DataObject) -> Episode:
@@ -174,24 +174,24 @@ def check_classification(found: Episode) -> None:
 
 def check_tokens(found: Episode) -> None:
     for turn in found.scene.session.turns:
-        whole, door = turn.trajectory(), found.doors[turn]
-        assert whole.tokens.tolist() == [*door.given, *door.sampled]
-        assert (turn.prompt_tokens, turn.tokens) == (len(door.given), len(whole))
-        assert record(turn, found.scene.classify(turn))["span"] == [len(door.given), len(whole)]
+        whole, proxy = turn.trajectory(), found.proxies[turn]
+        assert whole.tokens.tolist() == [*proxy.given, *proxy.sampled]
+        assert (turn.prompt_tokens, turn.tokens) == (len(proxy.given), len(whole))
+        assert record(turn, found.scene.classify(turn))["span"] == [len(proxy.given), len(whole)]
         before = len(line) and line[-1].tokens - turn.dropped if (line := turn.line()[:-1]) else 0
         assert before + len(turn.given) == turn.prompt_tokens
 
 
 def check_samples(found: Episode) -> None:
-    """Against the doors: tokens of the leaf's own, logprobs and mask turn by turn."""
+    """Against the proxies: tokens of the leaf's own, logprobs and mask turn by turn."""
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
     maker = SampleMaker(Selection(()), lambda ids: "", {})
     for sample in maker.plan(session, SampleRequest()).make():
         leaf = session.turns[sample.metadata["leaf"]]
-        door = found.doors[leaf]
-        assert sample.tokens.tolist() == [*door.given, *door.sampled]
+        proxy = found.proxies[leaf]
+        assert sample.tokens.tolist() == [*proxy.given, *proxy.sampled]
         logprobs, mask = sample.logprobs.tolist(), sample.loss_mask.tolist()
         sampled_at = dict.fromkeys(range(len(sample)), 0.0)
         line = leaf.line()
@@ -200,7 +200,7 @@ def check_samples(found: Episode) -> None:
                 position = (turn, place - turn.prompt_tokens)
                 had.add(position)
                 trained[position] += mask[place]
-                sampled_at[place] = found.doors[turn].logprobs[position[1]]
+                sampled_at[place] = found.proxies[turn].logprobs[position[1]]
                 mask[place] = 0
         assert not any(mask), "what was given is in no loss"
         assert logprobs == np.array(list(sampled_at.values()), dtype=np.float32).tolist()
@@ -209,7 +209,7 @@ def check_samples(found: Episode) -> None:
         line_had = {place for other, place in had if other is turn}
         dropped = min((child.dropped for child in session.history.children(turn)), default=0)
         answered = any(each.sampled for leaf in session.history.descendants(turn) for each in leaf.line())
-        assert line_had == set(range(len(found.doors[turn].sampled) - dropped if answered else 0))
+        assert line_had == set(range(len(found.proxies[turn].sampled) - dropped if answered else 0))
 
 
 def check_selection(found: Episode) -> None:

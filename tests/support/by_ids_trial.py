@@ -1,4 +1,4 @@
-"""Episodes of sessions that are sampled behind ids, held against what went through the door of the engine."""
+"""Episodes of sessions that are sampled behind ids, held against what went through the proxy of the engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import orjson
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.agent_apis import APIS
 from tests.support.agents import TOOLS
-from tests.support.door import Door
 from tests.support.events import events_of
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_trial import SESSIONS, SessionTrial, tool_result, user
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -39,17 +39,17 @@ def kinds_of_turns() -> Sequence[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Went:
-    """One generation as it went through the door of an engine."""
+    """One generation as it went through the proxy of an engine."""
 
     prompt: list[int]
     sampled: list[int]
     logprobs: list[float]
 
 
-def went(door: Door) -> list[Went]:
+def went(proxy: RecordingProxy) -> list[Went]:
     """Every generation that was answered, by the last thing that was said of each."""
     found = []
-    for exchange in door.exchanges:
+    for exchange in proxy.exchanges:
         if exchange.path == GENERATE and exchange.status == 200:
             asked, reply = orjson.loads(exchange.body), exchange.reply
             said = events_of(reply)[-1] if asked.get("stream") else orjson.loads(reply)
@@ -81,9 +81,9 @@ def is_exactly(sample: Any, turns: Sequence[Went]) -> None:
     assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
 
 
-async def five_turns(stage: Stage, door: Door, checkpoint: str, api: str, *, stream: bool) -> None:
-    """See that five turns with tools are what the engine behind the door was given and has sampled."""
-    router = await stage.router(door.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=checkpoint)
+async def five_turns(stage: Stage, proxy: RecordingProxy, checkpoint: str, api: str, *, stream: bool) -> None:
+    """See that five turns with tools are what the engine behind the proxy was given and has sampled."""
+    router = await stage.router(proxy.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=checkpoint)
     await until(lambda: router.pool.routable, "the worker has answered")
     trial = SessionTrial(router, ())
     agent = APIS[api](f"{router.url}/sessions/{await trial.create('s')}")
@@ -105,5 +105,5 @@ async def five_turns(stage: Stage, door: Door, checkpoint: str, api: str, *, str
     assert [record["finish_reason"] for record in records] == ["tool_calls", "stop", "tool_calls", "length", "stop"]
     assert not (await trial.read("s"))["metadata"]["untraced"]
     (sample,) = await trial.samples("s")
-    is_exactly(sample, went(door))
-    assert {exchange.path for exchange in door.exchanges if b"messages" in exchange.body} == set()
+    is_exactly(sample, went(proxy))
+    assert {exchange.path for exchange in proxy.exchanges if b"messages" in exchange.body} == set()

@@ -13,7 +13,7 @@ from typing import Any
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.tiny_tokenizer import build
-from miles_router.testing.worker.door import Exchange
+from miles_router.testing.worker.exchange_log import Exchange
 from tests.support.events import events_of
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
@@ -61,14 +61,14 @@ class Trial:
         return answer.json()
 
     @property
-    def door(self) -> list[Exchange]:
+    def log(self) -> list[Exchange]:
         """What has come to the worker's `/generate`."""
         assert self.worker is not None
-        return self.worker.door.at("/generate")
+        return self.worker.log.at("/generate")
 
     def given(self) -> list[list[int]]:
         """What each generation of the last request was given at the worker."""
-        return [each.input_ids for each in self.door[-1].generations]
+        return [each.input_ids for each in self.log[-1].generations]
 
     def statistics(self) -> dict[str, Any]:
         return dict(self.router.app.router.statistics["radix_tree"]())

@@ -1,4 +1,4 @@
-"""Which goes an answer is made of, by the account kept at the doors, and whether it says exactly what they said."""
+"""Which goes an answer is made of, by the account kept at the proxies, and whether it says exactly what they said."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tests.support.door import Door
 from tests.support.generations import Generation
+from tests.support.recording_proxy import RecordingProxy
 
 
 @dataclass
@@ -28,11 +28,13 @@ class Piece:
 
 
 def chain(
-    doors: Iterable[Door], request_id: str, answer: dict[str, Any], *, index: int = 0, of: int = 1
+    proxies: Iterable[RecordingProxy], request_id: str, answer: dict[str, Any], *, index: int = 0, of: int = 1
 ) -> list[Piece]:
     """The goes of one of a request's `of` generations, in order; one that gave nothing has an empty piece."""
     ids = answer["output_ids"]
-    goes = sorted((go for door in doors for go in door.begun if go.request_id == request_id), key=lambda go: go.arrived)
+    goes = sorted(
+        (go for proxy in proxies for go in proxy.begun if go.request_id == request_id), key=lambda go: go.arrived
+    )
     asked: dict[int, list[Generation]] = {}
     for go in goes:
         asked.setdefault(id(go.body), []).append(go)

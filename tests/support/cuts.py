@@ -109,7 +109,7 @@ async def check_cut(trial: SessionTrial, session: str, *, turns: int) -> None:
     assert [(record["parent"], record["reason"]) for record in records] == [
         (place - 1 if place else None, None) for place in range(turns)
     ]
-    made = [exchange.generation for exchange in trial.door]
+    made = [exchange.generation for exchange in trial.log]
     assert len(made) == turns + 1
     (sample,) = await trial.samples(session)
     exactly(sample, *made)

@@ -1,5 +1,5 @@
-"""Holds what a router retrieves for rollouts against the account kept at its workers' doors, and measures what encoding
-the text anew would have made of them."""
+"""Compares the tokens that a router retrieves for rollouts with what its workers' proxies recorded, and measures what
+encoding the text again would have made of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 from safetensors.numpy import load
 
-from tests.support.door import Door
 from tests.support.oracle import Account, Arrays, Ledger, retrieved_arrays, same
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import Turn
 
 
@@ -29,7 +29,7 @@ class Compared:
     ambiguous: int = 0
 
 
-async def compare_all(url: str, doors: Sequence[Door], turns: Iterable[Turn], ledger: Ledger) -> Compared:
+async def compare_all(url: str, proxies: Sequence[RecordingProxy], turns: Iterable[Turn], ledger: Ledger) -> Compared:
     """Every generation by its id (JSON and safetensors) and by its text.
 
     Raises:
@@ -37,8 +37,8 @@ async def compare_all(url: str, doors: Sequence[Door], turns: Iterable[Turn], le
     """
     compared = Compared()
     known = {turn.rid: turn for turn in turns}
-    passed = sorted((each for door in doors for each in door.generations), key=lambda each: each.arrived)
-    assert {each.rid for each in passed} == set(known), "every answer that a client got went through a door"
+    passed = sorted((each for proxy in proxies for each in proxy.generations), key=lambda each: each.arrived)
+    assert {each.rid for each in passed} == set(known), "every answer that a client got went through a proxy"
     async with aiohttp.ClientSession(url) as session:
         for generation in passed:
             candidates = ledger.enter(generation, known[generation.rid].seen)

@@ -1,6 +1,6 @@
-"""Routed experts against the account kept at the workers' doors.
+"""Routed experts against the account kept at the workers' proxies.
 
-What a trajectory's rows must be is put together here from nothing but what the doors saw: each go's own rows behind
+What a trajectory's rows must be is put together here from nothing but what the proxies saw: each go's own rows behind
 those that had come before it, at the row that the go was asked to begin with. Row i is about token i.
 """
 
@@ -25,9 +25,9 @@ from miles_router.asgi.exchange import Message, Receive, Scope, Send
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.chains import Piece, chain, check
-from tests.support.door import Door
 from tests.support.generations import CHAT, GENERATE, Generation
 from tests.support.oracle import common_length
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import generate, request_body
 from tests.support.session_proof import Sample, line_of
 from tests.support.session_trial import qwen3
@@ -176,7 +176,7 @@ class TextRollouts:
 
 @dataclass
 class Line:
-    """A generation as the doors know it: its tokens, and the rows that its goes brought from row `start` on."""
+    """A generation as the proxies know it: its tokens, and the rows that its goes brought from row `start` on."""
 
     turn: Turn
     rid: str
@@ -209,9 +209,9 @@ class Book:
     lines: dict[str, Line] = field(default_factory=dict)
     behind_the_longest: int = 0  # generations that were asked for rows from the first one on that had not come before
 
-    def transferred(self, doors: Iterable[Door]) -> int:
-        """Rows that went through the doors."""
-        return sum(len(rows_of(go.experts)) for door in doors for go in door.begun)
+    def transferred(self, proxies: Iterable[RecordingProxy]) -> int:
+        """Rows that went through the proxies."""
+        return sum(len(rows_of(go.experts)) for proxy in proxies for go in proxy.begun)
 
     def straight(self) -> int:
         """Rollouts without siblings whose turns each went on from the whole one before have brought each of their rows
@@ -243,15 +243,15 @@ def _rows_again(line: Line, after: Line) -> int:
     return max(0, len(hidden) - 1)
 
 
-def book(doors: Sequence[Door], turns: Sequence[Turn]) -> Book:
-    """What the doors know of these turns.
+def book(proxies: Sequence[RecordingProxy], turns: Sequence[Turn]) -> Book:
+    """What the proxies know of these turns.
 
     Raises:
         AssertionError: rows were left out or asked for twice.
     """
     made = Book()
     lines = [
-        _line(turn, answer, chain(doors, turn.request_id, answer, index=index, of=len(turn.answers)))
+        _line(turn, answer, chain(proxies, turn.request_id, answer, index=index, of=len(turn.answers)))
         for turn in turns
         for index, answer in enumerate(turn.answers)
     ]
@@ -306,7 +306,7 @@ def _enter(into: Book, line: Line) -> None:
 
 
 async def check_lines(http: aiohttp.ClientSession, made: Book) -> int:
-    """Every generation's rows, by its id and by its text, are those that the doors saw. Says how many rows."""
+    """Every generation's rows, by its id and by its text, are those that the proxies saw. Says how many rows."""
     compared = 0
     by_text: dict[str, list[str]] = {}
     for line in made.lines.values():

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.exchange_log import Exchange, GenerationRecord
 from miles_router.testing.worker.model.moe import MoeShape, encode_routes, route
 from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply
@@ -112,12 +112,12 @@ class ExpertsTrial(SessionTrial):
 
     def generations(self, path: str | None = None) -> list[GenerationRecord]:
         """All that the only worker has generated, in their order."""
-        door: Sequence[Exchange] = self.worker.door.at(path) if path else list(self.worker.door)
-        return [generation for exchange in door for generation in exchange.generations]
+        exchanges: Sequence[Exchange] = self.worker.log.at(path) if path else list(self.worker.log)
+        return [generation for exchange in exchanges for generation in exchange.generations]
 
     def starts(self, path: str) -> list[int]:
         """The first rows that the worker was asked for, request by request; it was asked for rows each time."""
-        asked = [exchange.json() for exchange in self.worker.door.at(path)]
+        asked = [exchange.json() for exchange in self.worker.log.at(path)]
         assert all(each["return_routed_experts"] is True for each in asked)
         return [each["routed_experts_start_len"] for each in asked]
 

@@ -29,7 +29,7 @@ class Generation:
     choice: int = 0
     session: str = ""  # the router's `X-Session-Id`
     request_id: str = ""  # its `X-Request-Id`
-    door: int = 0
+    proxy: int = 0
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logprob_ids: list[int] = field(default_factory=list)
@@ -156,7 +156,7 @@ def whole_generations(legs: Iterable[Generation]) -> list[Generation]:
             begun.logprobs = begun.logprobs + leg.logprobs
             begun.versions = begun.versions + leg.versions
             begun.finish = leg.finish
-            begun.door = leg.door  # who ended it has all of it
+            begun.proxy = leg.proxy  # who ended it has all of it
             begun.legs += 1
     return whole
 

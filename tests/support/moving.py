@@ -124,7 +124,7 @@ class MovingScene:
 
     def aborts(self) -> list[str]:
         """What the source was told to abort."""
-        return [orjson.loads(each.body)["rid"] for each in self.source.door if each.path == ABORT]
+        return [orjson.loads(each.body)["rid"] for each in self.source.log if each.path == ABORT]
 
     async def uncut(self, rid: str, **fields: Any) -> dict[str, Any]:
         """What one go gives."""

@@ -57,7 +57,7 @@ ENDLESS = frozenset({"null", "2147483648", "18446744073709551616", "1" + "0" * 4
 
 
 @dataclass(frozen=True)
-class Door:
+class Entrance:
     """A route and a good body for it, each of whose fields may be odd."""
 
     path: str
@@ -158,7 +158,7 @@ def behind(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": "m", "max_tokens": 2, "messages": [*HISTORY, answer, *appended]}
 
 
-def doors(answer: Mapping[str, Any]) -> list[Door]:
+def entrances(answer: Mapping[str, Any]) -> list[Entrance]:
     """All of them; `answer` is the message that the session `HELD` has recorded."""
     next_turn = behind(answer)
     of_next = (
@@ -176,49 +176,49 @@ def doors(answer: Mapping[str, Any]) -> list[Door]:
     completion = {"model": "m", "max_tokens": 2, "prompt": "Hi"}
     of_completions = _names("prompt", "n", "stream", "echo", "return_token_ids", "rid")
     return [
-        Door(GENERATE, {"text": "Hi", "sampling_params": params}, _OF_GENERATE),
-        Door(GENERATE, {"text": "Hi", "sampling_params": params, "stream": True}, _OF_GENERATE),
-        Door(
+        Entrance(GENERATE, {"text": "Hi", "sampling_params": params}, _OF_GENERATE),
+        Entrance(GENERATE, {"text": "Hi", "sampling_params": params, "stream": True}, _OF_GENERATE),
+        Entrance(
             GENERATE,
             {"input_ids": [[5, 6], [7]], "sampling_params": [params, params], "rid": ["a", "b"]},
             (*_OF_GENERATE[:6], ("input_ids", 0), ("input_ids", 0, 1), ("sampling_params", 1, "n"), ("rid", 1)),
         ),
-        Door(CHAT, _CHAT, _OF_CHAT),
-        Door(CHAT, _CHAT, _OF_CHAT, {"X-Session-Id": "by-header", "X-Turn-Id": "t"}),
-        Door(in_session + CHAT, _CHAT, _OF_CHAT),
-        Door(in_session + CHAT, {**_CHAT, "stream": True}, _OF_CHAT),
-        Door(in_session + CHAT, next_turn, of_next),
-        Door(in_session + COMPLETIONS, completion, of_completions),
-        Door(in_session + COMPLETIONS, {**completion, "prompt": [[5, 6], [7]]}, (("prompt", 0), ("prompt", 0, 1))),
-        Door("/sessions", {"metadata": {"a": 1}}, (*_names("session_id", "metadata"), ("metadata", "a"))),
-        Door(
+        Entrance(CHAT, _CHAT, _OF_CHAT),
+        Entrance(CHAT, _CHAT, _OF_CHAT, {"X-Session-Id": "by-header", "X-Turn-Id": "t"}),
+        Entrance(in_session + CHAT, _CHAT, _OF_CHAT),
+        Entrance(in_session + CHAT, {**_CHAT, "stream": True}, _OF_CHAT),
+        Entrance(in_session + CHAT, next_turn, of_next),
+        Entrance(in_session + COMPLETIONS, completion, of_completions),
+        Entrance(in_session + COMPLETIONS, {**completion, "prompt": [[5, 6], [7]]}, (("prompt", 0), ("prompt", 0, 1))),
+        Entrance("/sessions", {"metadata": {"a": 1}}, (*_names("session_id", "metadata"), ("metadata", "a"))),
+        Entrance(
             f"{in_session}/samples",
             {},
             _names("format", "max_seq_len", "branches", "reward", "label", "metadata", "unknown"),
         ),
-        Door("/retrieve_from_text", {"text": TEXT}, _names("text", "rid", "strict", "return_logp", "unknown")),
-        Door("/retrieve_from_text", {"texts": [TEXT]}, (*_names("text", "texts"), ("texts", 0))),
-        Door("/routed_experts", {"session_id": HELD}, _names("session_id", "leaf", "format", "start", "stop")),
-        Door("/routed_experts", {"text": TEXT}, _names("text", "rid", "session_id", "format")),
-        Door("/routed_experts", {"rid": "r"}, _names("rid")),
-        Door(
+        Entrance("/retrieve_from_text", {"text": TEXT}, _names("text", "rid", "strict", "return_logp", "unknown")),
+        Entrance("/retrieve_from_text", {"texts": [TEXT]}, (*_names("text", "texts"), ("texts", 0))),
+        Entrance("/routed_experts", {"session_id": HELD}, _names("session_id", "leaf", "format", "start", "stop")),
+        Entrance("/routed_experts", {"text": TEXT}, _names("text", "rid", "session_id", "format")),
+        Entrance("/routed_experts", {"rid": "r"}, _names("rid")),
+        Entrance(
             "/session/finalize",
             {"session_id": DONE},
             _names("session_id", "trajectory_id", "instance_id", "label", "reward"),
         ),
-        Door("/session/discard", {"session_id": "nobody"}, _names("session_id", "trajectory_id")),
-        Door(
+        Entrance("/session/discard", {"session_id": "nobody"}, _names("session_id", "trajectory_id")),
+        Entrance(
             "/trajectory/read",
             {},
             _names("session_id", "trajectory_id", "instance_id", "max_groups", "drain", "segment_view"),
         ),
-        Door("/v1/rollout/resume", {}, _names("version")),
-        Door("/v1/rollout/pause", {}, _names("mode")),
-        Door("/pause_generation", {}, _names("mode")),
-        Door("/update_weight_version", {"new_version": "1"}, _names("new_version", "abort_all_requests")),
-        Door("/abort_request", {"rid": "none"}, _names("rid", "abort_all")),
-        Door(
+        Entrance("/v1/rollout/resume", {}, _names("version")),
+        Entrance("/v1/rollout/pause", {}, _names("mode")),
+        Entrance("/pause_generation", {}, _names("mode")),
+        Entrance("/update_weight_version", {"new_version": "1"}, _names("new_version", "abort_all_requests")),
+        Entrance("/abort_request", {"rid": "none"}, _names("rid", "abort_all")),
+        Entrance(
             "/add_worker", {"url": "http://127.0.0.1:1"}, _names("url", "api_key", "worker_type", "labels", "priority")
         ),
-        Door("/remove_worker", {"url": "http://127.0.0.1:1"}, _names("url", "drain")),
+        Entrance("/remove_worker", {"url": "http://127.0.0.1:1"}, _names("url", "drain")),
     ]

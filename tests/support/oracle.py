@@ -1,5 +1,5 @@
 """An account of what every generation's tokens must be, kept apart from the router: from what went through the worker's
-door and what the client sent and received, with nothing but the tokenizer's own `decode` and `encode`.
+proxy and what the client sent and received, with nothing but the tokenizer's own `decode` and `encode`.
 
 `Ledger.enter` checks what the engine was given against all that came before; `Ledger.compare` checks what was retrieved
 for a generation against its account, position by position.
@@ -131,7 +131,7 @@ class Account:
 
 @dataclass
 class Ledger:
-    """Accounts of all generations of a run, entered in the order in which their requests came to the doors."""
+    """Accounts of all generations of a run, entered in the order in which their requests came to the proxies."""
 
     tokenizer: Any
     evicting: bool = False  # with evictions, nothing that was recorded need still be there
@@ -347,7 +347,7 @@ def _float32(values: Sequence[float]) -> npt.NDArray[np.float32]:
 def difference(account: Account, retrieved: Arrays) -> str:
     """Where a retrieved trajectory leaves its account."""
     lines = [
-        f"{account.generation.rid}: {len(account.arrays)} positions went through the door, retrieved {len(retrieved)}"
+        f"{account.generation.rid}: {len(account.arrays)} positions went through the proxy, retrieved {len(retrieved)}"
     ]
     for name in ("tokens", "mask", "logprobs", "versions"):
         expected, found = getattr(account.arrays, name), getattr(retrieved, name)

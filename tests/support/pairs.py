@@ -12,7 +12,7 @@ import orjson
 
 from miles_router.tasks import spawn
 from miles_router.testing import MoeShape
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.brake import Brake
 from tests.support.events import events_of
 from tests.support.http import RawReply
@@ -71,11 +71,11 @@ class Halves:
 
     def asked(self, worker: HalfWorker, path: str = "/generate") -> list[Any]:
         """The bodies that a worker was sent."""
-        return [exchange.json() for exchange in worker.door.at(path)]
+        return [exchange.json() for exchange in worker.log.at(path)]
 
     def truth(self, at: int = 0) -> GenerationRecord:
         """What a decode half sampled last."""
-        return self.decodes[at].door.generations[-1]
+        return self.decodes[at].log.generations[-1]
 
     async def prefilling(self, count: int = 1) -> None:
         """Wait until prefill halves have so many generations, and decode halves wait for them."""

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.session_trial import CHAT, Message, exactly, user
 from tests.support.waiting import PATIENCE, STEP
 

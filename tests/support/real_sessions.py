@@ -14,19 +14,19 @@ from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agent_process import Run
 from tests.support.cuts import ScriptedCut
-from tests.support.door import Door
 from tests.support.generations import Generation, whole_generations
+from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import running_router
 from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
 from tests.support.under_way import under_way
 
 
 @asynccontextmanager
-async def real_sessions(worker: RealWorker, **settings: Any) -> AsyncIterator[tuple[SessionTrial, Door]]:
-    """A router with sessions before an engine behind a door."""
+async def real_sessions(worker: RealWorker, **settings: Any) -> AsyncIterator[tuple[SessionTrial, RecordingProxy]]:
+    """A router with sessions before an engine behind a proxy."""
     given = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": str(ensure().dense_model), **settings}
-    async with Door(worker.url) as door, running_router(door.url, **given) as router:
-        yield SessionTrial(router, ()), door
+    async with RecordingProxy(worker.url) as proxy, running_router(proxy.url, **given) as router:
+        yield SessionTrial(router, ()), proxy
 
 
 def write_script(script: Path, *texts: str) -> None:
@@ -57,7 +57,7 @@ async def edit(
     flags = ("--reasoning-parser", "qwen3", "--script-file", str(script), "--chunked-prefill-size", "-1")
     with RealWorker.start(*flags) as worker:
         write_script(script, *texts)
-        async with real_sessions(worker, partial_rollout="resume") as (trial, door):
+        async with real_sessions(worker, partial_rollout="resume") as (trial, proxy):
             cutting = ScriptedCut(trial, worker, script)
             session = await trial.create()
             if cut is not None:
@@ -68,7 +68,7 @@ async def edit(
                     await cutting.update("1")
                 run = await running
             assert (run.code, run.said.strip()) == (0, "Replaced it."), run
-            generations = whole_generations(door.chats(version="default"))
+            generations = whole_generations(proxy.chats(version="default"))
             legs = [1 + (cut is not None and place == cut.place) for place in range(len(texts))]
             assert [generation.legs for generation in generations] == legs
             return Edit(await trial.records(session), generations, await trial.samples(session))

@@ -1,4 +1,4 @@
-"""The Responses API without a socket: what its face makes of a request, and what it writes for an answer."""
+"""The Responses API without a socket: what its api makes of a request, and what it writes for an answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
-from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
-from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
+from middleware_hub.openai_session.agent_apis.responses.envelope import Envelope, Responses, new_id
+from middleware_hub.openai_session.agent_apis.responses.request import ResponsesRequest, read
+from middleware_hub.openai_session.agent_apis.responses.stream import ResponsesWriter
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.openai.chat_stream import GrowingMessage

@@ -93,10 +93,10 @@ class Api:
 
     async def refused(self, trial: SessionTrial, session: str, items: Any, **fields: Any) -> Any:
         """Send a turn that must be refused before an engine is asked or anything recorded. Return the error."""
-        before, asked = await trial.records(session), len(trial.door)
+        before, asked = await trial.records(session), len(trial.log)
         reply = await self.post(trial, session, self.body(items, **fields))
         assert reply.status == 400, reply.body
-        assert (await trial.records(session), len(trial.door)) == (before, asked)
+        assert (await trial.records(session), len(trial.log)) == (before, asked)
         return reply.json()["error"]
 
     def tools(self, *names: str, **fields: Any) -> list[Any]:

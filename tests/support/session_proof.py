@@ -1,6 +1,6 @@
-"""Holds a session's training samples against what went through the workers' doors, position by position.
+"""Holds a session's training samples against what went through the workers' proxies, position by position.
 
-What a sample must be is put together here from nothing but the doors' records, in the order of the turns that its
+What a sample must be is put together here from nothing but the proxies' records, in the order of the turns that its
 metadata names; and what the engine was given behind an answer from what the agent said, in Qwen3's own markup.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from tests.support.agent_apis import Message
 from tests.support.agents import Agents, Asked
-from tests.support.door import Chats
 from tests.support.generations import Generation
 from tests.support.oracle import Arrays, common_length, given_arrays, same
+from tests.support.recording_proxy import Chats
 
 IM_END = 151645
 PAGE = 1  # tokens that the engine caches at a time
@@ -75,7 +75,7 @@ async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chat
     """Every session of agents, with its reasons: what they did to their history begins a branch, and nothing else does.
 
     Raises:
-        AssertionError: a position differs from what went through the doors, or a turn has another reason.
+        AssertionError: a position differs from what went through the proxies, or a turn has another reason.
     """
     proved, kept, left = Proved(), set[str](), 0
     for session in agents.sessions:
@@ -108,7 +108,7 @@ def check_session(
     """Everything that can be said of one session.
 
     Raises:
-        AssertionError: a position differs from what went through the doors.
+        AssertionError: a position differs from what went through the proxies.
     """
     by_rid = {each.rid: each for each in passed}
     assert len(by_rid) == len(passed), "engines name each answer of their own"
@@ -192,7 +192,7 @@ def arrays_of(sample: Sample) -> Arrays:
 
 
 def _difference(expected: Arrays, found: Arrays) -> str:
-    lines = ["the sample differs from what went through the door"]
+    lines = ["the sample differs from what went through the proxy"]
     for name in ("tokens", "mask", "logprobs", "versions"):
         one, other = getattr(expected, name), getattr(found, name)
         at = common_length(one, other)
@@ -218,7 +218,7 @@ def _check_continuation(
     said = asked[turn.request_id].messages[len(asked[parent.request_id].messages) + 1 :]
     text = ("" if turn.prompt[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
     assert turn.prompt[held:] == plain.encode(text), (plain.decode(turn.prompt[held:]), text)
-    if turn.door == parent.door:  # a session may leave a worker that has more to do
+    if turn.proxy == parent.proxy:  # a session may leave a worker that has more to do
         proved.stayed += 1
         assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
     proved.continued += 1

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker, Tokenizer
-from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.exchange_log import Exchange, GenerationRecord
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.model.script import Step
 from tests.support.cache_trial import checkpoint
@@ -133,9 +133,9 @@ class SessionTrial:
         return list(answer.json()["samples"])
 
     @property
-    def door(self) -> list[Exchange]:
+    def log(self) -> list[Exchange]:
         """The chat requests that have come to the only worker."""
-        return self.worker.door.at(CHAT)
+        return self.worker.log.at(CHAT)
 
     def statistics(self) -> dict[str, Any]:
         return dict(self.router.app.router.statistics["openai_sessions"]())
@@ -208,13 +208,13 @@ def said(text: str) -> Message:
 
 
 def exactly(sample: Any, *turns: GenerationRecord, elsewhere: int = 0) -> None:
-    """A sample is what the worker was given and has sampled in these generations of its door, one behind the other,
+    """A sample is what the worker was given and has sampled in these generations of its proxy, one behind the other,
     each position once. What the first `elsewhere` of them sampled is trained in another sample."""
     _exactly(sample, [(turn.input_ids, turn.output_ids, turn.logprobs) for turn in turns], elsewhere)
 
 
 def exactly_through(sample: Any, generations: Sequence[Generation]) -> None:
-    """The same of what went through the door in front of a real engine."""
+    """The same of what went through the proxy in front of a real engine."""
     _exactly(sample, [(each.prompt, each.sampled, each.logprobs) for each in generations], 0)
 
 

@@ -1,4 +1,4 @@
-"""One path in many spellings: what an attacker tries at a door that knows the path by its usual one."""
+"""One path in many spellings: what an attacker tries at a proxy that knows the path by its usual one."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ HEAVY = frozenset(
         "tests/e2e/test_calls_without_arguments_real_sglang.py",
         "tests/e2e/test_client_real_sglang.py",
         "tests/e2e/test_cut_turns_real_sglang.py",
-        "tests/e2e/test_doors_real_sglang.py",
+        "tests/e2e/test_access_rules_real_sglang.py",
         "tests/e2e/test_exact_tokens.py",
         "tests/e2e/test_lone_surrogates_real_sglang.py",
         "tests/e2e/test_messages_real_sglang.py",

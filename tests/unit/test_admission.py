@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.gate import Gate
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
 
-class Who(Flight):
+class Who(Routing):
     """A request that came at this place."""
 
     def __init__(self, number: int = 0) -> None:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from miles_router.asgi.exchange import Exchange
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.request_routing import Routing
 from miles_router.errors import FleetPaused, Unavailable
 from miles_router.fleet.gate import Gate, generates
 from miles_router.fleet.inflight import InFlight
@@ -21,7 +21,7 @@ from miles_router.tasks import spawn
 from tests.support.waiting import at_once, soon, until
 
 
-class Who(Flight):
+class Who(Routing):
     """A request that came at this place."""
 
     def __init__(self, number: int = 0) -> None:
@@ -162,8 +162,8 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
 
 def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:
     exchange = Exchange("id")
-    exchange.flight.worker_url = at
-    exchange.flight.rids.update(rids)
+    exchange.routing.worker_url = at
+    exchange.routing.rids.update(rids)
     in_flight.enter(exchange, body if isinstance(body, bytes) else orjson.dumps(body))
     return exchange
 
@@ -192,7 +192,7 @@ def test_an_abort_finds_a_prompt_of_a_list_by_the_id_that_the_engine_gives_it() 
     assert list(at_once(in_flight.abort("r_1"))) == [batch]
     assert list(at_once(in_flight.abort("r"))) == list(at_once(in_flight.abort("r_2"))) == []
     assert list(at_once(in_flight.abort("chat"))) == [chat]
-    assert not samples.flight.aborted
+    assert not samples.routing.aborted
 
 
 ODD_BODIES = {
@@ -228,7 +228,7 @@ def test_an_abort_leaves_alone_what_only_looks_like_it(body: object) -> None:
     in_flight = InFlight()
     exchange = entered(in_flight, body)
     assert list(at_once(in_flight.abort("r"))) == []
-    assert not exchange.flight.aborted
+    assert not exchange.routing.aborted
 
 
 def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
@@ -236,7 +236,7 @@ def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
     one, ten = entered(in_flight, {"rid": "r1"}), entered(in_flight, {"rid": "r10"})
     elsewhere = entered(in_flight, {"rid": "r11"}, at="http://b")
     assert at_once(in_flight.abort("r1")) == {one: {"r1"}, ten: {"r10"}}
-    assert not elsewhere.flight.aborted, "its worker has no r1, and there an abort of r1 does nothing"
+    assert not elsewhere.routing.aborted, "its worker has no r1, and there an abort of r1 does nothing"
 
 
 async def test_others_go_on_while_an_abort_looks_through_many_bodies() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.events import Event

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from middleware_hub.openai_session.agent_apis.completions import CompletionsApi
 from middleware_hub.openai_session.continuing.continuation import Continuation
-from middleware_hub.openai_session.faces.completions import CompletionsFace
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.turn import Turn
@@ -77,8 +77,8 @@ def test_an_answer_that_lacks_something_is_refused(bad: Any) -> None:
 
 
 def completion(scene: Scene, request: object) -> AgentRequest:
-    face = CompletionsFace(cast(Continuation, None), STRICT)
-    return at_once(face.turn(scene.session, request, now=scene.time))
+    api = CompletionsApi(cast(Continuation, None), STRICT)
+    return at_once(api.turn(scene.session, request, now=scene.time))
 
 
 def asked_for(scene: Scene, prompt: object, **fields: Any) -> AgentRequest:
@@ -102,10 +102,10 @@ def test_of_held_turns_that_ids_begin_with_the_deepest_is_extended() -> None:
     (second,) = turns(scene, [5, 6, 7], choice(ids=[8, 9], prompt=[5, 6, 7]))
     (shallow,) = turns(scene, [5, 6], choice(ids=[7], prompt=[5, 6]))
     assert (second.parent, shallow.parent) == (first, first)
-    assert asked_for(scene, [5, 6, 7, 8, 9, 1]).places[0].parent is second
-    assert asked_for(scene, [5, 6, 7, 8]).places[0].parent is shallow
-    assert asked_for(scene, [5, 6, 2]).places[0].parent is first
-    assert asked_for(scene, [5, 7]).places[0].parent is None
+    assert asked_for(scene, [5, 6, 7, 8, 9, 1]).parents[0].parent is second
+    assert asked_for(scene, [5, 6, 7, 8]).parents[0].parent is shallow
+    assert asked_for(scene, [5, 6, 2]).parents[0].parent is first
+    assert asked_for(scene, [5, 7]).parents[0].parent is None
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**40], [1, True], [1.5], [3, "a"], [None], [{}], [[1], [-1]], [["a"], "b"]])
@@ -122,15 +122,15 @@ def test_a_batch_of_prompts_is_answered_prompt_by_prompt(prompts: list[Any]) -> 
     )
     assert [ids_of(turn) for turn in made] == [[5, 20], [5, 21], [6, 22], [6, 23]]
     assert [scene.reason(turn) for turn in made] == [None, "choice", "batch", "choice"]
-    assert [turn.appended for turn in made[::2]] == [asked.appended for asked in asked_for(scene, prompts).places]
+    assert [turn.appended for turn in made[::2]] == [asked.appended for asked in asked_for(scene, prompts).parents]
     assert made[0].appended == made[1].appended != made[2].appended
     assert [scene.classify(turn).first for turn in made] == [None, made[0], None, made[2]]
 
 
 @pytest.mark.parametrize("prompt", ["a", [1], ["a", "b"]])
 def test_echo_cannot_be_recorded(prompt: object) -> None:
-    face = CompletionsFace(cast(Continuation, None), STRICT)
-    assert face.untraced_reason({"prompt": prompt, "echo": True}) is not None
-    assert face.untraced_reason({"prompt": prompt, "echo": False, "suffix": "x"}) is None
-    assert face.untraced_reason({"prompt": prompt}) is None
-    assert face.untraced_reason([prompt]) is None
+    api = CompletionsApi(cast(Continuation, None), STRICT)
+    assert api.untraced_reason({"prompt": prompt, "echo": True}) is not None
+    assert api.untraced_reason({"prompt": prompt, "echo": False, "suffix": "x"}) is None
+    assert api.untraced_reason({"prompt": prompt}) is None
+    assert api.untraced_reason([prompt]) is None

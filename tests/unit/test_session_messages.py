@@ -10,11 +10,11 @@ import pytest
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from middleware_hub.openai_session.faces.messages import errors
-from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import Echo, input_of, signature
-from middleware_hub.openai_session.faces.messages.request import MessagesRequest, read
-from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
+from middleware_hub.openai_session.agent_apis.messages import errors
+from middleware_hub.openai_session.agent_apis.messages.answer import AnswerEnd
+from middleware_hub.openai_session.agent_apis.messages.echo import Echo, input_of, signature
+from middleware_hub.openai_session.agent_apis.messages.request import MessagesRequest, read
+from middleware_hub.openai_session.agent_apis.messages.stream import MessagesWriter
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import BadRequest
 from tests.support.sessions import Scene, assistant, call, user

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from middleware_hub.openai_session.faces.responses.errors import InvalidParameter
-from middleware_hub.openai_session.faces.responses.face import page
-from middleware_hub.openai_session.faces.responses.open_items import TextOfInput
+from middleware_hub.openai_session.agent_apis.responses.agent_api import page
+from middleware_hub.openai_session.agent_apis.responses.errors import InvalidParameter
+from middleware_hub.openai_session.agent_apis.responses.open_items import TextOfInput
 from tests.support.responses import asked, messages
 from tests.support.sessions import Scene
 

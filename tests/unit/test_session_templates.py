@@ -157,7 +157,7 @@ SAID = [{"role": "user", "content": "u"}]
 def asked(
     monkeypatch: pytest.MonkeyPatch, made: Any, template: str | None = None, **settings: Any
 ) -> tuple[Write, Any]:
-    """A writer, and the calls of the library's front door from here on."""
+    """A writer, and the calls of the library's front proxy from here on."""
     write, calls = make_writer(made, template, settings), []
 
     def apply(*args: Any, **kwargs: Any) -> Any:

@@ -162,8 +162,8 @@ def long_session(scene: Scene, turns: int, *, rooted: bool) -> list[Turn]:
         asked = scene.ask(parsed_again(sent), segment="not_text" if rooted else None)
         if rooted:
             request = asked.request
-            root = replace(request.places[0], parent=None, appended=tuple(request.fields["messages"]))
-            asked = replace(asked, request=replace(request, places=[root], prompt=None), written=())
+            root = replace(request.parents[0], parent=None, appended=tuple(request.fields["messages"]))
+            asked = replace(asked, request=replace(request, parents=[root], prompt=None), written=())
         made += scene.record(asked, scene.generated(asked, f"answer {number}"))
         sent.append({**made[-1].answer, "refusal": None})
     return made

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from middleware_hub.openai_session.agent_apis.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.archive.head import session_of, written_head
-from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey

@@ -191,7 +191,7 @@ class SessionView:
         if not session.in_flight:
             return IDLE if session.ending.reason is None else ENDED
         running = session.episode.running
-        return WAITING if running and all(each.flight.waits for each in running) else RUNNING
+        return WAITING if running and all(each.routing.waits for each in running) else RUNNING
 
 
 def _turn_row(turn: Turn, found: Classification, *, side_call: bool) -> TurnRow:

@@ -50,7 +50,7 @@ class AgentRequest:
     Attributes:
         path: the path of the agent's request.
         fields: the request in the form of the engine's endpoint.
-        places: the parent of the new turns, for each prompt; a batch has several prompts.
+        parents: the parent of the new turns, for each prompt; a batch has several prompts.
         asked_at: Unix seconds.
         prompt: None for a root.
         segment: the reason why a root does not continue the ids of its recorded history; None without such a history.
@@ -62,7 +62,7 @@ class AgentRequest:
     session: Session
     path: str
     fields: Mapping[str, Any]
-    places: Sequence[ParentMatch]
+    parents: Sequence[ParentMatch]
     asked_at: float
     prompt: PromptIds | None = None
     segment: str | None = None
@@ -78,13 +78,13 @@ class AgentRequest:
     @property
     def has_several_choices(self) -> bool:
         """True if the answer has more than one choice."""
-        return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
+        return len(self.parents) > 1 or self.fields.get("n") not in (None, 1)
 
     @property
     def choices(self) -> int:
         """The number of choices in the answer. An invalid `n` counts as 1; the engine refuses it."""
         n = self.fields.get("n")
-        return len(self.places) * (n if type(n) is int and n > 0 else 1)
+        return len(self.parents) * (n if type(n) is int and n > 0 else 1)
 
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
         """Return the recorded rows of the prompt's first tokens; None for a root."""

@@ -125,11 +125,11 @@ class CarriedTurn(ContinuedRequest):
 
         An unreachable worker may still run the request under the old rid, and SGLang refuses a rid that is in use.
         """
-        name, flight = self.fields.get(RID), self.exchange.flight
+        name, routing = self.fields.get(RID), self.exchange.routing
         if isinstance(name, str):
-            flight.rids.add(name)
-            flight.inward = {name: uuid.uuid4().hex}
-            self.body = orjson.dumps({**orjson.loads(self.body), RID: flight.inward[name]})
+            routing.rids.add(name)
+            routing.inward = {name: uuid.uuid4().hex}
+            self.body = orjson.dumps({**orjson.loads(self.body), RID: routing.inward[name]})
 
     def prompt(self, returned: object) -> Sequence[int]:
         """Return the prompt ids of a choice: the sent ids, or else `returned`, the ids in the worker's answer.

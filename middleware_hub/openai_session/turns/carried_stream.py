@@ -153,7 +153,7 @@ class CarriedStream(CarriedTurn):
         cut, grown = self._stream.cut_choices, self._growing.growing
         answers: dict[int, Any] = {}
         began = [grown[index] for index in cut if index in grown]
-        self._confirmed = await self._engine_confirms(self.exchange.flight.worker_url, began)
+        self._confirmed = await self._engine_confirms(self.exchange.routing.worker_url, began)
         try:
             answers = await self.resume([await self._begun(index) for index in sorted(cut)])
         except (CannotResume, UnreadableAnswer) as error:
@@ -206,12 +206,12 @@ class CarriedStream(CarriedTurn):
             await super().sample(attempt, generation, seam, body)
             return
         self._rows[generation.index].renew()
-        pool, flight = self.services.router.pool, attempt.exchange.flight
+        pool, routing = self.services.router.pool, attempt.exchange.routing
 
         async def show(text: str, entries: Sequence[Any]) -> None:
             await self._show_new(generation, text, entries)
 
-        following = RestStream(attempt, generation, lambda: pool.version_of(flight.worker_url), show)
+        following = RestStream(attempt, generation, lambda: pool.version_of(routing.worker_url), show)
         try:
             await attempt.ask(following, self.scope, self.receive, body)
         except UpstreamBroken:
@@ -222,7 +222,7 @@ class CarriedStream(CarriedTurn):
             raise
         meta = generation.add(following.part())
         self.on_answer(generation)
-        known = await self._engine_confirms(flight.worker_url, following.growing.growing.values())
+        known = await self._engine_confirms(routing.worker_url, following.growing.growing.values())
         self._confirmed = self._confirmed and known
         with Watch(self.receive, 0):
             joined, stopped = await seam.mend(finished=True)

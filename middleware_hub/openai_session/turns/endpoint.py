@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.turns.reply import ReplySender
@@ -28,17 +28,22 @@ class SessionEndpoint:
     """The handler of requests within all sessions."""
 
     def __init__(
-        self, app: ASGIApp, faces: Iterable[Face], store: SessionStore, archive: SessionArchive, runner: TurnRunner
+        self,
+        app: ASGIApp,
+        agent_apis: Iterable[AgentApi],
+        store: SessionStore,
+        archive: SessionArchive,
+        runner: TurnRunner,
     ) -> None:
         self._app = app
-        self._faces = {face.path: face for face in faces}
+        self._apis = {api.path: api for api in agent_apis}
         self._store = store
         self._archive = archive
         self._runner = runner
 
     def is_turn(self, scope: Scope) -> bool:
         """Return True if an agent API treats the request as a turn."""
-        return scope["method"] == "POST" and scope["path"] in self._faces
+        return scope["method"] == "POST" and scope["path"] in self._apis
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request that is not a turn, if an agent API answers it; return whether one did.
@@ -49,8 +54,8 @@ class SessionEndpoint:
         send = self._until_durable(session, send) if method == "DELETE" else send
         named = name is not None and method == "GET" and _is_of_models(path)
         app = partial(shown_models, name, self._app) if name is not None and named else self._app
-        for face in self._faces.values():
-            if await face.answer_other(session, scope, receive, send, app):
+        for api in self._apis.values():
+            if await api.answer_other(session, scope, receive, send, app):
                 return True
         if named:
             await app(scope, receive, send)
@@ -58,10 +63,10 @@ class SessionEndpoint:
 
     def speak(self, scope: Scope, path: str) -> None:
         """Write the errors of a request in the format of its agent API; `path` is the path within the session."""
-        own = self._faces.get(path)
-        for face in (own,) if own is not None else self._faces.values():
-            if face.owns_path(scope, path):
-                Exchange.of(scope).error_body = face.error_body
+        own = self._apis.get(path)
+        for api in (own,) if own is not None else self._apis.values():
+            if api.owns_path(scope, path):
+                Exchange.of(scope).error_body = api.error_body
 
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request within a session.
@@ -70,7 +75,7 @@ class SessionEndpoint:
             NotFound: agents may not make this request.
         """
         method, path = scope["method"], scope["path"]
-        Exchange.of(scope).flight.private = True
+        Exchange.of(scope).routing.private = True
         if self.is_turn(scope):
             await self.turn(session, scope, receive, send)
             return
@@ -95,7 +100,7 @@ class SessionEndpoint:
 
     async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one turn of a session. Raises like `TurnRunner.run_turn`."""
-        await self._runner.run_turn(self._faces[scope["path"]], session, scope, receive, send)
+        await self._runner.run_turn(self._apis[scope["path"]], session, scope, receive, send)
 
 
 def _is_aside(method: str, path: str) -> bool:

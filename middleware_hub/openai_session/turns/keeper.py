@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
 from middleware_hub.openai_session.episodes.episode import Allowance, allowance, asked_tokens, choices_of, limit_tokens
 from middleware_hub.openai_session.errors import AnswerCut, ContextOverflow
-from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
 from middleware_hub.openai_session.sessions.session import Session
@@ -51,7 +51,7 @@ class RunningTurn:
         self._exchange = exchange
         self._router = router
         #: The request context.
-        self.flight = exchange.flight
+        self.routing = exchange.routing
         self._task = asyncio.current_task()
         self._ended = asyncio.Event()
 
@@ -62,8 +62,8 @@ class RunningTurn:
             error: the agent gets this error if the turn has no answer.
             keep: whether the tokens sampled so far are recorded and returned.
         """
-        self.flight.aborted = True
-        if self.rid is None or self.flight.worker_url is None:
+        self.routing.aborted = True
+        if self.rid is None or self.routing.worker_url is None:
             self._cancel_task(error)
         else:
             end = self._abort_and_wait(self.rid, error) if keep else self._abort_and_cancel(self.rid, error)
@@ -211,7 +211,9 @@ class EpisodeKeeper:
         if session.episode.given:
             raise BadRequest(f"{why}, and the session has a contract")
 
-    async def grant(self, face: Face, request: AgentRequest, key: RepeatKey | None, running: RunningTurn) -> TurnGrant:
+    async def grant(
+        self, api: AgentApi, request: AgentRequest, key: RepeatKey | None, running: RunningTurn
+    ) -> TurnGrant:
         """Return the request as the session's contract allows it, with a rid by which the engine can abort it.
 
         Args:
@@ -225,10 +227,10 @@ class EpisodeKeeper:
         """
         session, contract = request.session, request.session.episode.contract
         fields, asked_for = contract.apply_fixed(request.fields)
-        self._check_freshness(session, request.places[0].parent)
+        self._check_freshness(session, request.parents[0].parent)
         grant = TurnGrant(fields, asked_for)
         if contract.budget.limits_length or contract.budget.max_turns is not None:
-            grant = await self._within_budget(face, replace(request, fields=fields), grant, key, running)
+            grant = await self._within_budget(api, replace(request, fields=fields), grant, key, running)
         return replace(grant, fields=self._with_rid(request, grant.fields, running))
 
     def _with_rid(self, request: AgentRequest, fields: Mapping[str, Any], running: RunningTurn) -> Mapping[str, Any]:
@@ -250,7 +252,7 @@ class EpisodeKeeper:
         return {**fields, RID: running.rid}
 
     async def _within_budget(
-        self, face: Face, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
+        self, api: AgentApi, request: AgentRequest, grant: TurnGrant, key: RepeatKey | None, running: RunningTurn
     ) -> TurnGrant:
         """Return the grant, limited to the budget that is left, and reserve it. Raises like `grant`.
 
@@ -258,11 +260,11 @@ class EpisodeKeeper:
         """
         session, budget = request.session, request.session.episode.contract.budget
         ledger, prompt, window = session.episode.ledger, None, None
-        lengths = face.endpoint.length_fields
-        choices = choices_of(grant.fields, len(request.places))
-        asked = asked_tokens(grant.fields, lengths, face.endpoint.tokens_by_default)
+        lengths = api.endpoint.length_fields
+        choices = choices_of(grant.fields, len(request.parents))
+        asked = asked_tokens(grant.fields, lengths, api.endpoint.tokens_by_default)
         if budget.limits_length:
-            prompt, window = await face.prompt_tokens(request), await self._window()
+            prompt, window = await api.prompt_tokens(request), await self._window()
         if prompt is None and budget.max_context is not None:
             raise BadRequest("the router cannot tell how long this prompt is, and the contract has a max_context")
         while True:

@@ -57,7 +57,7 @@ class RunToEnd:
         self._watch.cancel()
         if not self._reply.client_left:
             return
-        if not self._reply.recorded and self._running.flight.worker_url is not None:
+        if not self._reply.recorded and self._running.routing.worker_url is not None:
             self._count()
         if error is None or isinstance(error, RouterError):
             raise ClientDisconnected(CLIENT_LEFT) from None

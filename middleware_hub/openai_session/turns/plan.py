@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
 from middleware_hub.openai_session.turns.raw_turn import RawTurn
@@ -32,7 +32,7 @@ class TurnRequest:
         repeat_key: equal for a request and its repetitions; None without a turn id.
     """
 
-    face: Face
+    api: AgentApi
     exchange: Exchange
     scope: Scope
     receive: Receive
@@ -42,15 +42,15 @@ class TurnRequest:
     repeat_key: RepeatKey | None
 
     @classmethod
-    def read(cls, face: Face, scope: Scope, receive: Receive, body: bytes, parsed: Any) -> TurnRequest:
+    def read(cls, api: AgentApi, scope: Scope, receive: Receive, body: bytes, parsed: Any) -> TurnRequest:
         """Return the turn request with its turn id and repeat key.
 
         Raises:
             BadRequest: `X-Turn-Id` is too long.
         """
         turn_id = turn_id_of(scope)
-        key = None if turn_id is None else repeat_key(turn_id, face.path, body)
-        return cls(face, Exchange.of(scope), scope, receive, body, parsed, turn_id, key)
+        key = None if turn_id is None else repeat_key(turn_id, api.path, body)
+        return cls(api, Exchange.of(scope), scope, receive, body, parsed, turn_id, key)
 
 
 def turn_id_of(scope: Scope) -> str | None:

@@ -79,7 +79,7 @@ class TurnRecorder:
         request = plan.request
         prompts = _Prompts(request)
         parts = [(choice, prompts.piece_of(choice), _sampled_pieces(choice)) for choice in choices]
-        places = _parents_of(request, choices)
+        parents = _parents_of(request, choices)
         session = request.session
         if session.ending.status is SessionStatus.DISCARDED:
             raise NotFound(f"session {session.id!r} was deleted")
@@ -90,14 +90,14 @@ class TurnRecorder:
             session.model = model[:MAX_MODEL]
         nbytes = prompts.nbytes
         held: dict[int, ParentMatch] = {}
-        for place in places:
+        for place in parents:
             if id(place) not in held:
                 held[id(place)], new = session.history.intern(place)
                 nbytes += new
-        tools, new = session.history.intern_tools(tools_of(fields) if request.places[0].parent is None else None)
+        tools, new = session.history.intern_tools(tools_of(fields) if request.parents[0].parent is None else None)
         nbytes += new
         requests: dict[int, int] = {}  # id of a prompt's piece to the number of its first turn
-        for (choice, given, sampled), place in zip(parts, places, strict=True):
+        for (choice, given, sampled), place in zip(parts, parents, strict=True):
             number = len(session.turns)
             numbers = {"number": number, "request": requests.setdefault(id(given), number)}
             turn = self._turn(plan, held[id(place)], given, sampled, choice, facts, tools=tools, cache=cache, **numbers)
@@ -242,13 +242,13 @@ def _parents_of(request: AgentRequest, choices: Sequence[Choice]) -> list[Parent
     Raises:
         UnusableAnswer: the prompts of a batch have different numbers of choices.
     """
-    places = request.places
-    if len(places) == 1:
-        return [places[0]] * len(choices)
-    each, rest = divmod(len(choices), len(places))
+    parents = request.parents
+    if len(parents) == 1:
+        return [parents[0]] * len(choices)
+    each, rest = divmod(len(choices), len(parents))
     if rest or not all(0 <= choice.index < len(choices) for choice in choices):
-        raise UnusableAnswer(f"the worker's answer has {len(choices)} choices for {len(places)} prompts")
-    return [places[choice.index // each] for choice in choices]
+        raise UnusableAnswer(f"the worker's answer has {len(choices)} choices for {len(parents)} prompts")
+    return [parents[choice.index // each] for choice in choices]
 
 
 class _Prompts:

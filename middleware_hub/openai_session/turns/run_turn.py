@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from middleware_hub.openai_session.agent_apis.agent_api import AgentApi, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import ContextOverflow, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -80,7 +80,7 @@ class TurnRunner:
         self._heartbeat = heartbeat
         self._agreement = TokenizerAgreement.of(router)
 
-    async def run_turn(self, face: Face, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run_turn(self, api: AgentApi, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one turn: read, place, grant, plan, sample, record, save, and end the reply.
 
         Raises:
@@ -90,16 +90,16 @@ class TurnRunner:
             StateError: the session cannot be saved.
         """
         exchange = Exchange.of(scope)
-        exchange.error_body, exchange.flight.private = face.error_body, True
+        exchange.error_body, exchange.routing.private = api.error_body, True
         body = await exchange.read(receive)
         parsed = exchange.loads(body)
         refuse_long_turn(body, parsed)
-        form = face.stream_form(session, parsed)
+        form = api.stream_form(session, parsed)
         streams = isinstance(parsed, Mapping) and parsed.get("stream") is True
         async with Heartbeat(send, exchange, form, self._heartbeat if streams else 0.0) as heartbeat:
             reply = ReplySender(heartbeat.send, partial(self._archive.save, session))
             try:
-                asked = TurnRequest.read(face, scope, receive, body, parsed)
+                asked = TurnRequest.read(api, scope, receive, body, parsed)
                 with self._store.in_use(session):
                     await self._run_once(session, asked, form, reply)
             except StateError:
@@ -112,8 +112,8 @@ class TurnRunner:
                 raise
 
     async def _run_once(self, session: Session, asked: TurnRequest, form: StreamForm, reply: ReplySender) -> None:
-        face = asked.face
-        if (reason := face.untraced_reason(asked.parsed)) is not None:
+        api = asked.api
+        if (reason := api.untraced_reason(asked.parsed)) is not None:
             await self.pass_untraced(session, reason, asked.body, asked.scope, asked.receive, reply.send)
             return
         account = partial(self._store.account, session)
@@ -125,7 +125,7 @@ class TurnRunner:
             except ContextOverflow as error:
                 # Harnesses of some APIs look for a full context in the stream. If a heartbeat has begun the stream, the
                 # error is written there anyway.
-                events = None if form.began else face.overflow_stream(session, asked.parsed, error)
+                events = None if form.began else api.overflow_stream(session, asked.parsed, error)
                 if events is None:
                     raise
                 await reply.finish(events, start_message(events, EVENT_STREAM))
@@ -139,15 +139,15 @@ class TurnRunner:
             self._keeper.check(session)  # again: the session may have ended meanwhile
         with self._keeper.running(session, asked.exchange) as running:
             with Watch(asked.receive):  # encoding a long text takes time: stop if the agent disconnects
-                request = await asked.face.turn(session, asked.parsed, now=self._now())
+                request = await asked.api.turn(session, asked.parsed, now=self._now())
                 form.set_turn(request)
-                grant = await self._keeper.grant(asked.face, request, asked.repeat_key, running)
+                grant = await self._keeper.grant(asked.api, request, asked.repeat_key, running)
             async with self._run_to_end(request, grant, asked, running, reply) as receive:
                 plan = await self._plan(asked, request, grant)
                 try:
                     await self._sample(plan, asked, receive, running, reply)
                 except UnusableAnswer:
-                    flag_worker(self._recorder.statistics.invalid_answers, asked.exchange.flight.worker_url)
+                    flag_worker(self._recorder.statistics.invalid_answers, asked.exchange.routing.worker_url)
                     raise
 
     def _run_to_end(
@@ -161,11 +161,11 @@ class TurnRunner:
 
     async def _plan(self, asked: TurnRequest, request: AgentRequest, grant: TurnGrant) -> TurnPlan:
         await self._agreement.require(asked.scope)
-        asked.exchange.flight.mark("read", mode="session", session=request.session.id)
+        asked.exchange.routing.mark("read", mode="session", session=request.session.id)
         self._set_adapter(grant, asked.exchange)
-        endpoint, parent = asked.face.endpoint, request.places[0].parent
+        endpoint, parent = asked.api.endpoint, request.parents[0].parent
         if request.prompt is not None and parent is not None:
-            asked.exchange.flight.continued_cache = parent.cache
+            asked.exchange.routing.continued_cache = parent.cache
         missing = endpoint.rows_missing if request.has_several_choices else None
         deliveries = RowDeliveries.captured(
             self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
@@ -176,7 +176,7 @@ class TurnRunner:
         candidates = await self._stream_facts.candidates(request)
         raw = None
         if endpoint.takes_ids and (facts := _without_ids(candidates)) is not None:
-            raw, written = await self._plan_raw(asked.face, request, grant, facts, written)
+            raw, written = await self._plan_raw(asked.api, request, grant, facts, written)
         plan = TurnPlan(
             request,
             grant,
@@ -184,13 +184,13 @@ class TurnRunner:
             written=written,
             turn_id=asked.turn_id,
             repeat_key=asked.repeat_key,
-            side_call=asked.face.is_side_call(asked.scope),
+            side_call=asked.api.is_side_call(asked.scope),
             raw=raw,
         )
         return replace(plan, streams=True) if self._streams(plan, endpoint, candidates) else plan
 
     async def _plan_raw(
-        self, face: Face, request: AgentRequest, grant: TurnGrant, facts: Facts, written: Sequence[bytes]
+        self, api: AgentApi, request: AgentRequest, grant: TurnGrant, facts: Facts, written: Sequence[bytes]
     ) -> tuple[RawTurn, Sequence[bytes]]:
         """Return how the router parses the turn's answer, and the prompt ids as JSON; a root's prompt is rendered here.
 
@@ -207,7 +207,7 @@ class TurnRunner:
         decode = self._router.tokenizer.decode
         if request.prompt is not None:
             return RawTurn.from_prompt(request.prompt.given.tokens, fields, parsers, facts, decode, root=False), written
-        ids = await face.render_ids(fields)
+        ids = await api.render_ids(fields)
         return RawTurn.from_prompt(ids, fields, parsers, facts, decode, root=True), written_ids(ids)
 
     def _set_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
@@ -238,7 +238,7 @@ class TurnRunner:
     ) -> None:
         request = plan.request
         # No rows are requested if the answer does not tell which choice they belong to.
-        unclear = request.stream and request.has_several_choices and asked.face.endpoint.rows_missing is not None
+        unclear = request.stream and request.has_several_choices and asked.api.endpoint.rows_missing is not None
         with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
@@ -266,27 +266,27 @@ class TurnRunner:
         reply: ReplySender,
     ) -> None:
         """Record the turn. Raises PromptNotRead, UnusableAnswer, NotFound."""
-        flight, request = exchange.flight, plan.request
+        routing, request = exchange.routing, plan.request
         facts: Mapping[str, Any] = {
-            "worker": flight.worker_url,
+            "worker": routing.worker_url,
             "request_id": exchange.request_id,
-            **({"waited_s": round(flight.waited, 6)} if flight.waited else {}),
-            "cache_versions": flight.cache_versions,
-            **self._facts_for_audits(plan, flight.worker_url),
+            **({"waited_s": round(routing.waited, 6)} if routing.waited else {}),
+            "cache_versions": routing.cache_versions,
+            **self._facts_for_audits(plan, routing.worker_url),
         }
         try:
             self._check_prompt(plan, choices, prompt_tokens, exchange)
-            recorded = self._recorder.record(plan, choices, facts, flight.cache)
+            recorded = self._recorder.record(plan, choices, facts, routing.cache)
         except UnusableAnswer as error:
             if plan.streams:  # the agent has the text already and may go on from it
                 self._recorder.note_untraced(request.path, request.session, str(error), exchange.request_id)
             raise
         aborted = any(choice.finish == ABORT for choice in choices)
         reply.recorded, reply.repeatable = recorded, recorded and not (reply.client_left and aborted)
-        flight.mark("prompt", tokens=_prompt_tokens(request, choices))
+        routing.mark("prompt", tokens=_prompt_tokens(request, choices))
         for each in choices:
             version = each.versions[-1].version if each.versions else None
-            flight.mark("answer", tokens=len(each.ids), finish=each.finish, version=version)
+            routing.mark("answer", tokens=len(each.ids), finish=each.finish, version=version)
 
     def _check_prompt(
         self, plan: TurnPlan, choices: Sequence[Choice], prompt_tokens: int | None, exchange: Exchange
@@ -301,7 +301,7 @@ class TurnRunner:
         queued = any(not choice.ids and choice.finish == ABORT for choice in choices)  # reports no prompt
         if prompt_tokens is None or queued or prompt_tokens == given or not given:
             return
-        worker = exchange.flight.worker_url
+        worker = exchange.routing.worker_url
         if not self._router.fleet.known_facts(worker or "").counts_prompts:
             return
         self._recorder.check_prompts(request, choices)
@@ -357,5 +357,5 @@ def _prompt_tokens(request: AgentRequest, choices: Sequence[Choice]) -> int:
     """Return the number of tokens in all prompts; every prompt must have the same number of choices."""
     if request.prompt is not None:
         return request.prompt.length
-    one_per_prompt = choices[:: max(1, len(choices) // len(request.places))]
+    one_per_prompt = choices[:: max(1, len(choices) // len(request.parents))]
     return sum(len(each.prompt or ()) for each in one_per_prompt)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from middleware_hub.openai_session.agent_apis.agent_api import AgentApi, ReplyWriter, start_message
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
-from middleware_hub.openai_session.faces.face import Face, ReplyWriter, start_message
 from middleware_hub.openai_session.turns.carried import CarriedAnswer, TurnReply
 from middleware_hub.openai_session.turns.carried_stream import CarriedStream
 from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts, TurnPlan, TurnRequest
@@ -79,12 +79,12 @@ class TurnSampling(ABC):
         self.services = services
         self.plan = plan
         self.asked = asked
-        self.face: Face = asked.face
+        self.api: AgentApi = asked.api
         self.exchange: Exchange = asked.exchange
         self.fields: Mapping[str, Any] = plan.grant.fields
-        self.writer: ReplyWriter = asked.face.writer(plan.request)
+        self.writer: ReplyWriter = asked.api.writer(plan.request)
         #: The services that resume a cut turn; None if the turn cannot be resumed.
-        self.resume = services.router.resume if self.face.endpoint.path == paths.CHAT else None
+        self.resume = services.router.resume if self.api.endpoint.path == paths.CHAT else None
 
     @abstractmethod
     async def run(self, receive: Receive, reply: ReplySender, end: Callable[[], Awaitable[None]]) -> None:
@@ -119,15 +119,15 @@ class TurnSampling(ABC):
     def inner_scope(self, body: bytes) -> Scope:
         """Return the scope of a request to the engine, whose path may differ from the agent's."""
         inner = with_body(self.asked.scope, body)
-        if self.face.path != self.face.endpoint.path:
-            path = self.face.endpoint.path
+        if self.api.path != self.api.endpoint.path:
+            path = self.api.endpoint.path
             inner = {**inner, "path": path, "raw_path": path.encode("ascii"), "query_string": b""}
         return inner
 
     def body(self, *, stream: bool) -> bytes:
         """Return the body of the request to the engine."""
         fields = self.fields if self.plan.raw is None else self.plan.raw.engine_fields
-        return self.face.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
+        return self.api.endpoint.request(fields, stream=stream, ids=self.plan.written or None)
 
 
 class StreamedTurn(TurnSampling):
@@ -138,13 +138,13 @@ class StreamedTurn(TurnSampling):
         self.stream = self._new_stream()
 
     def _new_stream(self) -> TurnStream:
-        flight, pool = self.exchange.flight, self.services.router.pool
+        routing, pool = self.exchange.routing, self.services.router.pool
         return TurnStream(
             self.plan.request,
             self.fields,
-            self.face.endpoint,
+            self.api.endpoint,
             self.writer,
-            lambda: pool.version_of(flight.worker_url),
+            lambda: pool.version_of(routing.worker_url),
             None if self.plan.raw is None else RawStream(self.plan.raw),
             self.resume,
         )
@@ -214,7 +214,7 @@ class StreamedTurn(TurnSampling):
             await self._learn_version()
             try:
                 choices = stream.choices()
-                if self.face.endpoint.path == paths.CHAT and self.plan.raw is None:
+                if self.api.endpoint.path == paths.CHAT and self.plan.raw is None:
                     await self._show_all_calls(choices)
             except UnusableAnswer as error:
                 self._note_untraced(str(error))
@@ -234,7 +234,7 @@ class StreamedTurn(TurnSampling):
         return self.stream.error_part(error)
 
     async def _learn_version(self) -> None:
-        url = self.exchange.flight.worker_url
+        url = self.exchange.routing.worker_url
         if len(self.stream.growing.versions) == 1 and url is not None:
             version = await self.services.router.fleet.weight_version(url)
             self.stream.version_confirmed = self.stream.growing.versions == {version}
@@ -246,11 +246,11 @@ class StreamedTurn(TurnSampling):
             UpstreamBroken: the end of the stream may be lost.
             UnusableAnswer: the stream contradicts itself.
         """
-        url, request = self.exchange.flight.worker_url, self.plan.request
+        url, request = self.exchange.routing.worker_url, self.plan.request
         if isinstance(error, StreamShortfall) and self.stream.is_open:
             raise UpstreamBroken(f"the worker's stream ended early: {error}") from None
         if isinstance(error, StreamShortfall) and url is not None:
-            await self.services.stream_facts.learn(url, self.face.endpoint.path, str(error))
+            await self.services.stream_facts.learn(url, self.api.endpoint.path, str(error))
         reason = f"the worker's stream cannot be recorded: {error}"
         self._note_untraced(reason)
         if self.stream.ended_with_error and tools_of(self.fields):
@@ -264,7 +264,7 @@ class StreamedTurn(TurnSampling):
 
     async def _show_all_calls(self, choices: Sequence[Choice]) -> None:
         """Show the sampled tool calls that the stream left out; if that fails, put the reason into the turn's facts."""
-        url, services = self.exchange.flight.worker_url, self.services
+        url, services = self.exchange.routing.worker_url, self.services
         if url is None or not tools_of(self.fields):
             return
         facts = await services.router.fleet.facts(url)
@@ -310,10 +310,10 @@ class WholeTurn(TurnSampling):
         unread: dict[int, str] = {}
         try:
             if self.plan.raw is not None:
-                answer, unread = self.plan.raw.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
-            elif self.face.shows_open_calls:
+                answer, unread = self.plan.raw.parse_answer(answer, shows_open_calls=self.api.shows_open_calls)
+            elif self.api.shows_open_calls:
                 answer = await self._with_unfinished(answer)
-            choices = self.face.endpoint.choices(answer)
+            choices = self.api.endpoint.choices(answer)
             if (raw := self._raw) is not None:
                 for choice in choices:
                     choice.prompt = raw.prompt
@@ -322,7 +322,7 @@ class WholeTurn(TurnSampling):
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {in_words(error)}") from None
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
-        seen, read = self.face.endpoint.for_client(answer, self.fields), token_count(answer.get("usage"))
+        seen, read = self.api.endpoint.for_client(answer, self.fields), token_count(answer.get("usage"))
         try:
             stream = self.plan.request.stream
             self._end = body = self._as_stream(seen) if stream else orjson.dumps(self.writer.write_answer(seen))
@@ -338,13 +338,13 @@ class WholeTurn(TurnSampling):
 
     def _as_stream(self, answer: Mapping[str, Any]) -> bytes:
         """Return a whole answer as the bytes of a stream."""
-        assert self.face.endpoint.chunks is not None
-        events = [self.writer.write_chunk(chunk, b"") for chunk in self.face.endpoint.chunks(answer, self.fields)]
+        assert self.api.endpoint.chunks is not None
+        events = [self.writer.write_chunk(chunk, b"") for chunk in self.api.endpoint.chunks(answer, self.fields)]
         return b"".join([*events, self.writer.write_other(Event.read(LAST_EVENT))])
 
     async def _with_unfinished(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the answer with the incomplete tool calls at its end."""
-        url, services = self.exchange.flight.worker_url, self.services
+        url, services = self.exchange.routing.worker_url, self.services
         if url is None or not ends_early(answer, self.fields):
             return answer
         facts = await services.router.fleet.facts(url)
@@ -355,8 +355,8 @@ class WholeTurn(TurnSampling):
 
         Return None if that is not possible or fails too.
         """
-        url, plan, services = self.exchange.flight.worker_url, self.plan, self.services
-        if url is None or plan.request.has_several_choices or plan.deliveries or self.face.endpoint.path != paths.CHAT:
+        url, plan, services = self.exchange.routing.worker_url, self.plan, self.services
+        if url is None or plan.request.has_several_choices or plan.deliveries or self.api.endpoint.path != paths.CHAT:
             return None
         if plan.raw is not None:  # the engine parsed nothing
             return None
@@ -365,10 +365,10 @@ class WholeTurn(TurnSampling):
             return None
         try:
             turn, written = await self._raw_turn(facts, receive)
-            body = self.face.endpoint.request(turn.engine_fields, stream=False, ids=written)
+            body = self.api.endpoint.request(turn.engine_fields, stream=False, ids=written)
             answer = await self._json(body, receive)
             (_,) = answer["choices"]
-            read, unread = turn.parse_answer(answer, shows_open_calls=self.face.shows_open_calls)
+            read, unread = turn.parse_answer(answer, shows_open_calls=self.api.shows_open_calls)
         except (UnreadableAnswer, ValueError, *MALFORMED):
             return None
         if unread:

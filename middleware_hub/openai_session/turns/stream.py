@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
 from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, is_abort

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import UpstreamBroken

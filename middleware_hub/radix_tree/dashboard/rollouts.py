@@ -43,7 +43,7 @@ class TextRollouts:
         self, exchange: Exchange, request: GenerateRequest, prompts: Sequence[TokenizedText]
     ) -> Iterator[RunningRollouts]:
         """Yield the rollouts of a request's generations; inside this context the request counts as in flight."""
-        group, model = exchange.flight.group, request.body.get("lora_path")
+        group, model = exchange.routing.group, request.body.get("lora_path")
         rollouts = []
         for generation in range(request.generations):
             before, _ = self._turn_before(prompts[request.prompt_of(generation)])
@@ -57,13 +57,13 @@ class TextRollouts:
                 )
             )
             self._ensure_listed(rollout)
-            rollout.flights.append(exchange.flight)
+            rollout.routings.append(exchange.routing)
             rollouts.append(rollout)
         try:
             yield RunningRollouts(self, rollouts, exchange, time.time())
         finally:
             for rollout in rollouts:
-                rollout.flights.remove(exchange.flight)
+                rollout.routings.remove(exchange.routing)
                 rollout.used_at = time.time()
                 self._remove_if_over(rollout)
 
@@ -158,7 +158,7 @@ class TextRollouts:
 
     def _remove_if_over(self, rollout: TextRollout) -> None:
         """Remove a rollout that has no turns and no requests in flight."""
-        if not rollout.turns and not rollout.flights and self._by_id.pop(rollout.id, None) is not None:
+        if not rollout.turns and not rollout.routings and self._by_id.pop(rollout.id, None) is not None:
             self._shelf.remove(rollout.place)
 
     def __iter__(self) -> Iterator[TextRollout]:
@@ -191,14 +191,14 @@ class RunningRollouts:
 
     def recorded(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
         """Add a recorded generation to its rollout; `meta` is the engine's `meta_info`."""
-        flight, cached = self._exchange.flight, meta.get("cached_tokens")
+        routing, cached = self._exchange.routing, meta.get("cached_tokens")
         facts = RequestFacts(
             cached_tokens=cached if type(cached) is int else None,
-            worker=flight.worker_url,
+            worker=routing.worker_url,
             request_id=self._exchange.request_id,
             asked_at=self._asked_at,
             answered_at=time.time(),
-            waited_s=round(flight.waited, 6),
+            waited_s=round(routing.waited, 6),
         )
         self._rollouts.recorded(self._each[generation], prompt, entry, facts)
 

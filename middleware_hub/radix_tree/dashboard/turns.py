@@ -118,7 +118,7 @@ class TextTurn:
 class TextRollout:
     """One episode: a tree of turns."""
 
-    __slots__ = ("count", "flights", "group", "id", "model", "started_at", "turns", "used_at")
+    __slots__ = ("count", "group", "id", "model", "routings", "started_at", "turns", "used_at")
 
     def __init__(self, now: float, group: str | None = None, model: str | None = None) -> None:
         self.id = NAMED + secrets.token_hex(8)
@@ -127,7 +127,7 @@ class TextRollout:
         self.model = model
         self.turns: dict[int, TextTurn] = {}
         self.count = 0  # of turns so far, evicted ones included
-        self.flights: list[Any] = []  # the contexts of the requests in flight
+        self.routings: list[Any] = []  # the routing states of the requests in flight
 
     def continued(self) -> dict[int, int]:
         """Return, by number of a turn that others continue, how many of its tokens the longest continuation keeps."""

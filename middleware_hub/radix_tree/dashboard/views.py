@@ -57,7 +57,7 @@ class RolloutView:
             label=None,
             model=rollout.model,
             turns=len(turns),
-            under_way=len(rollout.flights),
+            under_way=len(rollout.routings),
             segments=sum(turn.before is None for turn in turns),
             leaves=len(turns) - len(continued),
             reasons=dict(Counter(turn.reason for turn in turns if turn.reason is not None)),
@@ -116,10 +116,10 @@ class RolloutView:
         return [*dict.fromkeys(worker for worker in workers if worker is not None)]
 
     def _state(self) -> str:
-        flights = self._rollout.flights
-        if not flights:
+        routings = self._rollout.routings
+        if not routings:
             return IDLE
-        return WAITING if all(flight.waits for flight in flights) else RUNNING
+        return WAITING if all(routing.waits for routing in routings) else RUNNING
 
 
 def _turn_span(turn: TextTurn, end: int) -> dict[str, Any]:

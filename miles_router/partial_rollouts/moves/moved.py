@@ -44,7 +44,7 @@ PAUSE_CHECK_SECONDS = 0.25
 
 @dataclass(eq=False)
 class Relocation:
-    """One request that is to move (`Flight.move`). Its present worker was asked to return the sampled tokens.
+    """One request that is to move (`Routing.move`). Its present worker was asked to return the sampled tokens.
 
     Attributes:
         app: the innermost app.
@@ -77,9 +77,9 @@ class MovedAttempt(Attempt):
 
         An abort by a client, or by a pause in the meantime, ends the generation here; an outer layer may resume it.
         """
-        flight, gate = self.exchange.flight, self._services.router.gate
-        mine = flight.move is not None and flight.move.cuts == gate.cuts
-        return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
+        routing, gate = self.exchange.routing, self._services.router.gate
+        mine = routing.move is not None and routing.move.cuts == gate.cuts
+        return mine and is_abort(finish) and not routing.aborted and not is_failure(finish)
 
 
 class _FirstReply(FollowingAnswer):
@@ -143,10 +143,10 @@ class MovedAnswer(ResumableAnswer):
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
-        flight = self.exchange.flight
-        if flight.aborted:
+        routing = self.exchange.routing
+        if routing.aborted:
             raise UpstreamBroken("the request was aborted, and its worker did not return the sampled tokens") from error
-        flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
+        routing.preferred, routing.move, routing.first_byte_at = self._relocation.source, None, None
         await self.app(self.scope, replay(self._body, self.receive), self.send)
 
     # Overrides of ContinuedRequest
@@ -167,22 +167,22 @@ class MovedAnswer(ResumableAnswer):
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """Let a worker continue the generation; return early if a pause comes while no worker has the request."""
-        flight = attempt.exchange.flight
-        flight.move, flight.first_byte_at = None, None
+        routing = attempt.exchange.routing
+        routing.move, routing.first_byte_at = None, None
         if not self._tries:
             self.services.router.metrics.moved_generations += 1
-            where = {"source": self._relocation.source, "target": flight.preferred}
+            where = {"source": self._relocation.source, "target": routing.preferred}
             fields = {"request_id": self.exchange.request_id, **where}
             logger.debug("generation_moved", extra={"fields": fields})
         if not await self._run_until_pause(
-            super().sample(attempt, generation, seam, body), lambda: flight.stop is None
+            super().sample(attempt, generation, seam, body), lambda: routing.stop is None
         ):
             return  # it waits at the gate
         self._tries = self._refusals = 0
-        self.exchange.flight.worker_url = flight.worker_url
+        self.exchange.routing.worker_url = routing.worker_url
 
     async def note_end(self, attempt: Attempt, generation: ResumableGeneration, finish: Any) -> None:
-        relocation = attempt.exchange.flight.move
+        relocation = attempt.exchange.routing.move
         await super().note_end(attempt, generation, finish)
         if generation.is_cut and relocation is not None:
             self._relocation = relocation
@@ -191,7 +191,7 @@ class MovedAnswer(ResumableAnswer):
 
     def _send_to_target(self, exchange: Exchange) -> None:
         """Address the next request, and questions about the engine, to the target: the source has a queue."""
-        exchange.flight.worker_url = exchange.flight.preferred = self._relocation.target
+        exchange.routing.worker_url = exchange.routing.preferred = self._relocation.target
 
     async def should_retry(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """Wait, and prefer the source worker for the next attempt; return False if the client has aborted.
@@ -199,13 +199,13 @@ class MovedAnswer(ResumableAnswer):
         Raises:
             CannotResume: the limit of attempts is reached.
         """
-        if exchange.flight.aborted:
+        if exchange.routing.aborted:
             return False
         self._tries += 1
         self._refusals += not isinstance(error, RouterError)
         if self._tries > TRIES or self._refusals > REFUSALS:
             raise CannotResume(str(error)) from error
-        exchange.flight.preferred = self._relocation.source
+        exchange.routing.preferred = self._relocation.source
         with Watch(self.receive, 0):
             await asyncio.sleep(min(LAST_DELAY, FIRST_DELAY * 2**self._tries))
         return True

@@ -118,13 +118,13 @@ class Mover:
     def _update_stays(self, now: float) -> None:
         before, self._stays = self._stays, {}
         for exchange, body in self._services.in_flight.requests():
-            flight = exchange.flight
-            if not flight.movable or flight.worker_url is None:
+            routing = exchange.routing
+            if not routing.movable or routing.worker_url is None:
                 continue
-            place, stay = UnitName(flight.worker_url, flight.rank), before.get(exchange)
+            place, stay = UnitName(routing.worker_url, routing.rank), before.get(exchange)
             if stay is None or stay.place != place or stay.body is not body:
                 stay = Stay(place, now, body)
-                flight.move = None  # the move from its earlier unit is over
+                routing.move = None  # the move from its earlier unit is over
             self._stays[exchange] = stay
 
     def _loads(self) -> dict[UnitName, int]:
@@ -136,13 +136,13 @@ class Mover:
             if self._supports_moves(unit.worker) and unit.worker.weight_version == pool.weight_version
         }
         for exchange, stay in self._stays.items():
-            move = exchange.flight.move
-            if move is not None and exchange.flight.stop is not None and stay.place in loads:
+            move = exchange.routing.move
+            if move is not None and exchange.routing.stop is not None and stay.place in loads:
                 loads[stay.place] -= 1
                 _count_request(loads, move.target)
         for exchange in self._attempts:
-            if exchange.flight.stop is None:  # not at a worker at the moment
-                _count_request(loads, exchange.flight.preferred)
+            if exchange.routing.stop is None:  # not at a worker at the moment
+                _count_request(loads, exchange.routing.preferred)
         return loads
 
     def _candidates(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
@@ -168,12 +168,12 @@ class Mover:
                 self._services.router.metrics.unmoved_generations[reason] += 1
                 stay.immovable = True
                 return False
-            here = UnitName(exchange.flight.worker_url or "", exchange.flight.rank) == source and _awaits_reply(
+            here = UnitName(exchange.routing.worker_url or "", exchange.routing.rank) == source and _awaits_reply(
                 exchange
             )
             if not here or not self._is_undisturbed() or not {source, target} <= self._loads().keys():
                 return False
-            exchange.flight.move = Relocation(
+            exchange.routing.move = Relocation(
                 services=self._services,
                 app=self._app,
                 request=request,
@@ -183,7 +183,7 @@ class Mover:
                 cuts=self._fleet.gate.cuts,
                 attempts=self._attempts,
             )
-            *_, name = request.body[RID], *exchange.flight.names_inward(request.body[RID])
+            *_, name = request.body[RID], *exchange.routing.names_inward(request.body[RID])
             self._order_abort(self._fleet.pool.get(source.url), name, order.pop_all())
         return True
 
@@ -222,7 +222,7 @@ def _count_request(loads: dict[UnitName, int], url: str | None) -> None:
 
 def _awaits_reply(exchange: Exchange) -> bool:
     """Return whether a request waits for its worker's reply, and is neither aborted, nor moving, nor moved in vain."""
-    flight = exchange.flight
+    routing = exchange.routing
     if BEGUN_ANEW in exchange.notes:
         return False
-    return flight.first_byte_at is None and flight.move is None and not flight.aborted and flight.stop is not None
+    return routing.first_byte_at is None and routing.move is None and not routing.aborted and routing.stop is not None

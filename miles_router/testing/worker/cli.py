@@ -102,7 +102,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
                 # A process's recorded exchanges cannot be read from outside, and bodies are large.
-                door_limit=16,
+                log_limit=16,
             )
             await stack.enter_async_context(worker)
             model = worker.settings.model_path

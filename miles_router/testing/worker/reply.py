@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import orjson
 from aiohttp import web
 
-from miles_router.testing.worker.door import Exchange
+from miles_router.testing.worker.exchange_log import Exchange
 from miles_router.testing.worker.faults import Fault
 
 JSON = "application/json"

@@ -19,8 +19,8 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the simulated worker needs aiohttp: pip install 'miles-router[testing]'") from error
 
-from miles_router.testing.worker.door import Door, Exchange
 from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.exchange_log import Exchange, ExchangeLog
 from miles_router.testing.worker.faults import Faults
 from miles_router.testing.worker.model.constrained import stop_id
 from miles_router.testing.worker.model.generation import Model
@@ -113,7 +113,7 @@ class SimulatedWorker:
         enable_lora: bool = False,
         health_latency_s: float = 0.0,
         health_timeout_s: float = 20.0,
-        door_limit: int = 10_000,
+        log_limit: int = 10_000,
         dp_size: int = 1,
     ) -> None:
         self.host = host
@@ -131,7 +131,7 @@ class SimulatedWorker:
             enable_lora=enable_lora,
             dp_size=dp_size,
         )
-        self.door = Door(door_limit)
+        self.log = ExchangeLog(log_limit)
         self.faults = Faults()
         self.settings = Settings(
             model_path=model_path,
@@ -304,7 +304,7 @@ class SimulatedWorker:
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         exchange = Exchange(request.method, request.raw_path, request.raw_headers)
-        self.door.open(exchange)
+        self.log.open(exchange)
         reply = self.reply_type(request, exchange, self.faults.take(exchange.path))
         try:
             exchange.body = await request.read()
@@ -319,7 +319,7 @@ class SimulatedWorker:
             await forever()
         finally:
             exchange.done = True
-            self.door.notify()
+            self.log.notify()
 
     async def _route(self, request: web.BaseRequest, exchange: Exchange, reply: Reply) -> web.StreamResponse:
         path = unquote(exchange.path)

@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.door import Exchange
 from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.exchange_log import Exchange
 from miles_router.testing.worker.model.generation import GenerationRequest
 from miles_router.testing.worker.reply import Reply
 from miles_router.testing.worker.settings import Settings

@@ -64,7 +64,7 @@ async def _serve(options: argparse.Namespace) -> None:
         workers = [
             PacedWorker(
                 gpu.scaled(float(speed)), time_scale=options.time_scale, host=HOST, port=int(port), replica=number,
-                context_len=2 * gpu.kv_tokens, door_limit=4,
+                context_len=2 * gpu.kv_tokens, log_limit=4,
             )
             for number, (port, speed) in enumerate(made)
         ]  # fmt: skip
@@ -78,7 +78,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 async def _lose(workers: list[PacedWorker], seconds: float) -> None:
     """Lose the last worker so long after the first generation came anywhere."""
-    waits = [asyncio.ensure_future(each.door.wait_for(lambda door: door.at("/generate"), 1e9)) for each in workers]
+    waits = [asyncio.ensure_future(each.log.wait_for(lambda log: log.at("/generate"), 1e9)) for each in workers]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

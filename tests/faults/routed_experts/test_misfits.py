@@ -141,10 +141,10 @@ async def test_a_worker_of_another_model_among_the_fleet_spoils_its_own_answers_
         trial = await experts_trial(stage, one, other)
         for number in range(8):
             await trial.generate(input_ids=[40, 41, number], rid=f"row-{number}")
-        theirs = {worker: [each.rid for each in worker.door.generations] for worker in (one, other)}
+        theirs = {worker: [each.rid for each in worker.log.generations] for worker in (one, other)}
         assert all(theirs.values()), "each has answered some"
         for rid in theirs[one]:
-            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(one.door.generation(rid))))
+            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(one.log.generation(rid))))
         for rid in theirs[other]:
             assert (await trial.refused(rid=rid))[0] == 404
         assert sum((await trial.missing()).values()) == len(theirs[other])
@@ -160,8 +160,8 @@ async def test_without_a_shape_that_is_known_each_worker_is_judged_by_its_own_ro
         for number in range(8):
             await trial.generate(input_ids=[40, 41, number], rid=f"row-{number}")
         for worker, shape in ((one, MOE), (other, OTHER)):
-            assert worker.door.generations, "each has answered some"
-            for generation in worker.door.generations:
+            assert worker.log.generations, "each has answered some"
+            for generation in worker.log.generations:
                 expected = truth(tokens_of(generation), moe=shape)
                 assert np.array_equal(await trial.rows(rid=generation.rid), expected.reshape(len(expected), -1))
         assert await trial.missing() == {}

@@ -82,7 +82,7 @@ async def test_a_worker_without_the_flag_is_named(stage: Stage, around: Sequence
                 answer = await trial.post("/generate", asked)
                 assert (answer.status, FIELD in answer.body) == (200, asks)
                 rid = asked["rid"]
-                assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(good.door.generation(rid))))
+                assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(good.log.generation(rid))))
 
 
 def asking(whom: str, number: int, *, asks: bool, stream: bool) -> dict[str, Any]:

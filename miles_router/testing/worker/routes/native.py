@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest
 from miles_router.testing.worker.visit import Visit
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
