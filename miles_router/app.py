@@ -25,6 +25,8 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
+from miles_router.discovery.discovery import Discovery
+from miles_router.discovery.sources import parse_source
 from miles_router.edge import RouterApp
 from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import (
@@ -126,7 +128,14 @@ def create_app(
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)
-    routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay)
+    discovery = None
+    if config.discover and duty.checks:
+        sources = [parse_source(each) for each in config.discover]
+        discovery = Discovery(sources, admin.registry, pools, interval=config.health_check_interval)
+        router.publish("discovery", discovery.statistics)
+    routes.lifespan_context = _lifespan(
+        layers, duty, owners, pools, upstream, store, registrations, loop_delay, discovery
+    )
     _register_metrics(router, layers)
     return RouterApp(
         config=config,
@@ -400,6 +409,7 @@ def _lifespan(
     store: StateStore | None,
     registrations: Registrations,
     loop_delay: LoopDelay,
+    discovery: Discovery | None,
 ) -> Lifespan[Any]:
     """Return the lifespan: it restores the workers, then starts health checks and middlewares, outermost first.
 
@@ -416,6 +426,8 @@ def _lifespan(
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
             await running.enter_async_context(duty.running(pools))
+            if discovery is not None:
+                await running.enter_async_context(discovery.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -106,6 +106,11 @@ class WorkerPool(Members):
             self._update(known, api_key, attributes)
             self.reach(known, weight_version)
             return known
+        worker = self._arrive(address, api_key, attributes)
+        self._welcome(worker, weight_version, before=None)
+        return worker
+
+    def _arrive(self, address: WorkerUrl, api_key: str | None, attributes: Mapping[str, object] | None) -> Worker:
         # A worker that was removed and returns while old requests still run keeps counting them.
         worker = self._leaving.pop(address.url, None)
         if worker is None:
@@ -116,17 +121,19 @@ class WorkerPool(Members):
             worker.caches.change(worker.weight_version, new_number())  # its old requests may still fill caches
             worker.failures, worker.weight_version = 0, None
         self._register(worker)
-        self._welcome(worker, weight_version, before=None)
         return worker
 
-    def expect(self, address: WorkerUrl) -> Worker:
-        """Register a configured worker and return it. It is not routable before it has answered a check, unless failed
-        checks do not quarantine workers."""
+    def expect(
+        self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
+    ) -> Worker:
+        """Register a configured or discovered worker and return it. It is not routable before it has answered a check,
+        unless failed checks do not quarantine workers. A registered worker is changed as by `add`."""
         if (known := self._workers.get(address.url)) is not None:
+            self._update(known, api_key, attributes)
             return known
         if self._failure_threshold >= NEVER:
-            return self.add(address)
-        self._register(worker := Worker(address, now=self._now()))
+            return self.add(address, api_key=api_key, attributes=attributes)
+        worker = self._arrive(address, api_key, attributes)
         self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
         return worker
 
