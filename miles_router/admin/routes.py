@@ -25,6 +25,8 @@ from miles_router.settings.config import FIELDS, shown
 from miles_router.version import __version__
 
 MAX_ADMIN_BODY = 64 * 1024
+#: Most characters of a wrong argument in an error message.
+SHOWN = 100
 TRUE = frozenset({"1", "true", "yes"})
 FALSE = frozenset({"", "0", "false", "no"})
 
@@ -70,6 +72,7 @@ class Admin:
             Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
+            Route("/router/capacity", self.capacity, methods=["GET"]),
             Route("/router/weight_version", self.set_weight_version, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
@@ -145,6 +148,35 @@ class Admin:
             "statistics": self.statistics(),
             "config": {name: shown(config, name) for name in FIELDS},
         }
+
+    async def capacity(self, request: Request) -> Response:
+        """Answer how many more episodes may begin (`room`) on the workers of one model.
+
+        The query's `tokens` is the length that an episode is expected to reach; by default the mean of what the
+        sessions hold now. `room` is null if that is not known, or if an engine does not report its memory.
+        """
+        pool = self._pools.of_id(request.query_params.get("model_id"))
+        tokens = _length(request.query_params.get("tokens"))
+        units = [unit for group in (pool.fleet.snapshot.generating, pool.fleet.snapshot.prefill) for unit in group]
+        sessions, held = sum(unit.sessions for unit in units), sum(unit.tokens for unit in units)
+        if tokens is None and sessions and held:
+            tokens = -(-held // sessions)
+        sizes = [unit.capacity for unit in units]
+        shown = await self.shown()
+        gate = shown["pools"][pool.name]["gate"] if pool.name in shown.get("pools", ()) else shown["gate"]
+        room = None if tokens is None else pool.fleet.pool.admission.count(tokens)
+        return Json(
+            {
+                "room": None if room is None else max(0, room - gate["held"]),
+                "waiting": gate["held"],
+                "sessions": sessions,
+                "tokens_per_session": tokens,
+                "tokens_held": held,
+                "tokens_capacity": None if None in sizes else sum(size or 0 for size in sizes),
+                "workers": len(pool.fleet.snapshot.generating),
+                "paused": gate["closed"],
+            }
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of middlewares and of the router's parts, by group."""
@@ -240,6 +272,15 @@ async def _arguments(request: Request) -> dict[str, Any]:
             raise BadRequest("the request body must be a JSON object")
         arguments.update(parsed)
     return arguments
+
+
+def _length(text: str | None) -> int | None:
+    """Return a number of tokens from a query, None if it is not given. Raises BadRequest if it is not one."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 10 or int(text) == 0:
+        raise BadRequest(f"tokens must be a positive number of tokens, got {text[:SHOWN]!r}")
+    return int(text)
 
 
 def _flag(arguments: Mapping[str, Any], name: str) -> bool:
