@@ -64,6 +64,7 @@ from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
+from miles_router.reach.route import Reach
 from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.shards.duty import Duty
@@ -300,6 +301,7 @@ def _own_routes(
     added = [route for layer in layers if isinstance(layer, HasOpenRoutes) for route in layer.open_routes()]
     guarded = [route for layer in layers if isinstance(layer, HasAdminRoutes) for route in layer.admin_routes()]
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
+    reach = Reach(config.public_url).route()
     groups = [
         [*admin.open_routes(), *added],
         [*duty.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
@@ -312,7 +314,7 @@ def _own_routes(
     ):
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
-    _check_routes(added, guarded, extra, own={*map(_path, own)}, control=control)
+    _check_routes(added, guarded, extra, own={*map(_path, own), _path(reach)}, control=control)
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):
@@ -322,13 +324,13 @@ def _own_routes(
         opened=opened,
         administration=administration,
         control=control,
-        routes=extra,
+        routes=(*extra, reach),
         listed=(*CLIENT_PATHS, *config.data_paths, *layered),
         keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
     fences = _fences((*opened, *administration, *control))
-    layers_own = _fences(_path(route) for route in extra if isinstance(route, Route))
-    return OwnRoutes((*chain(*groups), *fences, *extra, *layers_own), default=stack), access_rules
+    layers_own = _fences(_path(route) for route in (*extra, reach) if isinstance(route, Route))
+    return OwnRoutes((*chain(*groups), *fences, *extra, reach, *layers_own), default=stack), access_rules
 
 
 def _check_routes(
