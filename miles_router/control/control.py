@@ -49,7 +49,7 @@ class Control:
         self.requests = requests
         #: In a shard: sends control requests to the leader, and the leader's value of `may_silence`.
         self.relay: Callable[[str, Outgoing, str], Awaitable[FleetAnswer]] | None = None
-        self.told_may_silence = False
+        self.leader_may_silence = False
         #: The number of control requests sent: after a change, cached knowledge of the engines may be outdated.
         self.sent = 0
         self._fleet = fleet
@@ -65,7 +65,7 @@ class Control:
         asleep (a weight update may run then that bypasses the router). While a first pause is being sent, this is
         False: engines answer then, and excusing a hanging one would make every pause fail."""
         if self.relay is not None:
-            return self.told_may_silence
+            return self.leader_may_silence
         return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:

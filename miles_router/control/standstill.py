@@ -13,7 +13,7 @@ from miles_router.control.call import REFUSED, Call
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.engines.actions import Continue, Order, Pause, Sleep, Wake
 from miles_router.errors import StateError, UnsupportedByEngine
-from miles_router.fleet.standstill import stand_still, standstill
+from miles_router.fleet.standstill import dump_standstill, restore_standstill
 from miles_router.fleet.workers import Worker, WorkerState
 
 #: Seconds for which a flush is repeated while the fleet is paused, and seconds between two attempts.
@@ -111,10 +111,10 @@ async def sleep(call: Call, action: Sleep) -> list[Outcome]:
     """
     workers = call.workers()
     await _check_sleep(call, workers)
-    fleet, before = call.fleet, standstill(call.fleet)
+    fleet, before = call.fleet, dump_standstill(call.fleet)
 
     def undo() -> None:
-        stand_still(fleet, before)
+        restore_standstill(fleet, before)
         fleet.wake_if_whole()
 
     fleet.begin_sleep()

@@ -90,7 +90,7 @@ class Gate:
     @property
     def closed(self) -> bool:
         """Whether generations must wait now; checked before each write to a worker."""
-        return self._closed or (self.lease is not None and not self.lease.is_fresh)
+        return self._closed or (self.lease is not None and not self.lease.may_act)
 
     @property
     def held(self) -> int:

@@ -77,7 +77,7 @@ class WorkerPool(Members):
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
         #: Simulates choices of other processes among these units, before a choice for a request of no known session.
-        self.let_others_choose: Callable[[Sequence[Unit]], None] | None = None
+        self.simulate_others: Callable[[Sequence[Unit]], None] | None = None
         self._weights_changed = False  # of any worker, ever
 
     @property
@@ -256,8 +256,8 @@ class WorkerPool(Members):
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
-            if self.let_others_choose is not None:
-                self.let_others_choose(at_home)
+            if self.simulate_others is not None:
+                self.simulate_others(at_home)
             unit = policy.choose(candidates, placement_request((None, 0, 0, tokens, body, 0)))
         else:
             home = known.unit if known.unit in candidates else None

@@ -21,7 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
+from miles_router.shards.topology import LEASE, Shard, Shards, random_generation
 from miles_router.version import __version__
 
 try:
@@ -55,13 +55,13 @@ class Actor:
         directory = Path(tempfile.mkdtemp(prefix="miles-router-ray-"))
         listener = listen(config.host, 0) if leader is None else _listener(config, index)
         self._address = f"[{host}]" if ":" in host else host, int(listener.getsockname()[1])
-        place: Shards | Seat = shards
+        place: Shards | Shard = shards
         if leader is not None:
             self._leader, self._named = leader, directory / "leader"
             threading.Thread(target=self._follow_leader, daemon=True).start()
-            place = Seat(shards, index, directory, "http://{}:{}".format(*self._address), self._named)
+            place = Shard(shards, index, directory, "http://{}:{}".format(*self._address), self._named)
         self._process, self._read = spawn(
-            Assignment(config, args, place, os.getpid(), chance_generation(), listener=listener.fileno())
+            Assignment(config, args, place, os.getpid(), random_generation(), listener=listener.fileno())
         )
         listener.close()
         self._told, self._ends = b"", False

@@ -8,16 +8,16 @@ from typing import Any
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import StateError
-from miles_router.shards.seats import Seats
+from miles_router.shards.coordinator import ShardCoordinator
 
 
 class AllRequests:
     """An implementation of `control.requests.Requests` that asks every shard."""
 
-    def __init__(self, pool: str, seats: Seats) -> None:
+    def __init__(self, pool: str, coordinator: ShardCoordinator) -> None:
         self.group_listeners: list[GroupListener] = []  # each shard has its own
         self._pool = pool
-        self._seats = seats
+        self._coordinator = coordinator
 
     async def abort(self, rid: str | None) -> list[Aborted]:
         """Mark the requests that an abort matches, in all shards, and return them.
@@ -37,8 +37,8 @@ class AllRequests:
         """Return the ids of the requests on a worker, from all shards."""
         return set(await self._ask("at", url=url))
 
-    async def _ask(self, what: str, **fields: Any) -> list[Any]:
-        answers = await self._seats.ask_all(what, pool=self._pool, **fields)
+    async def _ask(self, message_type: str, **fields: Any) -> list[Any]:
+        answers = await self._coordinator.ask_all(message_type, pool=self._pool, **fields)
         return [each for answer in answers for each in answer.fields["found"]]
 
 

@@ -18,7 +18,7 @@ HASH = 8
 FREE = bytes(HASH)
 
 
-class KeptNames(HeldNames):
+class MappedHeldNames(HeldNames):
     """Held names in a memory-mapped file.
 
     At most `capacity` names are held. The newest `capacity` lost names are remembered too.

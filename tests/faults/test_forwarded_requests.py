@@ -22,7 +22,7 @@ from tests.support.owned import OWNED, name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import reply
-from tests.support.seats import owners_at
+from tests.support.shard_owners import owners_at
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until

@@ -1,6 +1,6 @@
-"""The register of leaders: whether a leader is the last one.
+"""Leadership: whether a leader is the last one.
 
-A leader asks it before it prolongs a lease and before it sends control requests to engines.
+A leader asks before it renews a lease and before it sends control requests to engines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from miles_router.state.store import StateStore
 logger = logging.getLogger(__name__)
 
 
-class Register(Protocol):
-    """A record of which leader is the last one."""
+class Leadership(Protocol):
+    """The right to lead, which a later leader takes over."""
 
     async def claim(self) -> tuple[int, bool]:
         """Return this leader's term, greater than that of every earlier one, and whether this leader is the first."""
@@ -31,8 +31,8 @@ class Register(Protocol):
         ...
 
 
-class Platform:
-    """A register for a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
+class PlatformLeadership:
+    """Leadership on a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
 
     Args:
         term: how often a leader was started. None if that is unknown; the clock then provides the term.
@@ -48,8 +48,8 @@ class Platform:
         return True
 
 
-class Stored:
-    """A register in the state directory that all leaders share.
+class StoredLeadership:
+    """Leadership recorded in the state directory that all leaders share.
 
     Each leader takes over the control slot. A commit then shows whether a later leader has done so.
     """
