@@ -10,7 +10,7 @@ import orjson
 
 from miles_router.errors import BadRequest, StateError
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.standstill import restore_standstill
+from miles_router.fleet.standstill import dump_standstill, restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.pools.pools import Pools
