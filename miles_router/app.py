@@ -118,7 +118,7 @@ def create_app(
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in role.first_workers(config):
-        pools.default.fleet.pool.expect(parse_worker_url(url))
+        pools.default.fleet.pool.add_unreached(parse_worker_url(url))
     registrations = Registrations(store, pools)
     admin = role.admin(pools, registrations, _described(loaded))
     routes, access_rules = _own_routes(config, role, admin, ControlRoutes(pools), layers, stack)
@@ -169,12 +169,12 @@ def _pool(
         pool=workers,
         gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
-        questions=probes,
-        orders=fan_out,
+        probes=probes,
+        fan_out=fan_out,
     )
     fleet.gate.lease = role.lease
     if store is not None and role.checks_health:
-        fleet.keep = StandstillRow(store, name, fleet).keep
+        fleet.save_standstill = StandstillRow(store, name, fleet).save
     metrics.count(fleet, sends=role.sends_requests, decides=role.checks_health)
     in_flight = InFlight(private=len(set(data_keys(config))) > 1)
     forwarder = Forwarder(
@@ -188,7 +188,7 @@ def _pool(
     health = HealthMonitor(
         fleet,
         probes,
-        role.signs(name, upstream),
+        role.activity(name, upstream),
         interval=config.health_check_interval,
         deep_interval=config.deep_health_check_interval,
     )

@@ -112,10 +112,10 @@ class StandstillRow:
         #: The record as it was last written; {}: not known, so the next `keep` writes it.
         self._record: dict[str, Any] | None = {}
 
-    async def keep(self) -> None:
+    async def save(self) -> None:
         """Write the record if it has changed. Raises StateError if it cannot be made durable."""
         gate, record = self._fleet.gate, None
-        if gate.deliberate:
+        if gate.closed_by_router:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
             record = {**dump_standstill(self._fleet), **since}
         if record != self._record:

@@ -118,7 +118,6 @@ class Actor:
         return found
 
     def pid(self) -> int:
-        """Return the id of the process."""
         return self._process.pid
 
     def stop(self) -> None:
@@ -183,7 +182,6 @@ class RayRouter:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all actors at once."""
         for each in (*self.shards, self.leader):
             ray.kill(each)
         remove_placement_group(self._group)

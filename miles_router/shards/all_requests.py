@@ -24,7 +24,7 @@ class AllRequests:
 
         If one shard has a request with exactly this id, requests in other shards whose id begins with it match too.
         """
-        places = [] if rid is None else await self._ask("places", rid=rid)
+        places = [] if rid is None else await self._ask("workers_with", rid=rid)
         return _read(await self._ask("abort", rid=rid, elsewhere=places))
 
     async def end_group(self, group: str | int) -> GroupEnd:
@@ -33,9 +33,9 @@ class AllRequests:
         aborted = [each for found, _ in ended for each in found]
         return GroupEnd(_read(aborted), [StateError.read(each) for _, failures in ended for each in failures])
 
-    async def at(self, url: str) -> Collection[str]:
+    async def ids_at(self, url: str) -> Collection[str]:
         """Return the ids of the requests on a worker, from all shards."""
-        return set(await self._ask("at", url=url))
+        return set(await self._ask("ids_at", url=url))
 
     async def _ask(self, message_type: str, **fields: Any) -> list[Any]:
         answers = await self._coordinator.ask_all(message_type, pool=self._pool, **fields)

@@ -133,7 +133,6 @@ class ShardCoordinator:
             self._wake()
 
     def record_ack(self, connection: ShardConnection, ack: Ack) -> None:
-        """Record a shard's ack."""
         join, connection.last_message_at = connection.join, clock()
         self.leader.record_ack(join.shard, join.instance, ack, clock())
         if join.shard not in self.leader.acting(clock()):

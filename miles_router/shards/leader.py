@@ -25,12 +25,12 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import space_numbers
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Signs, Transition, Worker
+from miles_router.fleet.workers import Transition, Worker, WorkerActivity
 from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
@@ -100,7 +100,7 @@ class LeaderRole(ProcessRole):
         self._registrations: Registrations
         process_id_at = None if directory is None else ProcessTable(directory).process_id
         self.coordinator = ShardCoordinator(shards, self._dump_state, self.confirm_leadership, process_id_at)
-        set_apart()
+        space_numbers()
 
     # The parts of the router
 
@@ -117,7 +117,7 @@ class LeaderRole(ProcessRole):
 
     def fleet(self, **parts: Any) -> Fleet:
         fleet = Fleet(**parts)
-        fleet.everywhere = self.coordinator.wait_for_shards
+        fleet.wait_until_applied = self.coordinator.wait_for_shards
         fleet.subscribe(self._publish_soon)
         return fleet
 
@@ -127,13 +127,15 @@ class LeaderRole(ProcessRole):
     def control(self, name: str, **parts: Any) -> Control:
         return Control(**{**parts, "requests": AllRequests(name, self.coordinator)})
 
-    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
+    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
         """Return a function that asks the shards, which have the requests, for a worker's activity."""
 
-        async def asked(worker: Worker) -> Signs:
-            answers = await self.coordinator.ask_all("signs", pool=name, url=worker.url)
-            found = [Signs(*each) for answer in answers for each in answer.fields["found"]]
-            return Signs(min((each.heard for each in found), default=math.inf), any(each.runs for each in found))
+        async def asked(worker: Worker) -> WorkerActivity:
+            answers = await self.coordinator.ask_all("activity", pool=name, url=worker.url)
+            found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
+            return WorkerActivity(
+                min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
+            )
 
         return asked
 
@@ -215,18 +217,18 @@ class LeaderRole(ProcessRole):
             if name.startswith(POOL):
                 await self._restore_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
         if sections:
-            set_apart(max((each.caches.number for each in self._pools.workers), default=0))
+            space_numbers(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
                 distrust_weights(pool.fleet.pool)
             logger.warning("leader_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
             await self._registrations.restore(of_this_run=True)
             for pool in self._pools:  # the previous leader may have been lost between keeping two of these
-                await pool.router.control.keep()
+                await pool.router.control.save_standstill()
         else:
             await self._registrations.restore()
             for url in self._config.worker_urls:
-                self._pools.default.fleet.pool.expect(parse_worker_url(url))
-            await self._pools.default.health.first_look()
+                self._pools.default.fleet.pool.add_unreached(parse_worker_url(url))
+            await self._pools.default.health.first_checks()
         self._ready.set()
         self.coordinator.is_restored = True
         self.coordinator.publish()

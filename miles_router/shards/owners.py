@@ -115,11 +115,11 @@ class ShardOwners(Owners):
         """
         path = scope["path"]
         if generates(path) and hop_of(scope) is None:
-            key = self._affinity.named(path, scope["headers"])
-            if key is None and self._affinity.looks_inside(path):
+            key = self._affinity.key_from_headers(path, scope["headers"])
+            if key is None and self._affinity.may_be_in_body(path):
                 check(scope)
                 body = await Exchange.of(scope).read(receive)
-                key, receive = self._affinity.in_body(path, body), replay(body, receive)
+                key, receive = self._affinity.key_from_body(path, body), replay(body, receive)
             owner = None if key is None else self._home_of(scope, key)
             if owner is not None:
                 check(scope)
@@ -161,7 +161,7 @@ class ShardOwners(Owners):
             raise Elsewhere(owner)
 
     def prefer(self, scope: Scope) -> None:
-        key = self._affinity.named(scope["path"], scope["headers"])
+        key = self._affinity.key_from_headers(scope["path"], scope["headers"])
         owner = None if key is None or ANSWER_HERE in scope["extensions"] else self._home_of(scope, key)
         if owner is not None:
             raise Elsewhere(owner, needed=False)

@@ -120,7 +120,7 @@ class PeerLoads:
         for unit, load in self._added.items():
             _add(unit, load, -1)
         self._added = {}
-        self._pool.elsewhere = sum(leases for leases, _ in others.workers.values())
+        self._pool.leases_elsewhere = sum(leases for leases, _ in others.workers.values())
         for url, (_, loads) in others.workers.items():
             worker = self._pool.find(url)
             units = {} if worker is None else {unit.rank: unit for unit in worker.units}

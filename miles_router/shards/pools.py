@@ -58,7 +58,7 @@ def release_idle_workers(pool: WorkerPool, workers: Mapping[Worker, float]) -> N
     still = retiring_workers(pool)
     for worker, since in workers.items():
         if still.get(worker) == since and not worker.in_flight:
-            pool.left(worker)
+            pool.finish_leaving(worker)
 
 
 def distrust_weights(pool: WorkerPool) -> None:

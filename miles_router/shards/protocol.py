@@ -193,7 +193,6 @@ class Leader:
     # Time
 
     def record_ack(self, shard: int, instance: str, ack: Ack, now: float) -> None:
-        """Record the ack of an instance."""
         active = self._active.get(shard)
         if active is not None and active.instance == instance and ack.term == self.term:
             active.acked = max(active.acked, ack.number)

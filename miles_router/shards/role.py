@@ -15,7 +15,7 @@ from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
-from miles_router.fleet.workers import Signs, Worker
+from miles_router.fleet.workers import Worker, WorkerActivity
 from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
@@ -64,11 +64,11 @@ class ProcessRole:
     def control(self, name: str, **parts: Any) -> Control:
         return Control(**parts)
 
-    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
+    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
         """Return a function that reports the activity of a silent worker in this pool."""
 
-        async def own(worker: Worker) -> Signs:
-            return upstream.signs(worker)
+        async def own(worker: Worker) -> WorkerActivity:
+            return upstream.activity(worker)
 
         return own
 
@@ -96,7 +96,7 @@ class ProcessRole:
 @asynccontextmanager
 async def _running(pools: Pools) -> AsyncIterator[None]:
     """Enter after the first check of the workers, so that the first requests find those that answer."""
-    await pools.default.health.first_look()
+    await pools.default.health.first_checks()
     yield
 
 

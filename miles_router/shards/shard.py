@@ -69,10 +69,10 @@ class ShardRole(ProcessRole):
         membership.follow = self._follow
         membership.handlers = {
             "abort": self._abort,
-            "places": self._places,
+            "workers_with": self._workers_with,
             "end_group": self._end_group,
-            "at": self._ids_at,
-            "signs": self._signs,
+            "ids_at": self._ids_at,
+            "activity": self._activity,
             "numbers": self._report_numbers,
             "metrics": self._report_metrics,
             "loads": self._report_loads,
@@ -196,20 +196,20 @@ class ShardRole(ProcessRole):
         fields = message.fields
         return Message({"found": await self._requests(message).abort(fields["rid"], fields["elsewhere"])})
 
-    async def _places(self, message: Message) -> Message:
-        return Message({"found": await self._requests(message).places(message.fields["rid"])})
+    async def _workers_with(self, message: Message) -> Message:
+        return Message({"found": await self._requests(message).workers_with(message.fields["rid"])})
 
     async def _end_group(self, message: Message) -> Message:
         aborted, failures = await self._requests(message).end_group(message.fields["group"])
         return Message({"found": [[aborted, [each.written() for each in failures]]]})
 
     async def _ids_at(self, message: Message) -> Message:
-        return Message({"found": sorted(await self._requests(message).at(message.fields["url"]))})
+        return Message({"found": sorted(await self._requests(message).ids_at(message.fields["url"]))})
 
-    async def _signs(self, message: Message) -> Message:
+    async def _activity(self, message: Message) -> Message:
         name, url = message.fields["pool"], message.fields["url"]
         found = [(pool, each) for pool in self._pools if pool.name == name and (each := pool.fleet.pool.find(url))]
-        return Message({"found": [await pool.health.signs(worker) for pool, worker in found]})
+        return Message({"found": [await pool.health.activity(worker) for pool, worker in found]})
 
     async def _report_numbers(self, message: Message) -> Message:
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}

@@ -21,7 +21,7 @@ from miles_router.fleet.workers import Transition, Worker, WorkerState
 Record = dict[str, Any]
 
 #: Attributes of a gate, except the requests that wait at it.
-_GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
+_GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "aborting_pauses")
 #: Attributes of a worker that are copied unchanged.
 _COPIED = (
     "reason",
@@ -79,11 +79,11 @@ def apply_workers(pool: WorkerPool, records: Iterable[Record], own_number: Calla
             setattr(worker, name, record[name])
         worker.state = WorkerState(record["state"])
         worker.set_attributes(record["attributes"])
-        worker.caches.follow(record["caches"], own_number)
+        worker.caches.apply_state(record["caches"], own_number)
         members.append(worker)
         if worker.state is not before:
             transitions.append(Transition(worker, before, worker.state, worker.reason))
-    pool.follow(members, transitions)
+    pool.replace_all(members, transitions)
 
 
 def _member(pool: WorkerPool, record: Record, transitions: list[Transition]) -> tuple[Worker, WorkerState | None]:
@@ -109,7 +109,7 @@ def apply_fleet(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> 
     pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
     apply_workers(pool, record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
-    fleet.note_heard()
+    fleet.invalidate_reported()
     fleet.applies_adapters |= record["applies_adapters"]
     fleet.note_adapters(record["adapters"])
     apply_gate(fleet.gate, record["gate"])

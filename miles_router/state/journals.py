@@ -75,7 +75,6 @@ class Journals:
         ]
 
     def close(self) -> None:
-        """Close all journals."""
         for slot in [*self._open]:
             self._release(slot)
 

@@ -66,7 +66,7 @@ def microseconds(pool: WorkerPool, policy: Policy, key: Callable[[int], str | No
     for each in keys:
         begin = time.thread_time()
         lease = pool.lease(policy, each, tokens=TOKENS)
-        lease.release(sampled=sampled_tokens(ANSWER) if lease.tells else 0)
+        lease.release(sampled=sampled_tokens(ANSWER) if lease.measures_pace else 0)
         taken += time.thread_time() - begin
     return taken / LEASES * 1e6
 

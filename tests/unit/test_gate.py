@@ -84,7 +84,7 @@ def test_it_says_why_it_is_closed_and_whether_the_router_did_it(
 ) -> None:
     gate = made()
     close(gate)
-    assert (gate.deliberate, gate.reason()) == (deliberate, reason)
+    assert (gate.closed_by_router, gate.reason()) == (deliberate, reason)
 
 
 async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:

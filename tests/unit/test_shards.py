@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.actions import Pause
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import space_numbers
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
@@ -169,14 +169,14 @@ NOBODY = cast(Any, None)
 
 def fleet_of(pool: WorkerPool) -> Fleet:
     gate = Gate(pool.admission, max_held=10, timeout=0)
-    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), questions=NOBODY, orders=NOBODY)
+    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), probes=NOBODY, fan_out=NOBODY)
 
 
 class Pair:
     """A fleet that is decided, and one that follows it."""
 
     def __init__(self) -> None:
-        set_apart()
+        space_numbers()
         self.pool = leader_pool(failure_threshold=1)
         self.decided = fleet_of(self.pool)
         self.told: list[tuple[str, str, str | None]] = []
@@ -233,7 +233,8 @@ def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
     pair.decided.begin_pause(Pause("abort"))
     pair.follow()
     gate = pair.fleets[0].gate
-    assert (gate.closed, gate.mode, gate.cuts, gate.describe()) == (True, "abort", 1, pair.decided.gate.describe())
+    assert (gate.closed, gate.mode, gate.aborting_pauses) == (True, "abort", 1)
+    assert gate.describe() == pair.decided.gate.describe()
     pair.decided.end_pause()
     pair.follow()
     assert not gate.closed
@@ -252,7 +253,7 @@ def test_while_weights_change_no_two_generations_of_any_process_share_a_cache(pa
         pair.follow()
         assert pair.followers[0].weights_epoch % 2 == 1
         numbers = [each.caches.choose(None) for _ in range(5) for each in (one, other)]
-    pair.pool.updated(list(pair.pool), "2")
+    pair.pool.record_update(list(pair.pool), "2")
     pair.follow()
     assert len(set(numbers)) == len(numbers)
     assert max(numbers) < one.caches.number, "what went on from them is of the past"

@@ -37,7 +37,6 @@ class Episode:
     steps: dict[str, Any] = field(default_factory=dict)
 
     def add_generation(self, output: TokenOutput) -> None:
-        """Append a generation's tokens."""
         self._add(output.token_ids, 1, output.log_probs)
         self.last = output
         self.generations += 1
@@ -46,7 +45,6 @@ class Episode:
             self.metrics.num_preempted = max(0, self.metrics.num_preempted) + output.num_preempted
 
     def add_tool_answers(self, ids: Sequence[int]) -> None:
-        """Append the tokens of tool answers."""
         self._add(ids, 0, None)
         self.tool_turns += 1
 
