@@ -66,7 +66,7 @@ class StoredLeadership:
             StateError: the slot cannot be taken over, or the byte cannot be locked.
         """
         self._term = await self._store.claim(CONTROL)
-        if not self._locks.take(self._term):
+        if not self._locks.lock(self._term):
             raise StateError(f"{self._store.directory}: another leader runs with the same term {self._term}")
         return self._term, self._term == 1
 
@@ -77,7 +77,7 @@ class StoredLeadership:
             StateOutdated: another leader has begun.
         """
         try:
-            await asyncio.to_thread(self._locks.take, self._term)  # a network file system may have lost the lock
+            await asyncio.to_thread(self._locks.lock, self._term)  # a network file system may have lost the lock
             await self._store.append("lease", {1: secrets.token_bytes(8)}, slot=CONTROL)
         except StateOutdated:
             raise

@@ -232,7 +232,7 @@ class Membership:
         assert self.store is not None
         directory = self.store.directory
         with closing(ByteLocks(directory)) as locks:  # shared lock: shards of one machine test at the same time
-            while await asyncio.to_thread(locks.take, term := self._follower.at[0], shared=True):
+            while await asyncio.to_thread(locks.lock, term := self._follower.at[0], shared=True):
                 with suppress(Unavailable):  # a lost leader has released its lock
                     if (await self.ask("term")).fields["term"] == term:
                         self._fence(

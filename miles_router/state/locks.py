@@ -26,7 +26,7 @@ class ByteLocks:
         except OSError as error:
             raise StateError(f"{self._path}: {error.strerror or error}") from None
 
-    def take(self, byte: int, *, shared: bool = False) -> bool:
+    def lock(self, byte: int, *, shared: bool = False) -> bool:
         """Lock a byte. Return False if another process holds the lock.
 
         Args:
