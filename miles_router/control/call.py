@@ -68,10 +68,10 @@ class Call:
             action = Abort("")  # ending a group aborts its generations
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                told = engine.pause_told(action) if isinstance(action, Pause) else action
-                self._in_engine_form(engine, told)
-                if isinstance(told, FLAG_DEPENDENT):  # the engine has the route, but its flags may disable the action
-                    engine.order(told)
+                requested = engine.pause_told(action) if isinstance(action, Pause) else action
+                self._in_engine_form(engine, requested)
+                if isinstance(requested, FLAG_DEPENDENT):
+                    engine.order(requested)  # the engine has the route, but its flags may disable the action
             except CannotServe as error:
                 raise UnsupportedByEngine(f"{self.order.path}: {worker.url} ({engine.kind}): {error}") from None
 

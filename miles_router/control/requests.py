@@ -78,7 +78,7 @@ class OwnRequests:
         return list(await self.in_flight.workers_with(rid))
 
     async def end_group(self, group: str | int) -> GroupEnd:
-        heard = await asyncio.gather(*map(_end_for_listener(group), self.group_listeners))
+        failures = await asyncio.gather(*map(_end_for_listener(group), self.group_listeners))
         found = []
         members = self.in_flight.in_group(str(group).encode())
         for exchange in members:
@@ -91,21 +91,21 @@ class OwnRequests:
                 found.append(Aborted(list(routing.urls), sorted(names)))
             elif routing.stop is not None:
                 routing.stop(Conflict(f"group {group!r} was aborted"))
-        return GroupEnd(found, [failure for failure in heard if failure is not None])
+        return GroupEnd(found, [failure for failure in failures if failure is not None])
 
     async def ids_at(self, url: str) -> set[str]:
         return self.in_flight.ids_at(url)
 
 
 def _end_for_listener(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:
-    async def tell(listener: GroupListener) -> StateError | None:
+    async def notify(listener: GroupListener) -> StateError | None:
         try:
             await listener(group)
         except StateError as error:  # the other listeners and requests must end too
             return error
         return None
 
-    return tell
+    return notify
 
 
 def urls_of(aborted: Sequence[Aborted]) -> set[str]:

@@ -71,8 +71,8 @@ async def _updated_despite_refusal(call: Call, refused: Sequence[Worker], versio
         logger.warning(
             "refused_update_took_effect", extra={"fields": {"worker": worker.url, "weight_version": version}}
         )
-    told = await call.send_action(changed, NameVersion(version), brief=True)
-    return [outcome.worker for outcome in told if outcome.ok]
+    replies = await call.send_action(changed, NameVersion(version), brief=True)
+    return [outcome.worker for outcome in replies if outcome.ok]
 
 
 async def _retry_flush(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:
@@ -85,8 +85,8 @@ async def _retry_flush(call: Call, outcomes: list[Outcome], changed: Sequence[Wo
     pause = call.fleet.pause
     if not changed or pause is None or pause.mode == "in_place":  # requests held in place block every flush
         return outcomes
-    told = await standstill.ask_to_flush(call, changed, partial(call.send_action, action=Flush(), brief=True))
-    updated = {outcome.worker for outcome in told if outcome.ok}
+    replies = await standstill.ask_to_flush(call, changed, partial(call.send_action, action=Flush(), brief=True))
+    updated = {outcome.worker for outcome in replies if outcome.ok}
     return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in updated else each for each in outcomes]
 
 

@@ -256,7 +256,7 @@ class Fleet:
         known = self._known_facts(worker)
         if known is not None:
             return known
-        self._ask_soon(worker)
+        self._start_asking(worker)
         asking = self._asking[worker]
         await asyncio.wait({asking})
         return Facts() if asking.cancelled() else asking.result()
@@ -336,7 +336,7 @@ class Fleet:
     def ask_for_facts(self, worker: Worker) -> None:
         """Ask a worker for its facts in the background, unless they are known."""
         if self._known_facts(worker) is None:
-            self._ask_soon(worker)
+            self._start_asking(worker)
 
     def forget_if_contradicted(self, worker: Worker, facts: Facts) -> None:
         """Forget a worker's engine if newly reported facts contradict the known ones: another process answers there, or
@@ -349,13 +349,13 @@ class Fleet:
         process = self.probes.process(worker)
         return worker.facts if process is not None and worker.facts_of == process else None
 
-    def _ask_soon(self, worker: Worker) -> None:
+    def _start_asking(self, worker: Worker) -> None:
         if worker not in self._asking:
-            asking = tasks.spawn(self._ask(worker), name=f"probe facts {worker.url}")
+            asking = tasks.spawn(self._ask_facts(worker), name=f"probe facts {worker.url}")
             self._asking[worker] = asking
             asking.add_done_callback(lambda _: self._asking.pop(worker, None))
 
-    async def _ask(self, worker: Worker) -> Facts:
+    async def _ask_facts(self, worker: Worker) -> Facts:
         facts, process = await self.probes.facts(worker)
         adapters = await current_adapters(self.probes, facts, worker)
         worker.engine = facts.engine or worker.engine

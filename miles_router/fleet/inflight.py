@@ -93,7 +93,7 @@ class InFlight:
         for exchange, body in list(self._bodies.items()):
             if exchange.routing.worker_url != url:
                 continue
-            given = _given(exchange, body) if await _may_contain_id(body, rid, pace) else set()
+            given = _body_ids(exchange, body) if await _may_contain_id(body, rid, pace) else set()
             if any(each.startswith(rid) for each in exchange.routing.rids | given):
                 found.add(exchange)
             await pace.step()
@@ -125,24 +125,24 @@ class InFlight:
     def in_group(self, group: bytes) -> dict[Exchange, set[str]]:
         """Return the requests of a group, each with the ids of its generations at the workers."""
         members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.routing.group == group]
-        return {exchange: exchange.routing.rids | _given(exchange, body) for exchange, body in members}
+        return {exchange: exchange.routing.rids | _body_ids(exchange, body) for exchange, body in members}
 
     async def workers_with(self, rid: str) -> set[str | None]:
         """Return the URLs of the workers where a generation has exactly this id. None in it: one still waits here."""
-        return _places(await self._ids(rid), rid)
+        return _workers_with_id(await self._ids(rid), rid)
 
     async def _ids(self, rid: str) -> dict[Exchange, set[str]]:
         """Return the ids of each request. A body's ids are read only if one of them may match `rid`."""
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):
-            given[exchange] = _given(exchange, body) if await _may_contain_id(body, rid, pace) else set()
+            given[exchange] = _body_ids(exchange, body) if await _may_contain_id(body, rid, pace) else set()
             await pace.step()
         # No await from here on: the workers of the requests and their ids are of the same moment.
         return {exchange: exchange.routing.rids | own for exchange, own in given.items() if exchange in self._bodies}
 
     async def _matches(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
         ids = await self._ids(rid)
-        where = _places(ids, rid) | {*elsewhere}
+        where = _workers_with_id(ids, rid) | {*elsewhere}
         alone = self.private or may_prefix_others(rid)
         named = {
             exchange: {each for each in own if each.startswith(rid) and (each == rid or not alone)}
@@ -158,17 +158,17 @@ class InFlight:
         }
 
 
-def _places(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
+def _workers_with_id(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
     return {exchange.routing.worker_url for exchange, own in ids.items() if rid in own}
 
 
-def _given(exchange: Exchange, body: bytes) -> set[str]:
+def _body_ids(exchange: Exchange, body: bytes) -> set[str]:
     """Return the ids that a request's body gives its generations."""
     try:
         parsed = exchange.loads(body)
     except BadRequest:
         return set()
-    return {each for each in _named(parsed) if isinstance(each, str)}
+    return {each for each in _ids_in(parsed) if isinstance(each, str)}
 
 
 async def _may_contain_id(body: bytes, rid: str, pace: Pace) -> bool:
@@ -193,7 +193,7 @@ async def _may_contain_id(body: bytes, rid: str, pace: Pace) -> bool:
     return False
 
 
-def _named(parsed: object) -> list[Any]:
+def _ids_in(parsed: object) -> list[Any]:
     try:
         return GenerateRequest.read(parsed).rids
     except UnknownShape:  # for example a chat request, which may contain an `rid` too

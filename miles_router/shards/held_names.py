@@ -56,11 +56,11 @@ class MappedHeldNames(HeldNames):
             return
         at = self._lost.pop(hashed, None)
         if at is None:
-            at = self._place()
+            at = self._allocate_cell()
         self._map[at : at + HASH] = hashed
         self._held[hashed] = at
 
-    def _place(self) -> int:
+    def _allocate_cell(self) -> int:
         if self._free:
             return self._free.pop()
         if self._end == len(self._map):

@@ -47,22 +47,22 @@ class MergedView:
 
     async def _metrics(self) -> bytes:
         """Return the metrics of the leader and of all shards, labelled by shard."""
-        told = {
+        replies = {
             answer.fields[SHARD]: answer.blob.decode() for answer in await self._coordinator.ask_responsive("metrics")
         }
-        self._up = {shard: int(shard in told) for shard in self._up}
+        self._up = {shard: int(shard in replies) for shard in self._up}
         own = {LEADER: (await self._admin.own_metrics()).decode()}
-        merged, _ = await asyncio.to_thread(merge, own | told, SHARD)
+        merged, _ = await asyncio.to_thread(merge, own | replies, SHARD)
         return merged.encode()
 
     async def _info(self) -> dict[str, Any]:
         """Return `/router/info` with the numbers of all shards added up."""
-        told = [orjson.loads(answer.blob) for answer in await self._coordinator.ask_all("numbers")]
+        replies = [orjson.loads(answer.blob) for answer in await self._coordinator.ask_all("numbers")]
         described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] = _statistics(told)
-        for each in told:
+        described["statistics"] = _statistics(replies)
+        for each in replies:
             for name, held in each["held"].items():
                 if name == self._pools.default.name:
                     described["gate"]["held"] += held
@@ -72,14 +72,14 @@ class MergedView:
         return described
 
 
-def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _statistics(replies: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the statistics of the middlewares of all shards.
 
     Numbers are added. For other facts the last shard that reports a value other than None wins.
     """
     numbers: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
-    for each in told:
+    for each in replies:
         numbers = _sum(numbers, each["numbers"])
         for name, own in each["facts"].items():
             known = facts.setdefault(name, {})

@@ -45,13 +45,13 @@ class PoolLoad(NamedTuple):
     processes: int = 1
 
 
-def sum_loads(rows: Iterable[PoolLoad]) -> PoolLoad:
-    """Return the sum of several rows."""
+def sum_loads(pool_loads: Iterable[PoolLoad]) -> PoolLoad:
+    """Return the sum of several loads."""
     choices, processes, in_flight = 0, 0, dict[str, int]()
     units: dict[str, dict[int | None, Load]] = {}
-    for row in rows:
-        choices, processes = choices + row.choices, processes + row.processes
-        for url, (leases, loads) in row.workers.items():
+    for pool_load in pool_loads:
+        choices, processes = choices + pool_load.choices, processes + pool_load.processes
+        for url, (leases, loads) in pool_load.workers.items():
             in_flight[url] = in_flight.get(url, 0) + leases
             known = units.setdefault(url, {})
             for rank, *load in loads:
@@ -63,16 +63,16 @@ def sum_loads(rows: Iterable[PoolLoad]) -> PoolLoad:
     )
 
 
-def subtract_load(row: PoolLoad, part: PoolLoad) -> PoolLoad:
-    """Return a row minus a part of it."""
-    workers = dict(row.workers)
+def subtract_load(pool_load: PoolLoad, part: PoolLoad) -> PoolLoad:
+    """Return a load minus a part of it."""
+    workers = dict(pool_load.workers)
     for url, (leases, loads) in part.workers.items():
         whole, units = workers[url]
         known = {rank: load for rank, *load in units}
         for rank, *load in loads:
             known[rank] = [*_sum(_sum(NO_LOAD, known[rank]), load, -1)]
         workers[url] = (whole - leases, [[rank, *load] for rank, load in known.items() if any(load)])
-    return PoolLoad(row.choices - part.choices, workers, row.processes - part.processes)
+    return PoolLoad(pool_load.choices - part.choices, workers, pool_load.processes - part.processes)
 
 
 def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:

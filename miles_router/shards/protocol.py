@@ -91,7 +91,7 @@ class ActiveInstance:
     """The instance that serves as a shard, as the leader knows it.
 
     Attributes:
-        until: when its lease has certainly run out.
+        lease_ends_at: when its lease has certainly run out.
         epoch: the epoch given to it. It is sent again on each connection, because a Welcome may be lost.
         acked: the number of the last state that it acts by.
         stamps: (time received, stamp), to be echoed.
@@ -99,7 +99,7 @@ class ActiveInstance:
     """
 
     instance: str
-    until: float
+    lease_ends_at: float
     epoch: int | None = None
     acked: int = -1
     stamps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STAMPS))
@@ -169,7 +169,7 @@ class Leader:
         if active is not None:
             active.revoked = True
             if self._local:
-                active.until = now
+                active.lease_ends_at = now
         self._waiting[join.shard] = join
         return []
 
@@ -188,7 +188,7 @@ class Leader:
         """Record that no instance of a shard acts, as the process that starts instances reports."""
         self._ended.add(shard)
         if shard in self._active:
-            self._active[shard].until = now
+            self._active[shard].lease_ends_at = now
 
     # Time
 
@@ -228,7 +228,7 @@ class Leader:
             if not stamps or active.revoked or (self.open and active.acked < self._required_number(now)):
                 continue
             received, stamp = stamps[-1]
-            active.until = max(active.until, received + self._lease * SLACK)
+            active.lease_ends_at = max(active.lease_ends_at, received + self._lease * SLACK)
             found.append((active.instance, stamp))
         return found
 
@@ -238,7 +238,11 @@ class Leader:
 
     def _activate(self, shard: int, join: Join, now: float) -> Outbox:
         before = self._active.get(shard)
-        if not self.open or (now < self._opens_at and not self._local) or (before is not None and now < before.until):
+        if (
+            not self.open
+            or (now < self._opens_at and not self._local)
+            or (before is not None and now < before.lease_ends_at)
+        ):
             return []
         del self._waiting[shard]
         self._epochs += 1
@@ -284,7 +288,7 @@ class Leader:
 
     def acting(self, now: float) -> dict[int, ActiveInstance]:
         """Return the instances that may act, by shard."""
-        return {shard: each for shard, each in self._active.items() if now < each.until}
+        return {shard: each for shard, each in self._active.items() if now < each.lease_ends_at}
 
 
 class Follower:
@@ -302,11 +306,11 @@ class Follower:
         self._instance = instance
         self._lease = lease
         self._term = 0
-        self._until = NEVER
+        self._lease_ends_at = NEVER
 
     def may_act(self, now: float) -> bool:
         """Return whether this instance may write a generation or commit now. Asked before each."""
-        return not self.replaced and self.epoch is not None and now < self._until
+        return not self.replaced and self.epoch is not None and now < self._lease_ends_at
 
     def join_message(self, now: float) -> Join:
         """Return the first message of a connection."""
@@ -323,7 +327,7 @@ class Follower:
             self.epoch = self.epoch if message.epoch is None else message.epoch
             return self.make_ack(now)
         elif isinstance(message, LeaseRenewal):
-            self._until = max(self._until, message.stamp + self._lease)
+            self._lease_ends_at = max(self._lease_ends_at, message.stamp + self._lease)
         elif (message.term, message.number) > self.at:
             self.at, self.state = (message.term, message.number), message.state
             return self.make_ack(now)

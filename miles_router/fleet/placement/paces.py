@@ -55,8 +55,8 @@ class PaceEstimates:
         self.now = now
         self._answers = 0
         self._mean = 0.0  # logarithm of the seconds for each token
-        self._spread = 1.0  # variance of answers around their unit's mean
-        self._lasts = 0.0  # mean seconds of an answer
+        self._variance = 1.0  # variance of answers around their unit's mean
+        self._mean_duration = 0.0  # mean seconds of an answer
         self._slower: list[Unit] = []
 
     def record_answer(self, unit: Unit, started_at: float, tokens: int) -> None:
@@ -67,15 +67,15 @@ class PaceEstimates:
             return
         if (measured := unit.measurements) is None:
             measured = unit.measurements = PaceMeasurements()
-        log_pace, answers, spread, lag = log(seconds / tokens), self._answers + 1, self._spread, measured.lag
+        log_pace, answers, variance, lag = log(seconds / tokens), self._answers + 1, self._variance, measured.lag
         mean = log_pace if answers == 1 else self._mean
         log_pace = min(mean + FURTHEST, max(mean - FURTHEST, log_pace))
         weight = 1 / answers if answers < ALL else OF_ALL
-        self._answers, self._lasts = answers, self._lasts + weight * (seconds - self._lasts)
+        self._answers, self._mean_duration = answers, self._mean_duration + weight * (seconds - self._mean_duration)
         self._mean = mean = mean + weight * (log_pace - mean)
         deviation = log_pace - mean - lag
-        self._spread = spread + (1 / (answers + SPREADING) if answers < ALL else OF_ALL) * (
-            deviation * deviation - spread
+        self._variance = variance + (1 / (answers + SPREADING) if answers < ALL else OF_ALL) * (
+            deviation * deviation - variance
         )
         measured.answers = own = measured.answers + 1
         weight = 1 / (own + BEGINNING) if own < ONE else OF_ONE
@@ -91,7 +91,7 @@ class PaceEstimates:
         """Set or clear the verdict of a unit whose lag is high or that is called slower, and its expiry."""
         lag = measured.lag
         if unit.pace == 1:
-            if measured.answers < FIRST or lag * lag <= BY_CHANCE * self._spread * weight:
+            if measured.answers < FIRST or lag * lag <= BY_CHANCE * self._variance * weight:
                 return
             self._slower.append(unit)
         elif lag < NO_SLOWER:
@@ -99,7 +99,9 @@ class PaceEstimates:
             unit.pace, measured.duration_factor = 1.0, 1
             return
         unit.pace = exp(lag)
-        measured.expires_at = self.now() + measured.duration_factor * min(LONGEST, max(SHORTEST, SILENT * self._lasts))
+        measured.expires_at = self.now() + measured.duration_factor * min(
+            LONGEST, max(SHORTEST, SILENT * self._mean_duration)
+        )
 
     def _expire_verdicts(self, now: float) -> None:
         """Drop the expired verdicts. The unit's lag stays just high enough that slow answers restore the verdict."""
