@@ -172,11 +172,11 @@ async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -
     their results; the first failure cancels the others and is raised."""
     made: dict[int, Result] = {}
 
-    async def one(place: int) -> None:
-        made[place] = await rollout()
+    async def one(index: int) -> None:
+        made[index] = await rollout()
 
-    await together([one(place) for place in range(size)], name="rollout")
-    return [made[place] for place in range(size)]
+    await together([one(index) for index in range(size)], name="rollout")
+    return [made[index] for index in range(size)]
 
 
 async def _compute_reward(reward: Reward | Judge, outcome: Any) -> Reward:
@@ -205,8 +205,8 @@ async def _retrieve_exact(client: RouterClient, prompt: str, generation: Generat
     known_reward = float(reward) if isinstance(reward, (int, float)) else None
     exact = await client.retrieve(whole, rid=generation.rid, reward=known_reward)
     sampled = np.asarray(generation.output_ids)
-    place = slice(len(exact) - len(sampled), None)
-    if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():
+    tail = slice(len(exact) - len(sampled), None)
+    if len(exact) < len(sampled) or (exact.tokens[tail] != sampled).any() or not exact.loss_mask[tail].all():
         raise InvalidSample(f"retrieved_as_generated: the tokens of {generation.rid} differ from the sampled ones")
     return exact
 

@@ -98,9 +98,9 @@ class StallWatch:
 
     def _check(self, worker: Worker, silence: _Silence) -> None:
         pieces = worker.pulse.pieces
-        heard, silence.pieces = pieces != silence.pieces, pieces
+        has_new_pieces, silence.pieces = pieces != silence.pieces, pieces
         proved = silence.question is not None and silence.question.done()
-        if heard or proved or self._excused():
+        if has_new_pieces or proved or self._excused():
             silence.end()
             return
         if not self._upstream.is_awaiting(worker.address, worker.pulse):

@@ -61,20 +61,22 @@ async def _save(call: Call, undo: Callable[[], None]) -> None:
 async def _pause_in_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
     """Pause each worker in this mode, or in the mode that its engine has instead; its answer then contains both
     modes."""
-    told = [each.pause_told(Pause(mode)).mode for each in await call.fleet.engines(workers)]
-    others = {each for each in told if each != mode}
-    groups = {each: [worker for worker, its in zip(workers, told, strict=True) if its == each] for each in others}
-    asked = call.ask([worker for worker, its in zip(workers, told, strict=True) if its == mode])
+    modes = [each.pause_told(Pause(mode)).mode for each in await call.fleet.engines(workers)]
+    others = {each for each in modes if each != mode}
+    groups = {each: [worker for worker, its in zip(workers, modes, strict=True) if its == each] for each in others}
+    asked = call.ask([worker for worker, its in zip(workers, modes, strict=True) if its == mode])
     outcomes = await asyncio.gather(asked, *(_pause_in_other_mode(call, groups[each], mode, each) for each in groups))
     found = {outcome.worker: outcome for outcome in itertools.chain(*outcomes)}
     return [found[worker] for worker in workers]
 
 
-async def _pause_in_other_mode(call: Call, workers: Collection[Worker], mode: str, told: str) -> list[Outcome]:
-    """Pause these workers in mode `told` instead of the requested `mode`."""
-    message = f"Paused with {told!r}: this engine has no {mode!r}. Generations stay in it, and go on after a continue."
-    body = orjson.dumps({"message": message, "status": "ok", "mode": told, "in_place_of": mode})
-    outcomes = await call.send_action(workers, Pause(told))
+async def _pause_in_other_mode(call: Call, workers: Collection[Worker], mode: str, used_mode: str) -> list[Outcome]:
+    """Pause these workers in mode `used_mode` instead of the requested `mode`."""
+    message = (
+        f"Paused with {used_mode!r}: this engine has no {mode!r}. Generations stay in it, and go on after a continue."
+    )
+    body = orjson.dumps({"message": message, "status": "ok", "mode": used_mode, "in_place_of": mode})
+    outcomes = await call.send_action(workers, Pause(used_mode))
     return [replace(outcome, body=body) if outcome.ok else outcome for outcome in outcomes]
 
 

@@ -288,7 +288,7 @@ class Fleet:
         return None if worker is None else await self._version_of(worker)
 
     def invalidate_reported(self) -> None:
-        """Recompute `heard` at its next use."""
+        """Recompute `all_reported` at its next use."""
         self._reported_in = None
 
     @property

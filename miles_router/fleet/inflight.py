@@ -215,5 +215,5 @@ def aborted_in_the_queue(body: object) -> tuple[bytes, bytes]:
         answers.append({"text": "", "output_ids": [], "meta_info": meta})
     if not request.stream:
         return b"application/json", orjson.dumps(answers if request.indexed else answers[0])
-    events = [write_event({**each, "index": place} if request.indexed else each) for place, each in enumerate(answers)]
+    events = [write_event({**each, "index": index} if request.indexed else each) for index, each in enumerate(answers)]
     return b"text/event-stream; charset=utf-8", b"".join([*events, LAST_EVENT])

@@ -304,9 +304,8 @@ class LeaderRole(ProcessRole):
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.send("refused", reason=reason)
                 return
-            if (
-                fields["at"][0] > self.coordinator.leader.term
-            ):  # this leader's clock is behind that of the previous leader
+            # This leader's clock is behind that of the previous leader.
+            if fields["at"][0] > self.coordinator.leader.term:
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
                 self._on_replaced()
                 return
