@@ -61,7 +61,7 @@ class WorkerRegistry:
                 worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
             else:
                 attributes[DISCOVERED] = source
-                worker = pool.fleet.pool.expect(address, api_key=api_key or None, attributes=attributes)
+                worker = pool.fleet.pool.add_unreached(address, api_key=api_key or None, attributes=attributes)
             await self._registrations.hold(worker, pool.name)
         return worker
 
