@@ -30,6 +30,7 @@ from tests.benchmarks.backend import nginx_head, running_backend
 from tests.benchmarks.load import WRK_SCRIPT, request_body
 from tests.benchmarks.peers import REPO
 from tests.benchmarks.process import HOST, free_port, started
+from tests.benchmarks.procstat import scheduled_seconds
 from tests.benchmarks.report import environment, number, table
 
 OFF, ON, BEFORE, BEFORE_ON = "off", "on", "before, off", "before, on"
@@ -43,14 +44,6 @@ COLLECTOR = """    server {{
     }}
 }}
 """
-
-
-def scheduled_seconds(pid: int) -> float:
-    """CPU time of a process, all its threads, in nanoseconds' resolution where the kernel has it."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 @contextlib.contextmanager

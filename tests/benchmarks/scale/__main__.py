@@ -1,7 +1,7 @@
 """How large a router of several processes is: what it costs and gives, measured here and computed beyond.
 
     python -m tests.benchmarks.scale [--quick] [--against CHECKOUT] [--repeat 3] [--seconds 1.5] [--markdown]
-        [--json FILE] [--plot FILE.png]
+        [--json FILE]
 
 Six loads on one process, on two, and with `--against` on the one process of another checkout, in turns, so that what
 else the machine does falls on all: ratios are medians of the ratios of each round. Each load comes once from many
@@ -180,26 +180,6 @@ def shown_queues(costs: Costs, *, markdown: bool) -> str:
     return table(heading, rows, markdown)
 
 
-def plot(path: Path, measurements: Mapping[str, tuple[Load, Both]], about: Mapping[str, str]) -> None:
-    """CPU for each answer, a panel for each load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(measurements), figsize=(4.2 * len(measurements), 2.2))
-    for axis, (load, (_, calm)) in zip(axes, measurements.values(), strict=True):
-        values = [middle(each, "cost") * 1e6 for each in calm.values()]
-        axis.bar_label(axis.barh([*calm], values, color="#2a6f97"), [f"{each:,.0f} us" for each in values], padding=3)
-        axis.set_xlim(0, max(values) * 1.4)
-        axis.set_title(load.title, fontsize=9)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"CPU of all the router's processes for an answer ({about['date']}, {about['cpu']})", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: a smoke test, not a measurement")
@@ -208,7 +188,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure the one process of this one too")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round, the costs and what is computed")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the CPU of an answer")
     options = parser.parse_args()
     if options.quick:
         options.repeat, options.seconds = 1, QUICK
@@ -243,8 +222,6 @@ def main() -> int:
         }
         told["state"] = {mode: asdict(cost) for mode, cost in kept.items()}
         options.json.write_text(json.dumps(told, indent=1) + "\n")
-    if options.plot is not None:
-        plot(options.plot, measurements, about)
     return 0
 
 
