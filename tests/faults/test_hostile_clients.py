@@ -16,7 +16,7 @@ import pytest
 
 from miles_router.serving.clients import REFUSALS_LOGGED_EVERY
 from miles_router.settings.config import MiddlewareSpec
-from tests.support.http import Client, chunked, request
+from tests.support.http import Client, request
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
@@ -278,12 +278,3 @@ async def test_clients_beyond_the_descriptors_are_told_so_and_the_others_served(
         assert 1 <= said <= 1 + (time.monotonic() - began) // REFUSALS_LOGGED_EVERY
         for client in [*idle, *busy]:
             client.abort()
-
-
-async def test_a_body_that_comes_in_pieces_arrives_whole(stage: Stage) -> None:
-    worker = await stage.worker()
-    client = await stage.client(await stage.router(worker))
-    parts = [bytes([number % 256]) * (1 + number % 3) for number in range(2000)]
-    await client.send(request("POST", "/x", CHUNKED) + chunked(*parts))
-    assert (await client.read("POST")).status == 200
-    assert worker.requests[0].body == b"".join(parts)

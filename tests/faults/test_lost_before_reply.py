@@ -24,15 +24,12 @@ LOSSES = {
     "reset after the request": script(RESET),
     "closed before the body was read": unread(CLOSE),
     "reset before the body was read": unread(RESET),
-}
-HALF_HEADS = {
     "cut in the status line": script(b"HTTP/1.1 200", CLOSE),
     "cut in a header": script(b"HTTP/1.1 200 OK\r\nContent-Le", CLOSE),
     "reset in a header": script(b"HTTP/1.1 200 OK\r\nContent-Le", RESET),
     "cut after an informational reply": script(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", CLOSE),
 }
 losses = pytest.mark.parametrize("loss", [*LOSSES.values()], ids=[*LOSSES])
-half_heads = pytest.mark.parametrize("loss", [*HALF_HEADS.values()], ids=[*HALF_HEADS])
 
 
 @pytest.fixture
@@ -125,9 +122,10 @@ async def test_a_client_that_leaves_while_the_router_connects_ends_the_attempt(s
 
 @losses
 async def test_a_lost_connection_goes_to_another_worker_with_the_same_bytes(stage: Stage, loss: Behaviour) -> None:
-    bad, good = await stage.worker(), await stage.worker()
-    bad.always(loss)
-    router = await stage.router(bad, good)
+    bad, good = (await stage.worker()).always(loss), await stage.worker()
+    router = await stage.router(bad)
+    assert_unreachable(await router.ask("POST", "/generate?a=%2F", [("X-Kept", "1")], BODY))
+    await router.ask("POST", f"/add_worker?url={good.url}")
     answers = [await router.ask("POST", "/generate?a=%2F", [("X-Kept", "1")], BODY) for _ in range(4)]
     assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4
     assert [received.body for received in good.requests] == [BODY] * 4
@@ -154,36 +152,12 @@ async def test_the_worker_that_failed_is_not_asked_again_however_idle_or_wanted_
     holding.abort()
 
 
-@losses
-async def test_a_lost_connection_with_nobody_else_is_502(stage: Stage, loss: Behaviour) -> None:
-    worker = (await stage.worker()).always(loss)
-    router = await stage.router(worker)
-    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
-
-
-@half_heads
-async def test_a_reply_that_is_lost_inside_its_head_never_reaches_the_client(stage: Stage, loss: Behaviour) -> None:
-    bad, good = (await stage.worker()).always(loss), await stage.worker()
-    router = await stage.router(bad)
-    assert (await router.ask("POST", "/generate", body=BODY)).status == 502
-    await router.ask("POST", f"/add_worker?url={good.url}")
-    answers = [await router.ask("POST", "/generate", body=BODY) for _ in range(3)]
-    assert {(answer.status, answer.body) for answer in answers} == {(200, b"{}")}
-
-
-@pytest.mark.parametrize("max_retries", [0, 1, 2])
-async def test_no_more_than_max_retries_other_workers_are_tried(stage: Stage, max_retries: int) -> None:
+@pytest.mark.parametrize("max_retries", [0, 2, 10])
+async def test_no_more_than_max_retries_other_workers_are_tried_and_none_twice(stage: Stage, max_retries: int) -> None:
     workers = [(await stage.worker()).always(script(CLOSE)) for _ in range(4)]
     router = await stage.router(*workers, max_retries=max_retries)
     assert_unreachable(await router.ask("POST", "/generate", body=BODY))
-    assert asked(*workers) == 1 + max_retries
-
-
-async def test_no_worker_is_tried_twice_for_one_request_while_others_are_untried(stage: Stage) -> None:
-    workers = [(await stage.worker()).always(script(CLOSE)) for _ in range(3)]
-    router = await stage.router(*workers, max_retries=10)
-    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
-    assert asked(*workers) == 3
+    assert asked(*workers) == min(1 + max_retries, 4)
     assert max(len(worker.requests) for worker in workers) <= 2  # on a kept connection, then on a new one
 
 

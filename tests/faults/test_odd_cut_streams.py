@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import orjson
 import pytest
 
-from middleware_hub.openai_session.turns.carried_stream import RestStream
-from miles_router.engines.events import Event
-from miles_router.middlewares.generation import Attempt, ChatGeneration
 from tests.support.http import CutReply, RawReply
 from tests.support.scripted_chat import (
     DONE,
@@ -167,21 +162,3 @@ async def test_a_cut_whole_answer_that_lacks_something_is_refused(stage: Stage, 
         answer = await turn
     assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert await trial.records(session) == []
-
-
-async def test_a_part_keeps_the_text_of_the_chunk_that_ends_it() -> None:
-    shown: list[str] = []
-
-    async def show(text: str, entries: Sequence[Any]) -> None:
-        shown.append(text)
-
-    async def nothing() -> None:
-        """The engine is known."""
-
-    attempt = cast(Attempt, SimpleNamespace(learn_engine=nothing))
-    rest = RestStream(attempt, cast(ChatGeneration, SimpleNamespace(stops=[], given=3)), lambda: "1", show)
-    for text, finish in (("a", None), (" end", "stop")):
-        said = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [ENTRY]}, "finish_reason": finish}
-        await rest.event(Event.read(event([said])))
-    await rest.event(Event.read(told(output_ids=[[1, 2]])))
-    assert (rest.part()["text"], rest.part()["output_ids"], shown) == ("a end", [1, 2], ["a"])

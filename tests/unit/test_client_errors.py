@@ -32,12 +32,6 @@ def own(kind: str, message: str = "said so", **beside: Any) -> bytes:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_has_its_place_in_the_tree(cls: type[RouterClientError]) -> None:
-    assert cls.__doc__
-    assert cls.__name__ in (errors.__doc__ or "")
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 def test_errors_survive_a_process_boundary_with_all_they_know(cls: type[RouterClientError]) -> None:
     error = cls("the message", status=503, type="t", request_id="r", retryable=True, retry_after=2.0, body={"a": 1})
     copy = pickle.loads(pickle.dumps(error))
@@ -103,25 +97,6 @@ def test_a_workers_error_is_shown_in_its_own_words_and_never_retried(raw: bytes,
     assert type(error) is ErrorReply
     assert (error.message, error.type, error.request_id) == (message, kind, "mr-2")
     assert not error.retryable
-
-
-def test_a_worker_that_uses_the_routers_words_is_no_router() -> None:
-    raw = b'{"error": {"type": "not_found", "message": "no model"}}'
-    assert type(read_error(404, {}, raw)) is ErrorReply
-
-
-def test_a_failed_fan_out_names_its_workers() -> None:
-    workers = {"http://a": {"status": 0, "body": "no answer within 60 s"}}
-    error = read_error(502, {}, own("fan_out_failed", workers=workers))
-    assert isinstance(error, FanOutFailed)
-    assert error.workers == workers
-    assert FanOutFailed("without a body").workers == {}
-
-
-def test_a_refused_sample_names_its_invariant() -> None:
-    error = read_error(422, {}, own("invalid_sample", "versions_cover_the_loss: a position has none"))
-    assert isinstance(error, InvalidSample)
-    assert (error.invariant, error.status) == ("versions_cover_the_loss", 422)
 
 
 def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:

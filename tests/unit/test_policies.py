@@ -37,17 +37,6 @@ def released(lease: Lease) -> Worker:
     return lease.worker
 
 
-def test_the_least_loaded_worker_is_chosen() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    first, second = pool.lease(policy), pool.lease(policy)
-    (idle,) = [worker for worker in pool if worker.in_flight == 0]
-    assert pool.lease(policy).worker is idle
-    second.release()
-    assert pool.lease(policy).worker is second.worker
-    first.release()
-    assert pool.lease(policy).worker is first.worker
-
-
 def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     first = turn(pool, policy, "a", 16_000)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.errors import NotFound, NoWorkerAvailable
+from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
@@ -74,13 +74,6 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
         lease.release()
 
 
-def test_a_worker_is_found_by_url_and_by_id() -> None:
-    scene = Scene.of("ab")
-    assert scene.pool.get(scene["b"].address.id) is scene["b"]
-    with pytest.raises(NotFound, match="http://c"):
-        scene.pool.get("http://c")
-
-
 @pytest.mark.parametrize("state", [READY, QUARANTINED])
 def test_a_busy_worker_drains_after_its_last_request(state: WorkerState) -> None:
     scene = Scene.of("a")
@@ -95,29 +88,6 @@ def test_a_busy_worker_drains_after_its_last_request(state: WorkerState) -> None
     assert idle == []
     leases[1].release()
     assert (idle, len(scene.pool), scene.pool.in_flight) == ([1, 2], 0, 0)
-
-
-def test_registering_a_draining_worker_ends_the_drain_and_tells_who_waits() -> None:
-    scene = Scene.of("a")
-    lease = scene.pool.lease(POLICY)
-    idle: list[str] = []
-    scene.pool.drain(scene["a"], lambda: idle.append("told"))
-    scene.add("a")
-    assert (scene["a"].state, idle) == (READY, ["told"])
-    lease.release()
-    assert (len(scene.pool), idle) == (1, ["told"])
-
-
-def test_a_drain_that_is_removed_and_registered_again_tells_who_waits() -> None:
-    scene = Scene.of("a")
-    lease = scene.pool.lease(POLICY)
-    idle: list[str] = []
-    scene.pool.drain(scene["a"], lambda: idle.append("told"))
-    scene.pool.remove(scene["a"])
-    assert scene.add("a").state is READY
-    assert idle == ["told"]
-    lease.release()
-    assert (len(scene.pool), scene.pool.in_flight) == (1, 0)
 
 
 @pytest.mark.parametrize(

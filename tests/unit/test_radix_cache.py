@@ -52,45 +52,12 @@ def reused(cache: RadixTreeCache, text: str) -> tuple[int, str]:
     return sampled, text[: match.chars]
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("ask", "ask"),  # a whole prompt, as it was given
-        ("askANSWER", "askANSWER"),
-        ("askANSWER more", "askANSWER"),
-        ("askANSWER$ more", "askANSWER$"),  # the hidden tail, spelled out
-        ("askANSxyz", "askANS"),
-        ("askxyz", ""),  # parted right behind what was only given
-        ("asxyz", ""),
-        ("nothing of it", ""),
-    ],
-)
-def test_the_reused_prefix_ends_behind_the_last_sampled_token_in_the_common_text(text: str, found: str) -> None:
-    cache = held()
-    put(cache, letters("ask", "ANSWER", "r", hidden="$"))
-    assert reused(cache, text) == (max(0, len(found) - 3), found)
-
-
 def record(rid: str, text: str, shown: int, pieces: list[Piece], ends: list[int]) -> TextRecord:
     return TextRecord(text, shown, Trajectory(pieces), np.array(ends, dtype=np.uint32), rid, "stop")
 
 
 def sampled(*ids: int) -> Piece:
     return Piece.sampled(ids, [-0.5] * len(ids), "1")
-
-
-def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> None:
-    # The newest generation below the parting is a second turn, whose own tokens begin behind it.
-    cache = held()
-    turn = record("first", "Qabc", 4, [Piece.given([1]), sampled(2, 3, 4)], [1, 2, 3, 4])
-    cache.record(turn)
-    more = record("second", "Qabcde", 6, [*turn.trajectory.pieces, Piece.given([5]), sampled(6)], [1, 2, 3, 4, 5, 6])
-    cache.record(more, cache.match("Qabcd"))
-    sibling = record("sibling", "Qabx", 4, [Piece.given([1]), sampled(2, 3, 9)], [1, 2, 3, 4])
-    entry = cache.record(sibling)
-    assert entry is not None
-    assert entry.trajectory() == sibling.trajectory
-    check_integrity(cache)
 
 
 def room_for(*entries: int) -> int:
