@@ -1,6 +1,6 @@
 """What a session costs the router: CPU time of each turn as the history grows, and memory of what is held.
 
-    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50] [--json FILE]
+    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50]
         [--plot FILE.png]
 
 Sessions whose history grows to some 32,000 tokens: each turn adds a tool's result and an answer. The layer runs in this
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -250,7 +249,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=32, help="sessions (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve")
     options = parser.parse_args()
     if options.quick:
@@ -264,9 +262,6 @@ def main() -> int:
         print(f"{name}: {value}")
     curve, memory = asyncio.run(measured(options.sessions, options.turns, options.api))
     print(shown(curve, memory, markdown=options.markdown))
-    if options.json is not None:
-        times = {name: {turn: median(each) for turn, each in getattr(curve, name).items()} for name in vars(curve)}
-        options.json.write_text(json.dumps({"environment": environment(), "curve": times, "memory": memory}, indent=1))
     if options.plot is not None:
         plot(curve, options.plot)
     slowest = np.median(curve.session[max(curve.session)]) / np.median(curve.render[max(curve.render)])

@@ -87,7 +87,7 @@ async def test_what_never_becomes_a_request_takes_no_memory_and_ends_the_connect
     before = locked.memory
     for kind, (start, more, reason) in WITHOUT_END.items():
         already = await ended(locked, reason)
-        size = 64 * MEGABYTE if len(more) > 100 else MEGABYTE
+        size = 24 * MEGABYTE if len(more) > 100 else MEGABYTE
         await asyncio.to_thread(sent_before_refused, locked.url, start, more, size)
         assert await ended(locked, reason) == already + 1, kind
         assert locked.memory - before < SLACK, kind

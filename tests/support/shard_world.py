@@ -128,7 +128,6 @@ class World:
         self.later(dice.expovariate(0.5), self.trouble)
 
     def play(self) -> Counter[str]:
-        """All of it. Raises Broken."""
         LeaderNode(self).begin()
         for seat in range(SEATS):
             LifeNode(self, seat).begin()
@@ -302,7 +301,6 @@ class LifeNode(Node):
             self.world.later(delay, work, self)
 
     def end(self, pause: float = 0.5) -> None:
-        """It ends, and whoever started it starts the next one, unless another is there."""
         world, seat = self.world, self.seat
         self.dead = True
         world.later(pause, lambda: None if world.lives(seat) else LifeNode(world, seat).begin())
