@@ -132,7 +132,6 @@ def _plain_line(row: list[str], widths: list[int]) -> str:
 
 
 def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
-    """The heading and a table for each load."""
     mark = "### " if markdown else ""
     lines = [
         f"{mark}Passthrough: {about['date']}, commit {about['commit']}",
@@ -152,7 +151,6 @@ def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
 
 
 def write_json(path: Path, results: Results, about: Mapping[str, str]) -> None:
-    """Everything measured: the medians, and each repetition."""
     loads = {
         load: {
             peer: {"median": asdict(middle(samples)), "samples": [asdict(sample) for sample in samples]}

@@ -124,7 +124,6 @@ def _answer(connection: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def running(source: Path, worker_port: int, root: Path, name: str, *arguments: str) -> Iterator[Subject]:
-    """A router of a checkout, in front of the worker, with further arguments."""
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("miles-router")), "--port", str(port), "--log-level", "warning",
@@ -140,7 +139,6 @@ Times = dict[str, dict[int, list[float]]]
 
 
 def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times: Times, tokens: dict[int, int]) -> None:
-    """A session of each agent, from its first turn to its last."""
     path, request, text_of = APIS[api]
     source = random.Random(seed)
     made, _ = subject.round([("/sessions", b"{}")] * AGENTS)

@@ -52,7 +52,6 @@ class Curve:
 
 
 def chat_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The conversation as it is."""
     return {"model": "m", "messages": messages, "max_tokens": 500}
 
 
@@ -101,7 +100,6 @@ class Engine:
         await send({"type": "http.response.body", "body": body})
 
     def answer(self, asked: Mapping[str, Any]) -> bytes:
-        """What it answers to a request."""
         answer = self._answer()
         if asked.get("return_prompt_token_ids"):
             answer["choices"][0]["prompt_token_ids"] = asked.get("input_ids") or [1] * 200
@@ -155,7 +153,6 @@ def timed(work: Callable[[], object]) -> float:
 async def episode(
     layer: OpenAISessionMiddleware, engine: Engine, tokenizer: Any, turns: int, curve: Curve, *, api: str
 ) -> None:
-    """One session from its first turn to its last."""
     path, request, text_of = APIS[api]
     given = TARGET_TOKENS / turns * (1 - SAMPLED_SHARE)
     source = random.Random(len(layer.store))
@@ -199,7 +196,6 @@ async def measured(sessions: int, turns: int, api: str) -> tuple[Curve, dict[str
 
 
 def shown(curve: Curve, memory: Mapping[str, float], *, markdown: bool) -> str:
-    """The two tables."""
     last = max(curve.session)
     places = sorted({0, 1, *(round(last * part / 5) for part in range(1, 6))})
     rows = [
@@ -223,7 +219,6 @@ def shown(curve: Curve, memory: Mapping[str, float], *, markdown: bool) -> str:
 
 
 def plot(curve: Curve, path: Path) -> None:
-    """CPU time of a turn over the tokens of its history."""
     import matplotlib
 
     matplotlib.use("Agg")

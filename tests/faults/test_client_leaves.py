@@ -38,7 +38,6 @@ async def assert_given_up(stage: Stage, router: RunningRouter, *, leavers: int =
 
 
 def watched() -> bool:
-    """The router has begun to look whether its client is still there."""
     return any(task.get_name() == "watch client" for task in asyncio.all_tasks())
 
 

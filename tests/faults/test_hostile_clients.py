@@ -114,7 +114,6 @@ async def test_a_body_in_tiny_chunks_that_nobody_reads_takes_little(worker: Scri
 
 
 async def rest(router: RouterProcess) -> None:
-    """Until the router does nothing."""
     process, before, deadline = psutil.Process(router.process.pid), -1.0, time.monotonic() + PATIENCE
     while (now := sum(process.cpu_times()[:2])) - before > 0.01:
         assert time.monotonic() < deadline, "it spins"

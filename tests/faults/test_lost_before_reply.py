@@ -1,10 +1,7 @@
-"""No connection, or it is lost before the reply begins: another worker is tried, within bounds, then 502."""
+"""No worker, no connection, or it is lost before the reply begins: another worker is tried, within bounds, then 502."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 
 from miles_router.fleet.workers import WorkerState
+from tests.support.descriptors import no_descriptors
 from tests.support.http import RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, script, unread
@@ -57,23 +55,6 @@ async def registered(stage: Stage, url: str, **settings: Any) -> RunningRouter:
     router = await stage.router(**settings)
     assert (await router.ask("POST", f"/add_worker?url={url}")).status == 200
     return router
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    taken: list[int] = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for each in taken:
-            os.close(each)
 
 
 def assert_unreachable(answer: RawReply) -> None:
@@ -196,3 +177,40 @@ async def test_a_router_without_descriptors_left_does_not_blame_its_workers(stag
         assert_unreachable(await client.ask("POST", "/generate", body=BODY))
     assert [router.worker(worker).state for worker in workers] == [WorkerState.READY] * 2
     assert (await client.ask("POST", "/generate", body=BODY)).status == 200
+
+
+# No worker is registered, or none is routable
+
+
+def assert_no_worker(reply: RawReply, message: str) -> None:
+    assert reply.status == 503
+    assert reply.error_type == "no_worker_available"
+    assert message in reply.json()["error"]["message"]
+    assert int(reply.value("retry-after") or 0) >= 1
+
+
+async def test_every_method_is_told_that_no_worker_is_there(stage: Stage) -> None:
+    router = await stage.router()
+    for method in ("GET", "PUT", "DELETE", "OPTIONS"):
+        assert_no_worker(await router.ask(method, "/any/path"), "/add_worker")
+    reply = await router.ask("HEAD", "/any/path")
+    assert (reply.status, reply.body) == (503, b"")
+
+
+async def test_with_every_worker_quarantined_the_answer_is_503_and_names_their_state(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, health_check_failure_threshold=1)
+    router.pool.record_failure(router.worker(worker), "test")
+    assert_no_worker(await router.ask("POST", "/generate", body=b"{}"), "1 quarantined")
+    assert worker.requests == []
+
+
+async def test_connection_survives_a_503_and_serves_the_next_request(
+    stage: Stage,
+) -> None:
+    worker = await stage.worker()
+    router = await stage.router()
+    client = await stage.client(router)
+    assert_no_worker(await client.ask("POST", "/generate", body=b"{}"), "no worker")
+    assert (await client.ask("POST", f"/add_worker?url={worker.url}")).status == 200
+    assert (await client.ask("POST", "/generate", body=b"{}")).status == 200

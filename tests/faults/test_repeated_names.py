@@ -73,7 +73,6 @@ async def engine_and_router(stage: Stage) -> tuple[Engine, RunningRouter]:
 
 
 async def leaving(stage: Stage, router: RunningRouter, engine: Engine, path: str, **fields: Any) -> None:
-    """Send a generation and leave while it runs."""
     before = len(engine.names)
     client: Client = await stage.client(router)
     await client.send(request("POST", path, JSON, orjson.dumps(fields)))

@@ -61,7 +61,6 @@ class Wire:
         return cls(reader, writer)
 
     async def answer(self) -> bytes:
-        """The body of a whole answer with a length."""
         head = await soon(self.reader.readuntil(b"\r\n\r\n"))
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         body = await soon(self.reader.readexactly(length))

@@ -33,7 +33,6 @@ ENDS = {"without [DONE]": (), "with [DONE]": (DONE,)}
 
 
 def completion(text: str, token: int, finish: str | None = None, index: int = 0) -> bytes:
-    """An event of `/v1/completions`."""
     ids = {"token_ids": [token], "prompt_token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5]}}
     return event([{"index": index, "text": text, "finish_reason": finish, "matched_stop": None, **ids}])
 
@@ -46,7 +45,6 @@ def hello(api: Api) -> list[bytes]:
 
 
 def given(*events: bytes) -> Any:
-    """A stream of events that ends in order."""
     return script(chunked_head(EVENT_STREAM), *map(chunk, events), LAST_CHUNK)
 
 
@@ -259,7 +257,6 @@ async def test_a_whole_answer_with_fewer_choices_than_asked_is_an_error(
 
 
 def generated(finish: str | None) -> bytes:
-    """An event of `/generate`."""
     meta = {
         "id": "r1",
         "finish_reason": finish and {"type": finish, "length": 1},

@@ -92,7 +92,6 @@ class Scene:
         return asyncio.ensure_future(self.begin(key, tokens, who))
 
     def end(self, key: str) -> None:
-        """A session is over."""
         self.leases.pop(key).release()
         self.pool.homes.forget(key)
 

@@ -27,7 +27,6 @@ CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if 
 
 
 def own(kind: str, message: str = "said so", **beside: Any) -> bytes:
-    """The body of an error of the router's own."""
     return json.dumps({"error": {"type": kind, "message": message, "request_id": "mr-1"}, **beside}).encode()
 
 

@@ -303,23 +303,6 @@ def test_sessions_that_are_away_for_much_longer_than_sessions_are_count_no_more(
     assert held(pool) == [(3, 210)]
 
 
-def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    home = turn(pool, policy, "a", 300)
-    away = pool.lease(policy, "a", [home.worker], tokens=300)
-    assert away.worker is not home.worker
-    assert (home.sessions, home.tokens, away.unit.sessions, away.unit.tokens) == (1, 300, 0, 300)
-    away.release()
-    assert turn(pool, policy, "a", 300) is home
-    pool.record_failure(home.worker, "refused")
-    moved = pool.lease(policy, "a", [home.worker], tokens=300)
-    moved.release()
-    assert turn(pool, policy, "a", 300) is moved.unit, "nobody answered there: its cache is gone"
-    home = moved.unit
-    pool.drain(home.worker, lambda: None)
-    assert turn(pool, policy, "a", 300) is not home, "it takes nobody any more"
-
-
 class Stubborn:
     """A policy that always has the same idea."""
 

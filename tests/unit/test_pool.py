@@ -166,28 +166,6 @@ async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> Non
     assert not fleet.heard
 
 
-def test_a_new_generation_has_a_cache_of_the_new_weights_alone() -> None:
-    caches = PrefixCaches()
-    caches.change("1", new_number())
-    first = caches.choose(None)
-    assert first == caches.choose(None) == caches.number != 0
-    caches.change("2", new_number())
-    second = caches.choose(None)
-    assert second not in (0, first)
-    assert [caches.versions(cache, "3") for cache in (0, first, second)] == [["1", "2", "3"], ["2", "3"], ["3"]]
-
-
-def test_a_flush_leaves_nothing_to_keep_apart() -> None:
-    caches = PrefixCaches()
-    caches.change("1", new_number())
-    older = caches.choose(None)
-    caches.flushed()
-    assert (caches.choose(None), caches.choose(older)) == (0, 0)
-    assert caches.versions(0, "2") == ["2"]
-    caches.change("2", new_number())
-    assert caches.choose(None) > older
-
-
 def test_while_weights_change_no_two_generations_share_a_cache() -> None:
     caches = PrefixCaches()
     caches.change("1", new_number(), under_way=True)

@@ -21,13 +21,12 @@ from middleware_hub.routed_experts.shapes import (
     ShapeCheck,
     configured_indexer_shape,
     configured_shape,
-    parse_indexer_shape,
 )
 from miles_router import Exchange
 from miles_router.engines.events import Event
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import EXPERT_FIELDS, GenerateRows, RowAnswer, RowRequest
-from miles_router.errors import ConfigError, UpstreamError
+from miles_router.errors import UpstreamError
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, Blocks, RowArray, RowKind, RowShape
 from tests.support.tiers import examples
@@ -207,7 +206,6 @@ documents = objects(st.recursive(leaves, lambda inner: st.lists(inner, max_size=
 
 
 def plain(tree: Any) -> Any:
-    """As the engine sends it."""
     if isinstance(tree, Ids):
         return extraction_sent(tree)
     if isinstance(tree, dict):
@@ -216,7 +214,6 @@ def plain(tree: Any) -> Any:
 
 
 def bare(tree: Any) -> Any:
-    """Without the field."""
     if isinstance(tree, dict):
         return {key: bare(value) for key, value in tree.items() if not isinstance(value, Ids)}
     return [bare(each) for each in tree] if isinstance(tree, list) else tree
@@ -442,12 +439,6 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
         assert answer is None
     else:
         assert answer == RowAnswer(2, said, finish is not None, finish is not None and finish["type"] == "abort")
-
-
-@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
-def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match="61x2048"):
-        parse_indexer_shape(text)
 
 
 @pytest.mark.parametrize(

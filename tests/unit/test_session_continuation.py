@@ -266,7 +266,6 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
 
 def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Why files were not used."""
     return [each.fields["reason"] for each in caplog.records if each.message == "proof_ignored"]  # type: ignore[attr-defined]
 
 

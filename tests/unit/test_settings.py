@@ -159,13 +159,6 @@ def test_a_file_without_good_keys_stops_the_start(tmp_path: Path, content: bytes
         assert "hush" not in str(stopped.value)
 
 
-def test_bare_paths_from_a_stronger_source_keep_the_options_of_the_file(config_file: Any) -> None:
-    path = config_file("middlewares:\n- {path: b.Second, options: {limit: 4}}\n- a.First\n")
-    loaded = load({"middleware_paths": ["a.First", "b.Second"]}, {}, (), path)
-    assert loaded.config.middlewares == (MiddlewareSpec("a.First"), MiddlewareSpec("b.Second", {"limit": 4}))
-    assert loaded.origins["middlewares"] == "--middleware-paths"
-
-
 def test_set_gives_an_option_as_text_to_the_middleware_it_names() -> None:
     loaded = load({"middleware_paths": ["a.First", "b.First"]}, {}, ["first.limit=4", "first_2.name=x=y"])
     one, two = loaded.config.middlewares

@@ -43,7 +43,6 @@ QUICK = 0.5
 
 
 def measure_load(load: Load, root: Path, options: argparse.Namespace) -> Both:
-    """Rounds of one load, by router."""
     subjects = {ONE: (REPO, 1), TWO: (REPO, 2)}
     root.mkdir()
     with contextlib.ExitStack() as stack:
@@ -74,7 +73,6 @@ def middle(rounds: Sequence[Round], figure: str) -> float:
 
 
 def shown_load(load: Load, both: Both, *, markdown: bool) -> str:
-    """A row for each router."""
     rows, (rounds, calm) = [], both
     for name in sorted(rounds, key=[ONE, TWO].index):
         each = rounds[name]
