@@ -48,20 +48,6 @@ async def test_a_chunked_body_without_end_is_refused_as_soon_as_it_is_over_the_l
     assert (await client.read("POST")).status == 413
 
 
-@pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_a_body_of_exactly_the_limit_is_forwarded(stage: Stage, framing: str) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, max_request_bytes=LIMIT)
-    client = await stage.client(router)
-    body = b"x" * LIMIT
-    if framing == "length":
-        await client.send(request("POST", "/generate", body=body))
-    else:
-        await client.send(request("POST", "/generate", CHUNKED) + chunked(body))
-    assert (await client.read("POST")).status == 200
-    assert worker.requests[0].body == body
-
-
 async def test_what_is_no_request_to_be_forwarded_is_told_so(stage: Stage) -> None:
     """The bytes of a body in an unknown encoding would reach the worker with nothing that says what they are."""
     worker = await stage.worker()

@@ -101,20 +101,6 @@ async def test_a_worker_lost_inside_a_stream_breaks_the_agent_s_connection_off(
             assert len(await trial.records(session)) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_lost_before_it_answers_is_replaced(stage: Stage, stream: bool) -> None:
-    answers = streamed(*HELLO) if stream else GOOD
-    workers = [able(await stage.worker()).always(answers) for _ in range(2)]
-    trial = await session_trial(stage, *workers)
-    session = await trial.create()
-    await trial.turn(session, HI, stream=stream)
-    (home,) = [each for each in workers if each.requests]
-    home.next(script(RESET), script(RESET))  # the first could have been a connection gone stale
-    assert (await trial.turn(session, HI, stream=stream)).status == 200
-    first, second = await trial.records(session)
-    assert (first["worker"], second["worker"]) == (home.url, next(each.url for each in workers if each is not home))
-
-
 # Workers that answer nonsense
 
 

@@ -113,17 +113,6 @@ def test_readmission_is_by_policy(readmit: ReadmitPolicy, version: str | None, r
     assert (worker in scene.pool.routable) is returns
 
 
-def test_the_reason_for_staying_out_is_told_when_it_changes_and_only_then() -> None:
-    scene = Scene.of("ab")
-    scene.pool.keep_out(scene["b"], "ready workers are not kept out")
-    assert not scene.pool.readmit(scene["b"], "nor readmitted")
-    worker = scene.quarantine("a")
-    for reason in ("old weights", "old weights", "sick", "sick"):
-        scene.pool.keep_out(worker, reason)
-    assert [each.reason for each in scene.told] == ["no answer", "old weights", "sick"]
-    assert scene.story[1:] == [("a", QUARANTINED, QUARANTINED)] * 2
-
-
 def test_the_fleets_version_is_what_most_routable_workers_hold() -> None:
     scene = Scene.of("abc")
     assert scene.pool.weight_version is None
