@@ -258,7 +258,8 @@ async def test_a_count_that_cannot_be_is_not_passed_on(
                 assert type(count) is int, (name, last)
                 assert 0 <= count <= most.get(name.partition("_")[0], len(PROMPT) + 2), (name, last)
             assert last.get("total_tokens", len(PROMPT) + 2) == len(PROMPT) + 2
-    for usage in ("x", [], 5):
+    no_objects: tuple[Any, ...] = ("x", [], 5)
+    for usage in no_objects:
         with case(usage):
             worker.always(counted(usage, stream=stream))
             session = await trial.create()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.errors import NoWorkerAvailable
+from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
@@ -172,3 +172,10 @@ def test_so_many_versions_are_known_and_no_more() -> None:
         caches.change(str(version), new_number())
     assert caches.choose(0) == caches.number, "whose weights filled that one is forgotten"
     assert caches.versions(0, "now") == [*map(str, range(1, MAX_VERSIONS + 1)), "now"]
+
+
+def test_a_worker_is_found_by_url_and_by_id() -> None:
+    scene = Scene.of("ab")
+    assert scene.pool.get(scene["b"].address.id) is scene["b"]
+    with pytest.raises(NotFound, match="http://c"):
+        scene.pool.get("http://c")

@@ -120,3 +120,17 @@ async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_p
         await then.look_up("ask")
     assert then.archive.statistics.numbers()["failed"] == {"state_failed": 1}
     await store.close()
+
+
+def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> None:
+    # The newest generation below the parting is a second turn, whose own tokens begin behind it.
+    cache = held()
+    turn = record("first", "Qabc", 4, [Piece.given([1]), sampled(2, 3, 4)], [1, 2, 3, 4])
+    cache.record(turn)
+    more = record("second", "Qabcde", 6, [*turn.trajectory.pieces, Piece.given([5]), sampled(6)], [1, 2, 3, 4, 5, 6])
+    cache.record(more, cache.match("Qabcd"))
+    sibling = record("sibling", "Qabx", 4, [Piece.given([1]), sampled(2, 3, 9)], [1, 2, 3, 4])
+    entry = cache.record(sibling)
+    assert entry is not None
+    assert entry.trajectory() == sibling.trajectory
+    check_integrity(cache)

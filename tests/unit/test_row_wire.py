@@ -21,12 +21,13 @@ from middleware_hub.routed_experts.shapes import (
     ShapeCheck,
     configured_indexer_shape,
     configured_shape,
+    parse_indexer_shape,
 )
 from miles_router import Exchange
 from miles_router.engines.events import Event
 from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import EXPERT_FIELDS, GenerateRows, RowAnswer, RowRequest
-from miles_router.errors import UpstreamError
+from miles_router.errors import ConfigError, UpstreamError
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, Blocks, RowArray, RowKind, RowShape
 from tests.support.tiers import examples
@@ -446,3 +447,9 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
 )
 def test_what_names_the_fields_and_is_no_object_goes_to_the_engine_as_it_is(body: bytes) -> None:
     assert request(body) == RowRequest(body, 7, by_client=False)
+
+
+@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
+def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="61x2048"):
+        parse_indexer_shape(text)

@@ -224,3 +224,9 @@ class Holders(RuleBasedStateMachine):
 
 Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 TestHolders = Holders.TestCase
+
+
+def test_more_rows_than_there_are_are_not_complete() -> None:
+    *_, third = line()
+    assert third.complete(12)
+    assert not third.complete(13)
