@@ -41,8 +41,13 @@ def watched() -> bool:
     return any(task.get_name() == "watch client" for task in asyncio.all_tasks())
 
 
-@pytest.mark.alone("it looks at the tasks of the test's process")
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(False, id="at once"),
+        pytest.param(True, id="later", marks=pytest.mark.alone("it looks at the tasks of the test's process")),
+    ],
+)
 @leaves
 async def test_while_the_head_is_awaited(stage: Stage, leave: Leave, later: bool) -> None:
     router, client = await asked(stage)
