@@ -61,3 +61,13 @@ async def test_a_not_modified_reply_that_names_a_length_does_not_hold_the_client
     for _ in range(2):
         worker.next(script(head(304, [("Content-Length", "500")])))
         assert (await client.ask("GET", "/cached")).status == 304
+
+
+async def test_not_modified_and_no_content_end_without_a_body(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    for status in (304, 204, 304, 204):
+        worker.next(script(head(status, [("ETag", '"a"')])))
+        answer = await client.ask("GET", "/cached")
+        assert (answer.status, answer.body, answer.value("etag")) == (status, b"", b'"a"')

@@ -110,3 +110,22 @@ def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_o
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
 def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
     assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None
+
+
+def test_a_worker_that_uses_the_routers_words_is_no_router() -> None:
+    raw = b'{"error": {"type": "not_found", "message": "no model"}}'
+    assert type(read_error(404, {}, raw)) is ErrorReply
+
+
+def test_a_failed_fan_out_names_its_workers() -> None:
+    workers = {"http://a": {"status": 0, "body": "no answer within 60 s"}}
+    error = read_error(502, {}, own("fan_out_failed", workers=workers))
+    assert isinstance(error, FanOutFailed)
+    assert error.workers == workers
+    assert FanOutFailed("without a body").workers == {}
+
+
+def test_a_refused_sample_names_its_invariant() -> None:
+    error = read_error(422, {}, own("invalid_sample", "versions_cover_the_loss: a position has none"))
+    assert isinstance(error, InvalidSample)
+    assert (error.invariant, error.status) == ("versions_cover_the_loss", 422)

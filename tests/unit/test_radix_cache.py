@@ -134,3 +134,32 @@ def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> No
     assert entry is not None
     assert entry.trajectory() == sibling.trajectory
     check_integrity(cache)
+
+
+def letters(
+    given: str, sampled: str, rid: str, *, hidden: str = "", version: str = "1", finish: str = "stop"
+) -> TextRecord:
+    """One token a letter, its id the letter's code; sampled ones in capital ids, so that encoding would differ."""
+    text = given + sampled + hidden
+    ids = [ord(letter) + 1000 for letter in sampled + hidden]
+    pieces = [Piece.given([ord(letter) for letter in given]), Piece.sampled(ids, [-0.5] * len(ids), version)]
+    ends = np.arange(1, len(text) + 1, dtype=np.uint32)
+    return TextRecord(text, len(given + sampled), Trajectory(pieces), ends, rid, finish)
+
+
+def room_for(*entries: int) -> int:
+    """A budget in which entries with so many own tokens just fit."""
+    return sum(entries) + ENTRY_CHARGE * len(entries)
+
+
+def test_versions_before_those_kept_go_before_anything_else() -> None:
+    cache = held(max_tokens=room_for(3, 3, 3, 3), keep_versions=1)
+    for name, version in (("a", "v1"), ("b", "v2"), ("c", "v1"), ("d", "v3")):
+        put(cache, letters(name, "xy", name, version=version))
+    cache.match("axy and more")
+    put(cache, letters("e", "xy", "e", version="v3"))
+    assert rids(cache) == {"a", "b", "d", "e"}, "v1 is two behind v3: the least recently used of it goes"
+    put(cache, letters("f", "xy", "f", version="v3"))
+    assert rids(cache) == {"b", "d", "e", "f"}
+    put(cache, letters("g", "xy", "g", version="v3"))
+    assert rids(cache) == {"d", "e", "f", "g"}, "nothing stale is left: the least recently used"

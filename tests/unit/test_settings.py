@@ -299,3 +299,10 @@ def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
     careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
     with pytest.raises(ConfigError, match="data_paths: every path must start with /"):
         create_app(RouterConfig(middlewares=(careless,)))
+
+
+def test_bare_paths_from_a_stronger_source_keep_the_options_of_the_file(config_file: Any) -> None:
+    path = config_file("middlewares:\n- {path: b.Second, options: {limit: 4}}\n- a.First\n")
+    loaded = load({"middleware_paths": ["a.First", "b.Second"]}, {}, (), path)
+    assert loaded.config.middlewares == (MiddlewareSpec("a.First"), MiddlewareSpec("b.Second", {"limit": 4}))
+    assert loaded.origins["middlewares"] == "--middleware-paths"

@@ -7,6 +7,7 @@ import itertools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_router.testing.worker.model.moe import encode_routes
@@ -16,6 +17,7 @@ from tests.faults.routed_experts.scenes import (
     HI,
     IDS,
     RUNNING,
+    TOKENS,
     nothing_is_held,
     outcome,
     the_next_turn_works,
@@ -33,7 +35,7 @@ from tests.support.experts_trial import (
     truth,
 )
 from tests.support.http import request
-from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, chat_answer, chat_events, meta_of
+from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, chat_answer, chat_events, meta_of, streamed
 from tests.support.scripted_worker import (
     CLOSE,
     HANG,
@@ -180,3 +182,18 @@ async def test_rows_without_an_end_take_no_more_room_than_there_is(
     assert await trial.missing() == {"experts_fit": 1}
     await nothing_is_held(trial)
     await the_next_works(trial, worker)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_what_stands_behind_the_last_event_is_given_on(
+    worker: ScriptedWorker, trial: ExpertsTrial, asks: bool
+) -> None:
+    """A stream that ends in order, but within an event: as it would pass without a keeper, and nothing is held."""
+    unended = b"data: " + compact({"odd": "rest"})
+    whole = event_of(RUNNING) + event_of(generated(IDS, GOOD)) + unended
+    worker.next(streamed(whole))
+    asked = {**ASKED, "stream": True, "return_logprob": True, "return_routed_experts": asks}
+    got = await trial.post("/generate", asked)
+    bare = event_of(RUNNING) + event_of(generated(IDS, None)) + unended
+    assert (got.status, got.body) == (200, whole if asks else bare)
+    assert np.array_equal(await trial.rows(rid="r1"), truth(TOKENS))

@@ -42,7 +42,7 @@ from tests.support.experts_trial import (
 )
 from tests.support.http import RawReply
 from tests.support.metrics import metric
-from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT, chat_reply, meta_of, streamed
+from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT, chat_events, chat_reply, meta_of, streamed
 from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
 from tests.support.session_apis import case
 from tests.support.session_trial import SESSIONS, message_of, user
@@ -276,3 +276,21 @@ async def test_compressed_reply_passes_where_rows_are_optional_counted_and_logge
     labels = {"layer": "routed_experts", "reason": "content_encoding"}
     assert await metric(trial.router, "miles_router_unread_replies_total", **labels) == 1
     await the_next_works(trial, worker)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_was_aborted_before_it_began_is_none(
+    worker: ScriptedWorker, sessions: ExpertsTrial, stream: bool
+) -> None:
+    if stream:
+        compactly = [json.loads(each[6:]) for each in chat_events([], [])[:2]]
+        compactly[1]["choices"][0]["finish_reason"] = "abort"
+        worker.next(streamed(*map(event_of, compactly), DONE))
+    else:
+        meta = meta_of([], finish_reason=ABORT)
+        worker.next(script(chat_reply([], "", finish_reason="abort", meta_info=meta)))
+    session = await sessions.create()
+    got = await sessions.turn(session, HI, stream=stream)
+    assert (got.status, b"answered without" in got.body) == (200, False)
+    assert await sessions.missing() == {"aborted": 1}
+    await no_turn(sessions, session, stream=stream)

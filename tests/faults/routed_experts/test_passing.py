@@ -165,3 +165,15 @@ async def test_sessions_that_are_deleted_while_their_rows_come_hold_none(
     await stage.nothing_under_way()
     await until(lambda: not sessions.held["bytes"], "its rows are gone with it")
     await nothing_is_held(sessions)
+
+
+async def test_errors_reach_agents_as_they_are(worker: ScriptedWorker, sessions: ExpertsTrial) -> None:
+    for status, stream in itertools.product((400, 500, 503), (False, True)):
+        with case(status, stream):
+            worker.next(script(reply(b'{"message": "no"}', status, JSON)))
+            session = await sessions.create()
+            got = await sessions.turn(session, HI, stream=stream)
+            assert (got.status, got.body) == (status, b'{"message": "no"}')
+            await nothing_is_held(sessions)
+    assert await sessions.missing() == {}
+    await the_next_turn_works(sessions, worker)
