@@ -46,9 +46,3 @@ async def test_without_any_metrics_it_fails_by_name(stage: Stage) -> None:
     answer = await router.ask("GET", "/engine_metrics")
     assert (answer.status, answer.error_type) == (502, "fan_out_failed")
     assert "404" in answer.json()["error"]["message"]
-
-
-async def test_it_wants_the_key_of_administration(stage: Stage) -> None:
-    router = await stage.router(await stage.worker(), api_key="data", admin_api_key="admin")
-    answer = await router.ask("GET", "/engine_metrics", [("Authorization", "Bearer data")])
-    assert (answer.status, answer.error_type) == (401, "unauthorized")

@@ -78,29 +78,6 @@ async def test_each_event_reaches_the_client_before_the_worker_sends_the_next(
     assert await client.read_part() == b""
 
 
-async def test_the_head_reaches_the_client_before_the_worker_sends_a_body(stage: Stage) -> None:
-    gate = asyncio.Event()
-    _, client = await pair(stage, script(head(200, [("Content-Length", "3")]), gate, b"abc"))
-    await client.send(request("GET", "/x"))
-    assert (await client.read_head()).status == 200
-    gate.set()
-    assert await client.read_part() == b"abc"
-
-
-@both_ways
-async def test_parts_of_a_length_reply_are_passed_on_as_they_come(
-    stage: Stage, layers: tuple[MiddlewareSpec, ...]
-) -> None:
-    gate = asyncio.Event()
-    parts = script(head(200, [("Content-Length", "6")]) + b"abc", gate, b"def")
-    _, client = await pair(stage, parts, layers=layers)
-    await client.send(request("POST", "/generate", body=b"{}"))
-    await client.read_head()
-    assert await client.read_part() == b"abc"
-    gate.set()
-    assert await client.read_part() == b"def"
-
-
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 async def test_compressed_bodies_are_not_touched(stage: Stage, framing: str) -> None:
     packed = gzip.compress(BINARY)
@@ -166,15 +143,6 @@ async def test_a_worker_that_closes_after_its_reply_does_not_close_the_client(st
     assert worker.connections >= 2
 
 
-async def test_trailers_are_not_taken_for_headers(stage: Stage) -> None:
-    """RFC 9110 section 6.5.1: trailer fields are not merged into the header section."""
-    late = b"0\r\nX-Late: 1\r\nSet-Cookie: a=b\r\n\r\n"
-    _, client = await pair(stage, script(chunked_head([("Trailer", "X-Late")]) + chunk(b"body") + late))
-    answer = await client.ask("GET", "/x")
-    assert (answer.body, answer.values("x-late"), answer.values("set-cookie")) == (b"body", [], [])
-    assert (await client.ask("GET", "/again")).status == 200
-
-
 @pytest.mark.parametrize("framing", ["length", "chunked", "none"])
 async def test_replies_to_head_have_the_headers_and_no_body(stage: Stage, framing: str) -> None:
     heads = {
@@ -192,31 +160,6 @@ async def test_replies_to_head_have_the_headers_and_no_body(stage: Stage, framin
     assert len({id(visit.link) for visit in worker.visits}) == 3
 
 
-async def test_options_is_answered_by_the_worker(stage: Stage) -> None:
-    headers = [("Allow", "GET, POST"), ("Access-Control-Allow-Origin", "*"), ("Content-Length", "0")]
-    _, client = await pair(stage, script(head(204, headers[:2])), script(head(200, headers)))
-    for status in (204, 200):
-        answer = await client.ask(
-            "OPTIONS", "/generate", [("Origin", "http://a"), ("Access-Control-Request-Method", "POST")]
-        )
-        assert (answer.status, answer.value("allow")) == (status, b"GET, POST")
-        assert answer.value("access-control-allow-origin") == b"*"
-
-
-async def test_informational_replies_of_the_worker_are_skipped(stage: Stage) -> None:
-    early = head(103, [("Link", "</style.css>; rel=preload"), ("X-Early", "1")], "Early Hints")
-    _, client = await pair(stage, script(head(100, reason="Continue") + early, early, reply(b"final")))
-    answer = await client.ask("POST", "/x", body=b"{}")
-    assert (answer.status, answer.body, answer.values("x-early")) == (200, b"final", [])
-    assert (await client.ask("GET", "/again")).body == b"{}"
-
-
-async def test_a_worker_that_speaks_http_1_0_is_understood(stage: Stage) -> None:
-    old = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nold but complete"
-    _, client = await pair(stage, script(old, CLOSE))
-    assert (await client.ask("GET", "/x")).body == b"old but complete"
-
-
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 async def test_an_http_1_0_client_gets_a_reply_it_understands(stage: Stage, framing: str) -> None:
     parts = chunked_head() + chunk(b"some") + chunk(b"thing") + LAST_CHUNK
@@ -224,13 +167,6 @@ async def test_an_http_1_0_client_gets_a_reply_it_understands(stage: Stage, fram
     answer = await client.ask("GET", "/x", version="1.0")
     assert (answer.body, answer.values("transfer-encoding")) == (b"something", [])
     assert await client.closed() == b""
-
-
-async def test_a_worker_that_sends_its_head_byte_by_byte_is_understood(stage: Stage) -> None:
-    data = chunked_head([("X-A", "1")]) + chunk(b"abc") + chunk(b"defg") + LAST_CHUNK
-    _, client = await pair(stage, script(*(data[i : i + 1] for i in range(len(data)))))
-    answer = await client.ask("GET", "/x")
-    assert (answer.body, answer.value("x-a")) == (b"abcdefg", b"1")
 
 
 # Connections
@@ -246,15 +182,6 @@ async def test_both_sides_keep_their_connections(stage: Stage) -> None:
     assert worker.connections == max(before, 1)
 
 
-@pytest.mark.alone("each process keeps connections of its own")
-async def test_many_clients_one_after_the_other_share_one_connection_to_the_worker(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    for _ in range(20):
-        assert (await router.ask("GET", "/x")).status == 200
-    assert len({id(visit.link) for visit in worker.visits}) == 1
-
-
 async def test_concurrent_requests_never_share_a_connection(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
@@ -267,24 +194,6 @@ async def test_concurrent_requests_never_share_a_connection(stage: Stage) -> Non
     gate.set()
     for client in clients:
         assert (await client.read()).status == 200
-
-
-async def test_a_client_that_says_close_is_closed_after_its_reply(stage: Stage) -> None:
-    worker, client = await pair(stage)
-    answer = await client.ask("GET", "/x", [("Connection", "close")])
-    assert (answer.body, answer.value("connection")) == (b"{}", b"close")
-    assert await client.closed() == b""
-    assert worker.requests[0].values("connection") == []
-
-
-async def test_pipelined_requests_are_answered_in_order(stage: Stage) -> None:
-    worker, client = await pair(stage, *(script(reply(b"%d" % number)) for number in range(10)))
-    sent = [request("POST", f"/{number}", body=b"x" * number * 100) for number in range(10)]
-    await client.send(b"".join(sent))
-    for number in range(10):
-        assert (await client.read("POST")).body == b"%d" % number
-    assert [received.target for received in worker.requests] == [b"/%d" % number for number in range(10)]
-    assert [len(received.body) for received in worker.requests] == [number * 100 for number in range(10)]
 
 
 async def test_a_pipelined_request_behind_a_big_body_is_no_oversized_head(stage: Stage) -> None:
