@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from miles_router.client import ErrorReply, InvalidReply, NotFound, RouterClient
+from miles_router.client import ErrorReply, NotFound, RouterClient
 from tests.support.cache_trial import CACHE
 from tests.support.experts_trial import SHORT, ExpertsTrial, simulated_experts, truth
-from tests.support.scripted_worker import reply, script
 from tests.support.session_trial import SESSIONS, user
 from tests.support.stage import Stage
 
@@ -53,25 +52,9 @@ async def test_a_sample_has_its_rows_by_session_and_leaf_and_in_itself(client: R
             assert np.array_equal(await client.routed_experts(session_id=session.id, leaf=leaf), expected)
         with pytest.raises(ErrorReply, match="leaf must be the number of a turn"):
             await client.routed_experts(session_id=session.id)
-
-
-async def test_what_is_not_there_is_not_found(client: RouterClient) -> None:
-    for named in ({"rid": "nobody"}, {"text": "nobody"}, {"session_id": "nobody"}):
-        with pytest.raises(NotFound):
+    for named, error, words in (
+        *(({name: "nobody"}, NotFound, "") for name in ("rid", "text", "session_id")),
+        *((named, ErrorReply, "exactly one of") for named in ({}, {"rid": "a", "text": "b"})),
+    ):
+        with pytest.raises(error, match=words):
             await client.routed_experts(**named)  # type: ignore[arg-type]
-
-
-async def test_nothing_or_too_much_named_is_an_error(client: RouterClient) -> None:
-    with pytest.raises(ErrorReply, match="exactly one of"):
-        await client.routed_experts()
-    with pytest.raises(ErrorReply, match="exactly one of"):
-        await client.routed_experts(rid="a", text="b")
-
-
-@pytest.mark.parametrize("body", [b"", b"{}", b"\x02\0\0\0\0\0\0\0{}"])
-async def test_an_answer_that_is_none_is_said_to_be_none(stage: Stage, body: bytes) -> None:
-    worker = await stage.worker()
-    worker.always(script(reply(body)))
-    async with RouterClient(worker.url) as client:
-        with pytest.raises(InvalidReply, match="the reply of /routed_experts has an unexpected form"):
-            await client.routed_experts(rid="a")

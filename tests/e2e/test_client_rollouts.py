@@ -27,8 +27,9 @@ from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 from tests.e2e.test_episodes import got
 from tests.support import waiting
-from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
+from tests.support.cache_trial import SHORT, Trial, simulated_trial, trial_before
 from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -110,16 +111,6 @@ async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client
     assert (rewards["count"], rewards["sum"]) == (2, one.reward + two.reward)
     with pytest.raises(ValueError, match="reward is nan"):
         await single_turn(client, PROMPT, SHORT, reward=lambda _: float("nan"))
-
-
-async def test_one_turn_that_ends_by_itself_has_its_stop_token(
-    trial: Trial, client: RouterClient, worker: SimulatedWorker
-) -> None:
-    worker.say("It is 42.")
-    sample = await single_turn(client, PROMPT, LONG)
-    assert (sample.response, sample.status) == ("It is 42.", "completed")
-    check(sample, records(trial))
-    assert sample.tokens[-1] in worker.tokenizer.eos_token_ids
 
 
 async def test_a_prompt_that_an_earlier_rollout_sampled_is_not_trained_on(trial: Trial, client: RouterClient) -> None:
@@ -223,31 +214,6 @@ async def test_turns_that_run_out_truncate_the_sample(
         await multi_turn(client, PROMPT, environment, LONG, max_turns=0)
 
 
-async def test_tokens_that_run_out_truncate_the_sample_and_the_environment_is_not_asked(
-    trial: Trial, client: RouterClient
-) -> None:
-    async def environment(reply: str) -> str | None:
-        raise AssertionError("half a reply is none")
-
-    sample = await multi_turn(client, PROMPT, environment, SHORT)
-    assert sample.status == "truncated"
-    check(sample, records(trial))
-
-
-async def test_many_episodes_at_once(stage: Stage) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), stop_probability=0.1) as worker:
-        trial = await trial_before(stage, worker)
-
-        async def environment(reply: str) -> str | None:
-            return None if len(reply) % 5 == 0 else TOOL.format(len(reply))
-
-        async with RouterClient(trial.router.url, **PATIENCE) as client:
-            samples = await group(lambda: multi_turn(client, PROMPT, environment, LONG, max_turns=5), 24)
-        for sample in samples:
-            check(sample, [worker.log.generation(rid) for rid in sample.metadata["rids"]])
-    assert max(len(sample.metadata["rids"]) for sample in samples) > 2
-
-
 # What is cut
 
 
@@ -303,23 +269,23 @@ async def test_a_router_that_holds_no_tokens_is_an_error(stage: Stage) -> None:
                 await single_turn(client, PROMPT, SHORT)
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        Trajectory([Piece.given([1]), Piece.sampled([7, 8, 10], [-0.5] * 3, "1")]),
-        Trajectory([Piece.given([1, 7]), Piece.sampled([8, 9], [-0.5] * 2, "1")]),
-        Trajectory([Piece.sampled([8, 9], [-0.5] * 2, "1")]),
-    ],
-    ids=["other ids", "not all sampled", "fewer"],
-)
-async def test_tokens_other_than_those_generated_are_refused(stage: Stage, held: Trajectory) -> None:
+OTHERS = {
+    "other ids": Trajectory([Piece.given([1]), Piece.sampled([7, 8, 10], [-0.5] * 3, "1")]),
+    "not all sampled": Trajectory([Piece.given([1, 7]), Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+    "fewer": Trajectory([Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+}
+
+
+async def test_tokens_other_than_those_generated_are_refused(stage: Stage) -> None:
     """Of two generations with one id, say."""
     server = await stage.worker()
     meta = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
     answer = {"text": "abc", "output_ids": [7, 8, 9], "meta_info": meta}
-    found = write_safetensors([Retrieved(held, "oneabc", len(held), ("r",), "r", "stop", True)], many=False)
-    server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
     async with RouterClient(server.url, **PATIENCE) as client:
-        with pytest.raises(InvalidSample) as caught:
-            await single_turn(client, "one")
-    assert caught.value.invariant == "retrieved_as_generated"
+        for kind, held in OTHERS.items():
+            with case(kind):
+                found = write_safetensors([Retrieved(held, "oneabc", len(held), ("r",), "r", "stop", True)], many=False)
+                server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
+                with pytest.raises(InvalidSample) as caught:
+                    await single_turn(client, "one")
+                assert caught.value.invariant == "retrieved_as_generated"

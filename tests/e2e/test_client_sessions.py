@@ -133,24 +133,6 @@ async def test_a_session_is_asked_of_its_owner_and_of_the_router_where_that_is_n
         assert session.base_url == f"{server.url}/sessions/made/v1", "what agents are given is the router's"
 
 
-async def test_samples_come_as_json_too(server: ScriptedWorker) -> None:
-    server.always(script(reply(json.dumps({"samples": [{**ARRAYS, **FACTS}], "metadata": {}}).encode())))
-    async with connected(server) as client:
-        (sample,) = await client.session("made").collect(format="json")
-    assert sample.tokens.tolist() == ARRAYS["tokens"]
-    assert bodies(server) == [{"format": "json", "branches": "all"}]
-
-
-async def test_sessions_are_listed_and_their_records_read(server: ScriptedWorker) -> None:
-    listed = {"session_id": "a", "turns": 2, "created_at": 1.0, "last_used_at": 2.0, "tokens": 30}
-    records = {"session_id": "a", "records": [], "metadata": {}}
-    server.next(script(reply(json.dumps({"sessions": [listed]}).encode())), script(reply(json.dumps(records).encode())))
-    async with connected(server) as client:
-        assert await client.sessions() == [listed]
-        assert await client.session("a").records() == records
-    assert asked(server) == [("GET", "/sessions"), ("GET", "/sessions/a")]
-
-
 async def test_an_id_is_one_segment_of_a_path_whatever_is_in_it(server: ScriptedWorker) -> None:
     server.always(script(reply(b"{}")))
     async with connected(server) as client:
@@ -218,18 +200,6 @@ async def test_a_session_that_cannot_be_deleted_loses_nothing(
                 samples = await session.collect()
     assert len(samples) == 1
     assert ("was not deleted" in caplog.text) is (b"internal_error" in answer), "one that is gone is no news"
-
-
-async def test_an_episode_that_fails_is_deleted_and_its_error_raised(server: ScriptedWorker) -> None:
-    server.next(script(MADE), script(DELETED))
-
-    async def agent(base_url: str) -> None:
-        raise LookupError("the tool is broken")
-
-    async with connected(server) as client:
-        with pytest.raises(LookupError, match="the tool is broken"):
-            await agentic(client, agent)
-    assert asked(server)[-1] == ("DELETE", "/sessions/made?abort=true")
 
 
 async def test_an_agent_of_which_nothing_was_traced_is_an_error_and_no_empty_episode(stage: Stage) -> None:

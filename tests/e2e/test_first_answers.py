@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_router.testing import SimulatedWorker
-from tests.support.http import RawReply, ask
+from tests.support.fleet import post
 from tests.support.metrics import metric, metrics, samples, total
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter, running_router
@@ -18,11 +18,6 @@ from tests.support.waiting import STEP
 
 EXPECTED = "named in the configuration, and has not answered yet"
 SHORT: dict[str, Any] = {"text": "Hi", "sampling_params": {"max_new_tokens": 1}}
-
-
-async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
-    body = json.dumps(fields).encode()
-    return await router.ask("POST", path, [("Content-Type", "application/json")], body)
 
 
 async def got(router: RunningRouter, path: str) -> Any:
@@ -133,13 +128,6 @@ async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: S
             assert not late.log.at("/generate")
             assert (await post(router, "/update_weight_version", new_version="2")).status == 200
             await in_state(router, url, "ready")
-
-
-async def test_a_worker_that_never_answered_can_be_drained_and_removed(stage: Stage) -> None:
-    silent = await refusing(stage)
-    router = await stage.router(silent)
-    assert (await ask(router.url, "POST", f"/remove_worker?url={silent.url}&drain=true")).status == 200
-    assert (await got(router, "/health"))["workers_total"] == 0
 
 
 async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage) -> None:

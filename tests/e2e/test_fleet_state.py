@@ -5,42 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from tests.support.http import CutReply, RawReply
+from tests.support.fleet import JSON, info, post, simulated
+from tests.support.http import CutReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
-JSON = [("Content-Type", "application/json")]
-
-
-async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
-    return await router.ask("POST", path, JSON, orjson.dumps(fields))
-
-
-async def info(router: RunningRouter) -> dict[str, Any]:
-    found: dict[str, Any] = (await router.ask("GET", "/router/info")).json()
-    return found
-
 
 async def shown(router: RunningRouter, field: str) -> dict[str, Any]:
     """One field of each worker, by url."""
     return {worker["url"]: worker[field] for worker in (await info(router))["workers"]}
-
-
-@asynccontextmanager
-async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
-    async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
-        yield first, second
 
 
 def busy_with(worker: SimulatedWorker) -> int:
@@ -65,15 +47,6 @@ async def test_the_fleets_version_and_each_workers_follow_an_update_at_once(stag
             assert await shown(router, "state") == {worker.url: "ready" for worker in workers}
 
 
-async def test_an_update_that_names_no_version_is_learned_from_the_workers(stage: Stage) -> None:
-    async with simulated(weight_version="1") as workers:
-        router = await stage.router(*(worker.url for worker in workers))
-        for worker in workers:
-            worker.engine.weight_version = "2"
-        assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
-        await until(lambda: router.pool.weight_version == "2", "the workers were asked anew")
-
-
 async def test_a_worker_that_missed_an_update_takes_no_traffic_and_returns_once_updated(
     stage: Stage,
 ) -> None:
@@ -94,16 +67,6 @@ async def test_a_worker_that_missed_an_update_takes_no_traffic_and_returns_once_
         for _ in range(4):
             await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
         assert busy_with(two) in (1, 2, 3), "of several processes each takes turns by itself"
-
-
-async def test_a_worker_that_gets_the_weights_by_itself_returns_by_itself(stage: Stage) -> None:
-    async with simulated(weight_version="1") as (one, two):
-        router = await stage.router(one.url, two.url, health_check_interval=0.05)
-        two.faults.status(500, path="/update_weight_version")
-        await post(router, "/update_weight_version", new_version="2")
-        assert (await shown(router, "state"))[two.url] == "outdated"
-        two.engine.weight_version = "2"
-        await until(lambda: len(router.pool.routable) == 2, "its new version was seen")
 
 
 async def heard_of(router: RunningRouter, worker: SimulatedWorker) -> None:
@@ -281,16 +244,14 @@ async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage:
     assert not (await info(router))["gate"]["closed"]
 
 
-@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
-async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage, path: str) -> None:
+async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    asleep = path.startswith("/resume")
-    if asleep:
+    for path, asleep in (("/release_memory_occupation", False), ("/resume_memory_occupation", True)):
+        worker.next(script(reply(b"", 500)))
+        assert (await post(router, path)).status == 502
+        assert (await info(router))["gate"]["closed"] is asleep
         await post(router, "/release_memory_occupation")
-    worker.next(script(reply(b"", 500)))
-    assert (await post(router, path)).status == 502
-    assert (await info(router))["gate"]["closed"] is asleep
 
 
 # Carried on, where a simulated worker has no such case
@@ -336,15 +297,6 @@ async def test_a_request_that_had_only_queued_is_asked_again_as_it_was(stage: St
     }
 
 
-async def test_a_budget_without_bound_stays_without(stage: Stage) -> None:
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": None, "ignore_eos": True}}
-    first = cut([5], prompt_tokens=2, completion_tokens=1)
-    answer, asked = await paused_while_it_runs(stage, first, whole([6], prompt=3), **body)
-    assert asked[1] == {**body, "input_ids": [1, 2, 5], "rid": asked[1]["rid"]}
-    assert answer["output_ids"] == [5, 6]
-    assert answer["meta_info"]["prompt_tokens"] == 2
-
-
 # A lost worker
 
 
@@ -381,14 +333,6 @@ async def test_a_stream_that_cannot_be_carried_on_is_broken_off_and_never_looks_
         await soon(post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling))
     assert b"[DONE]" not in cut_off.value.reply.body
     assert len(worker.requests) == (1 if first else 3)
-
-
-async def test_a_request_that_ends_every_worker_is_not_asked_for_ever(stage: Stage) -> None:
-    worker = await spelling_worker(stage)
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
-    worker.always(script(chunked_head(JSON), chunk(b"{"), RESET))
-    answer = await soon(post(router, "/generate", input_ids=[1, 2]))
-    assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_error", 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
