@@ -210,18 +210,6 @@ async def test_rows_of_other_filters_are_seen_as_such_until_there_are_own(browse
         assert {row[2] for row in await cells(page, "episodes")} == {"prompt-18"}
 
 
-async def test_a_filter_that_the_router_refuses_says_why_and_the_page_goes_on(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    async with browser.page() as page:
-        await page.open(f"{run.router.url}/dashboard#/episodes?state=gone")
-        await page.until("!document.getElementById('problem').hidden")
-        assert (await page.text("#problem")).startswith("The router answered 400 to GET /router/episodes: ")
-        await page.choose("#state", "")
-        await page.until("document.getElementById('problem').hidden")
-        assert len(await cells(page, "episodes")) == 7
-
-
 async def test_the_episodes_of_a_group_stand_side_by_side(browser: Browser, run: ExpertsTrial) -> None:
     group = (await got(run, "episodes?group=prompt-18"))["episodes"]
     async with dashboard(browser, run.router.url, "#/episodes") as page:
@@ -367,63 +355,6 @@ async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks
             assert await page.value("document.querySelector('#episodes .rows').scrollTop") == 0
 
 
-async def test_a_link_side_by_side_keeps_the_focus_while_its_group_is_live(browser: Browser, stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(3):
-            store.create(f"one-{number}", {"group": "g"})
-        async with dashboard(browser, trial.router.url, "#/episodes?group=g") as page:
-            await page.value("document.querySelector('#side-by-side th:nth-child(3) a').focus()")
-            store.create("another", {"group": "g"})
-            await count_is(page, "4 episodes")
-            assert await page.value("document.activeElement.textContent") == "one-1"
-            store.delete(store.find("one-1"))
-            await count_is(page, "3 episodes")
-            assert await page.value("document.activeElement.className") == "wide"
-
-
-async def test_who_has_read_as_many_as_are_kept_is_told_that_there_are_more(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    async with dashboard(browser, run.router.url) as page:
-        found = await page.value(
-            """(async () => {
-              const {EpisodePages} = await import("/dashboard/own/episode_pages.js");
-              window.fetch = async (path) => {
-                const after = Number(new URLSearchParams(path.split("?")[1]).get("after") ?? 99999);
-                const episodes = Array.from({length: 200}, (_, at) => ({id: "x", started_at: after - at - 1}));
-                return new Response(JSON.stringify({episodes, next: String(after - 200), text: true}));
-              };
-              const pages = new EpisodePages({});
-              while (!pages.whole) await pages.more();
-              return [pages.rows.length, pages.ends];
-            })()"""
-        )
-    assert found == [50_000, False]
-
-
-async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_next_look(
-    browser: Browser, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def refused(cursor: str) -> Any:
-        asked.append(cursor)
-        raise BadRequest("not today")
-
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(201):
-            store.create(f"many-{number}")
-        monkeypatch.setattr("middleware_hub.dashboard.episodes._place", refused)
-        async with browser.page() as page:  # which looks every two seconds
-            await page.open(f"{trial.router.url}/dashboard#/episodes")
-            await count_is(page, "200 episodes loaded, more available")
-            await page.choose("#search", "many")
-            await page.until("document.getElementById('problem').textContent.includes('not today')")
-            assert len(asked) <= 2
-
-
 # One episode
 
 
@@ -458,22 +389,6 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser:
         ]
         assert await page.text("[data-fact=trained]") == str(detail["tokens"]["trained"])
         assert await page.text("[data-fact=turns]") == "5"
-
-
-async def test_a_line_that_comes_in_slices_is_put_together(
-    browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = await got(run, "episodes/sum-18-0/tokens")
-    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 60)
-    assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < told["length"]
-    async with dashboard(browser, run.router.url, FORKED) as page:
-        found = await tell(page, *range(told["length"]))
-        assert [each["id"] for each in found] == [*map(str, told["tokens"])]
-        assert [each["bytes"].replace(" ", "").lower() for each in found] == [
-            told["spelling"][str(token)] for token in told["tokens"]
-        ]
-        assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
-        assert [each["entropy"] for each in found[:-1]] == [f"{bits:.3f} bits" for bits in told["expert_entropy"]]
 
 
 async def test_episode_tokens_take_every_colour_and_explain_their_branches(browser: Browser, run: ExpertsTrial) -> None:
@@ -570,22 +485,6 @@ async def test_another_episode_of_the_same_name_has_its_own_tokens(browser: Brow
             page.problems.clear()  # of the answer 404 meanwhile
 
 
-async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        first = await trial.generate(text="one")
-        await trial.generate(text=f"one{first['text']} and")
-        async with dashboard(browser, trial.router.url, "#/episodes?kind=text") as page:
-            ((name, state, _, turns, *_),) = await cells(page, "episodes")
-            assert (name[:5], state, turns) == ("text@", "idle", "2")
-            await page.value("document.querySelector('#episodes [role=gridcell] a').click()")
-            await page.until(f"{LEAF} === '1'")
-            (row,) = (await got(trial, "episodes"))["episodes"]
-            told = await got(trial, f"episodes/{row['id']}/tokens")
-            found = await tell(page, *range(told["length"]))
-            assert [each["id"] for each in found] == [*map(str, told["tokens"])]
-            assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
-
-
 async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_not_held(
     browser: Browser, run: ExpertsTrial
 ) -> None:
@@ -596,14 +495,6 @@ async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_n
         await page.until("!document.getElementById('problem').hidden")
         assert await page.text("#episode-id") == "gone"
         assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
-
-
-async def test_an_episode_that_is_not_held_is_named(browser: Browser, run: ExpertsTrial) -> None:
-    async with browser.page() as page:
-        await page.open(f"{run.router.url}/dashboard#/episodes/gone%2F..%2Finfo")
-        await page.until("!document.getElementById('problem').hidden")
-        assert (await page.text("#problem")).startswith("The router answered 4")
-        assert await page.text("#episode-id") == "gone/../info"
 
 
 # Run
@@ -808,57 +699,7 @@ async def test_nothing_is_asked_while_nobody_looks(browser: Browser, run: Expert
         await page.until("waiting.size === 1")
 
 
-async def test_who_is_slow_to_answer_is_asked_less_often(browser: Browser, run: ExpertsTrial) -> None:
-    slowly = """
-      window.waits = [];
-      const [set, ask] = [window.setTimeout, window.fetch];
-      window.setTimeout = (act, after, ...more) => {
-        if (after >= 2000) waits.push(after);
-        return set(act, after, ...more);
-      };
-      window.fetch = async (...what) => { await new Promise((done) => set(done, 400)); return ask(...what); };
-    """
-    async with browser.page() as page:
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=slowly)
-        await page.open(f"{run.router.url}/dashboard#/run")
-        assert await page.until("waits.at(-1)") > 9 * 2 * 399
-
-
-async def test_who_slept_through_a_look_is_awake_within_a_minute(browser: Browser, run: ExpertsTrial) -> None:
-    asleep = """
-      window.waits = [];
-      const set = window.setTimeout, now = performance.now.bind(performance);
-      let slept = 0;
-      performance.now = () => now() + (slept += 8 * 3600 * 1000);
-      window.setTimeout = (act, after, ...more) => {
-        if (after >= 2000) waits.push(after);
-        return set(act, after, ...more);
-      };
-    """
-    async with browser.page() as page:
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=asleep)
-        await page.open(f"{run.router.url}/dashboard")
-        assert await page.until("waits.at(-1)") == 60_000
-
-
-async def test_an_address_that_nobody_has_is_the_fleets(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, "#/run") as page:
-        for address in ("#/constructor", "#/__proto__", "#/episode", "#/"):
-            await go(page, address)
-            assert await page.text("title") == "Fleet – miles-router"
-
-
 # Everybody
-
-
-async def test_the_link_to_the_content_stays_in_its_view(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, FORKED) as page:
-        await page.press("Tab")
-        assert await page.value("document.activeElement.className") == "skip"
-        await page.press("Enter")
-        await page.until("document.activeElement.id === 'main'")
-        await looked_again(page)
-        assert await page.value(f"[location.hash, {SHOWN}]") == [FORKED, FORKED]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -873,40 +714,6 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways_in_any_light(
             ground = await page.value("getComputedStyle(document.body).backgroundColor")
             assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
             assert min(await page.value(CONTRASTS)) >= 4.5, address
-
-
-async def looked_again(page: Page) -> None:
-    """The page has asked for all that is seen, and shown it."""
-    looks = [each.endswith("/router/info") for each in page.asked].count(True)
-    await until(
-        lambda: [each.endswith("/router/info") for each in page.asked].count(True) > looks + 2, "it looks again"
-    )
-
-
-async def test_what_scrolls_sideways_has_a_name_and_keeps_the_focus_while_it_is_live(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    wide = "[...document.querySelectorAll('.wide')]"
-    places = {
-        "#/fleet": ["Workers"],
-        "#/episodes?group=prompt-18": ["Episodes side by side"],
-        "#/run": [
-            "Staleness of trained tokens",
-            "Forks by reason",
-            "By weight version",
-            "Mean reward by weight version",
-        ],
-    }
-    async with dashboard(browser, run.router.url, width=320, height=640) as page:
-        for address, names in places.items():
-            await go(page, address)
-            assert await page.value(f"{wide}.map((at) => at.getAttribute('aria-label'))") == names
-            assert await page.value(f"{wide}.every((at) => at.tabIndex === 0 && at.role === 'region')")
-            await page.value("document.querySelector('.wide').focus()")
-            await page.value("document.activeElement.scrollLeft = 7")
-            await looked_again(page)
-            kept = "[document.activeElement.className, document.activeElement.scrollLeft]"
-            assert await page.value(kept) == ["wide", 7 if address != "#/run" else 0]
 
 
 async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Browser, run: ExpertsTrial) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -21,7 +22,7 @@ from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, ScriptedWorker, script
 from tests.support.seats import owners_at
-from tests.support.session_trial import SESSIONS
+from tests.support.session_trial import SESSIONS, user
 from tests.support.stage import Stage
 
 CHAT = "/v1/chat/completions"
@@ -45,38 +46,24 @@ def forwarded(router: RunningRouter) -> int:
     return int(numbers.requests)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["X-SMG-Routing-Key", "X-Session-Id", "X-Claude-Code-Session-Id"])
-@pytest.mark.parametrize("path", ["/generate", CHAT])
-async def test_all_requests_of_a_key_go_to_one_worker(stage: Stage, tmp_path: Path, name: str, path: str) -> None:
+async def test_all_requests_of_a_key_go_to_one_worker(stage: Stage, tmp_path: Path) -> None:
     workers = [await stage.worker() for _ in range(3)]
     routers = await several(stage, tmp_path, 3, *workers, middlewares=())
-    for key in KEYS:
+    named = [("/generate", "X-SMG-Routing-Key"), (CHAT, "X-Session-Id"), (CHAT, "X-Claude-Code-Session-Id")]
+    asked: list[tuple[str, Pairs, dict[str, Any]]] = [
+        *((path, [(name, f"{name} {key}")], {"text": "Hi"}) for path, name in named for key in KEYS),
+        *(
+            (CHAT, [], {"model": "m", "messages": [user("Hi" * 50_000)], field: f"{field} {key}"})
+            for field in ("prompt_cache_key", "session_id")
+            for key in KEYS
+        ),
+    ]
+    for number, (path, headers, fields) in enumerate(asked, 1):
         await routers[0].ask("POST", "/x")  # so that its turns are others
-        assert len(await takers(routers, workers, path, [(name, key)], b'{"text": "Hi"}')) == 1
-    assert sum(map(forwarded, routers)) == 2 * len(KEYS), "each but where it is at home"
-    await takers(routers, workers, path, [], b'{"text": "Hi"}')
-    assert sum(map(forwarded, routers)) == 2 * len(KEYS), "what has no key stays"
-
-
-@pytest.mark.parametrize("field", ["prompt_cache_key", "session_id"])
-async def test_a_key_in_the_body_is_one_too(stage: Stage, tmp_path: Path, field: str) -> None:
-    workers = [await stage.worker() for _ in range(3)]
-    routers = await several(stage, tmp_path, 3, *workers, middlewares=())
-    for key in KEYS:
-        body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi" * 50_000}], field: key})
-        await routers[0].ask("POST", "/x")  # so that its turns are others
-        assert len(await takers(routers, workers, CHAT, [], body)) == 1
-    assert sum(map(forwarded, routers)) == 2 * len(KEYS)
-    assert {request.body for worker in workers for request in worker.requests if key.encode() in request.body} == {body}
-
-
-async def test_a_key_that_is_half_a_surrogate_pair_is_one_as_well(stage: Stage, tmp_path: Path) -> None:
-    worker = await stage.worker()
-    routers = await several(stage, tmp_path, 2, worker, middlewares=())
-    for router in routers:
-        body = b'{"model": "m", "messages": [], "prompt_cache_key": "\\ud800"}'
-        assert (await router.ask("POST", CHAT, JSON, body)).status == 200
-    assert sum(map(forwarded, routers)) == 1
+        assert len(await takers(routers, workers, path, headers, orjson.dumps(fields))) == 1
+        assert sum(map(forwarded, routers)) == 2 * number, "each but where it is at home"
+    await takers(routers, workers, CHAT, [], b'{"text": "Hi"}')
+    assert sum(map(forwarded, routers)) == 2 * len(asked), "what has no key stays"
 
 
 async def test_nobody_waits_for_the_home_of_a_key_that_is_being_started_again(stage: Stage, tmp_path: Path) -> None:
@@ -157,13 +144,3 @@ async def test_a_new_text_goes_where_its_key_is_at_home_and_one_that_goes_on_to_
         assert [trial.statistics()["entries"] for trial in trials] == [0, 2], "its holder, whatever the key"
         await ask(1, keys[0], input_ids=[1, 2, 3], image_data="data:image/png;base64,AA==")
         assert [forwarded(router) for router in routers] == [1, 1], "what is not recorded goes home, too"
-
-
-async def test_what_is_not_recorded_stays_where_its_home_is_not_there(stage: Stage, tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
-        gone = f"http://127.0.0.1:{free_ports(1)[0]}"
-        owners = owners_at(0, 2, tmp_path, ["", gone], Affinity(NAMES))
-        router = await stage.router(worker.url, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
-        body = orjson.dumps({"input_ids": [1, 2, 3], "image_data": "data:image/png;base64,AA=="})
-        answer = await router.ask("POST", "/generate", [("X-Session-Id", name_of(1, 2)), *JSON], body)
-        assert answer.status == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -60,22 +59,6 @@ async def test_what_runs_long_moves_to_an_idler_worker_and_is_what_one_go_would_
             assert of_one_go(answers[rid]) == of_one_go(await scene.uncut(rid, **fields))
 
 
-async def test_next_worker_of_a_move_gets_all_sampled_tokens_and_the_rest_of_the_budget(
-    stage: Stage,
-) -> None:
-    async with moving(stage) as scene:
-        await scene.run(2)
-        await scene.open()
-        await scene.moved(1)
-        answer = (await scene.end())["rollout-number-0"]
-        (asked,) = [json.loads(each.body) for each in scene.target.log.at("/generate")]
-        done = len(asked["input_ids"]) - 3
-        assert asked["input_ids"] == [5, 300, 229, *answer["output_ids"][:done]]
-        assert asked["sampling_params"]["max_new_tokens"] == BUDGET - done
-        assert done >= HELD
-        assert asked["rid"] != "rollout-number-0"
-
-
 async def test_it_moves_again_where_that_one_has_too_many(stage: Stage) -> None:
     """They come back when the others have ended."""
     async with moving(stage) as scene:
@@ -121,28 +104,15 @@ async def test_rows_of_experts_come_whole_through_the_layer_that_takes_them_out(
             assert (array_of(delivered).reshape(-1) == route(MOE, ids).reshape(-1)).all()
 
 
-async def test_ranks_of_one_worker_are_units_too(stage: Stage) -> None:
-    async with moving(stage, kind={"dp_size": 2}) as scene:
-        await until(lambda: len(scene.router.pool.get(scene.source.url).units) == 2, "its ranks are known")
-        await scene.run(4)
-        await scene.open()
-        await scene.moved(2)
-        answers = await scene.end()
-        for rid, answer in answers.items():
-            assert answer["output_ids"] == (await scene.uncut(rid))["output_ids"]
-
-
 # What stays
 
 UNMOVED: dict[str, tuple[str, dict[str, Any]]] = {
     "several samples": ("several", {"params": {"n": 2, "temperature": 1}}),
-    "a list": ("several", {"input_ids": [[1, 2, 3]]}),
     "no name": ("unnamed", {"rid": None}),
     "a name that an engine might begin one with": ("named_alike", {"rid": "5e7a"}),
     "a rank": ("placed", {"routed_dp_rank": 0}),
     "an image": ("media", {"image_data": "data:"}),
     "a grammar": ("stateful", {"params": {"regex": "x{90}"}}),
-    "a penalty": ("stateful", {"params": {"frequency_penalty": 0.5}}),
     "no bound": ("too_long", {"params": {"max_new_tokens": 32_760}}),
 }
 
@@ -191,11 +161,6 @@ async def test_a_name_that_another_one_begins_with_stays(stage: Stage) -> None:
         assert scene.unmoved("named_alike") == 1
         assert scene.aborts() == ["the-name-of-a-rollout-2"]
         assert has_moved((await scene.end())["the-name-of-a-rollout-2"])
-
-
-async def test_with_0_none_moves(stage: Stage) -> None:
-    async with moving(stage, move_after=0.0):
-        assert not any(task.get_name() == "moves" for task in asyncio.all_tasks())
 
 
 @pytest.mark.parametrize("state", ["paused in place", "asleep", "an update under way", "other weights"])
