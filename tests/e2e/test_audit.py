@@ -4,6 +4,7 @@ thing that can be wrong is found, and what cannot be compared is no alarm."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -24,7 +25,6 @@ from tests.support.audits import (
     audited,
     damaged,
     episode,
-    foreign,
     forget_all,
     layer_of,
     shifted,
@@ -32,8 +32,10 @@ from tests.support.audits import (
     text_rollouts,
     turns_of,
 )
-from tests.support.cache_trial import CACHE
-from tests.support.pairs import halves
+from tests.support.cache_trial import CACHE, SHORT, checkpoint
+from tests.support.http import ask
+from tests.support.layers import post
+from tests.support.restarts import StateDirectories
 from tests.support.session_trial import ADD, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import tokenizer_directory
@@ -183,23 +185,6 @@ async def test_episodes_of_both_kinds_are_drawn(trial: SessionTrial) -> None:
     assert (said.report["samples"], set(said.report["by_kind"])) == (6, {*KINDS})
 
 
-@of_each_kind
-async def test_a_token_that_branches_share_is_compared_once(trial: SessionTrial, kind: str) -> None:
-    if kind == "session":
-        made = await trial.create()
-        history = await episode(trial, made)
-        for text in ("Something else", "And else"):
-            await trial.chat(made, [*history[:-1], user(text)], **LONG)
-    else:
-        made = await text_rollout(trial)
-        text = (await held(trial, kind, made))[0]["text"]
-        for more in ("Something else.", "And else."):
-            await trial.ask("POST", GENERATE, {"text": f"{text} {more}", "sampling_params": SAMPLED})
-    samples = (await audit(trial, made))["samples"]
-    compared = [span["turn"] for sample in samples for span in sample["spans"]]
-    assert sorted(compared) == [0, 1, 2, 3, 4]
-
-
 async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> None:
     session = await trial.create()
     history = await episode(trial, session)
@@ -210,19 +195,6 @@ async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> N
         (sample,) = (await auditing)["samples"]
         await going
     assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
-
-
-@of_each_kind
-async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial, kind: str) -> None:
-    made = await recorded(trial, kind, 1)
-    trial.worker.log.clear()
-    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
-    gate = trial.router.app.router.gate
-    async with under_way(audit(trial, made)):
-        await until(lambda: gate.held == 1, "it waits at the gate")
-    await until(lambda: gate.held == 0, "it is gone")
-    await trial.ask("POST", "/continue_generation", {})
-    assert trial.worker.log.at(GENERATE) == []
 
 
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
@@ -241,14 +213,6 @@ async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTri
         assert [each["samples"][0]["compared"] for each in await all_of_them] == [LONG["max_tokens"]] * 4
 
 
-async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None:
-    trial = await session_trial(stage, hf_checkpoint=tokenizer_directory("qwen3"))
-    async with halves(stage, router=trial.router, worker={"tokenizer": qwen3(), "weight_version": "1"}):
-        await episode(trial, await trial.create())
-        said = await audited(trial)
-    assert (said.status, said.report["total"]["tokens"]) == (GOOD, 144)
-
-
 # What is wrong
 
 
@@ -263,15 +227,6 @@ async def test_logprobs_of_the_next_position_are_found_and_said(trial: SessionTr
     assert said.status == DIFFERENT
     assert [part for part in said.report["too_far"] if part.startswith("sample")] == [f"sample {wrong}/2"]
     assert said.report["slip"] == 1
-
-
-@of_each_kind
-async def test_foreign_ids_are_found(trial: SessionTrial, kind: str) -> None:
-    wrong = await recorded(trial, kind)
-    with damaged(trial, wrong, foreign):
-        said = await audited(trial, "--episode", wrong)
-    assert (said.status, said.report["slip"]) == (DIFFERENT, None)
-    assert said.parts == {"all", "sample", "kind", "worker", "recomputed_by", "version"}
 
 
 @of_each_kind
@@ -329,42 +284,38 @@ async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_a_
         assert set(sample["not_comparable"]) == {"other_weights", "old_cache"}, "it goes on from the old cache"
 
 
-RESHAPING: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"1000": 1.0}}, "logit_bias"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"regex": "[a-z]+"}, "regex"),
-    ({"top_k": 1, "temperature": 0.5}, "temperature"),
+RESHAPING: list[tuple[str, dict[str, Any]]] = [
+    ("logit_bias", {"logit_bias": {"1000": 1.0}}),
+    ("frequency_penalty", {"frequency_penalty": 0.5}),
+    ("regex", {"regex": "[a-z]+"}),
+    ("temperature", {"top_k": 1, "temperature": 0.5}),
+]
+OF_SESSIONS: list[tuple[str, dict[str, Any]]] = [
+    ("min_tokens", {"min_tokens": 8}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("tool_choice", {"tools": [ADD], "tool_choice": "required"}),
+]
+LEFT_AS_THEY_ARE: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"top_p": 0.5},
+    {"top_k": 4},
+    {"min_p": 0.1},
+    {"top_k": 1},
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        *RESHAPING,
-        ({"min_tokens": 8}, "min_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-async def test_settings_that_reshape_logprobs_are_no_alarm(
-    trial: SessionTrial, fields: dict[str, Any], reason: str
-) -> None:
-    session = await trial.create()
-    await trial.chat(session, [user("Hi")], **fields)
-    assert await only_reason(trial, session) == f"reshaped_by_{reason}"
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [*RESHAPING, ({"min_new_tokens": 8}, "min_new_tokens")],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-async def test_and_none_for_a_text_that_was_sampled_with_them(
-    trial: SessionTrial, fields: dict[str, Any], reason: str
-) -> None:
-    made = await text_rollout(trial, 1, sampling_params=fields)
-    assert await only_reason(trial, made) == f"reshaped_by_{reason}"
+async def test_settings_that_reshape_logprobs_are_no_alarm(trial: SessionTrial) -> None:
+    for reason, fields in [*RESHAPING, *OF_SESSIONS]:
+        session = await trial.create()
+        await trial.chat(session, [user("Hi")], **fields)
+        assert await only_reason(trial, session) == f"reshaped_by_{reason}"
+    for reason, fields in [*RESHAPING, ("min_new_tokens", {"min_new_tokens": 8})]:
+        made = await text_rollout(trial, 1, f"Of {reason}.", sampling_params=fields)
+        assert await only_reason(trial, made) == f"reshaped_by_{reason}"
+    for kind, fields in itertools.product(KINDS, LEFT_AS_THEY_ARE):
+        (sample,) = (await audit(trial, await recorded(trial, kind, 1, **fields)))["samples"]
+        assert sample["compared"] > 0, (kind, fields)
+        await forget_all(trial)
 
 
 async def test_each_text_of_a_request_has_settings_of_its_own(trial: SessionTrial) -> None:
@@ -376,16 +327,6 @@ async def test_each_text_of_a_request_has_settings_of_its_own(trial: SessionTria
         (8, {}),
         (0, {"reshaped_by_presence_penalty": 8}),
     ]
-
-
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.1}, {"top_k": 1}])
-@of_each_kind
-async def test_settings_that_leave_logprobs_as_they_are_are_compared(
-    trial: SessionTrial, kind: str, fields: dict[str, Any]
-) -> None:
-    made = await recorded(trial, kind, 1, **fields)
-    (sample,) = (await audit(trial, made))["samples"]
-    assert sample["compared"] > 0
 
 
 @of_each_kind
@@ -557,14 +498,6 @@ async def test_an_audit_of_a_text_shows_neither_text_nor_ids(trial: SessionTrial
     assert json.dumps(whole["tokens"][:3])[1:-1] not in told
 
 
-async def test_episodes_are_drawn_until_there_is_enough(trial: SessionTrial) -> None:
-    for kind in (*KINDS, *KINDS, "text"):
-        await recorded(trial, kind, 1)
-    said = await audited(trial, "--sample", "3", "--seed", "1")
-    assert (said.status, said.report["samples"]) == (GOOD, 3)
-    assert said.report["sessions"] + said.report["text_rollouts"] == 3
-
-
 async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing_says_so(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -581,3 +514,28 @@ async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing
             bare = await stage.router(worker.url, **settings)
             with pytest.raises(ConfigError, match="unless a middleware records"):
                 await audited(SessionTrial(bare, [worker]), "--api-key", DATA)
+
+
+async def test_texts_are_audited_after_a_kill_as_they_were_asked_for(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
+        restarts = StateDirectories(worker, tmp_path)
+        texts: list[str] = []
+        async with restarts.router(*TEXTS, hf_checkpoint=checkpoint()) as before:
+            for params in ({}, {"frequency_penalty": 0.5}):
+                body = {"text": f"Question {params}?", "sampling_params": {**SHORT, **params}}
+                answer = await post(before.url, GENERATE, body)
+                texts.append(body["text"] + answer.json()["text"])
+            async with restarts.router(*TEXTS, hf_checkpoint=checkpoint()) as after:
+                assert (await ask(after.url, "GET", "/episodes")).json()["episodes"] == [], (
+                    "what nobody has asked for is not in memory"
+                )
+                for text in texts:
+                    assert (await post(after.url, "/retrieve_from_text", {"text": text})).status == 200
+                found = {}
+                for each in (await ask(after.url, "GET", "/episodes")).json()["episodes"]:
+                    answer = await post(after.url, f"/episodes/{quote(each['id'])}/audit", {})
+                    (sample,) = answer.json()["samples"]
+                    found[sample["compared"]] = sample
+    tokens = SHORT["max_new_tokens"]
+    assert found[0]["not_comparable"] == {"reshaped_by_frequency_penalty": tokens}
+    assert {span["worker"] for span in found[tokens]["spans"]} == {worker.url}

@@ -11,10 +11,8 @@ import pytest
 
 from middleware_hub.dashboard.page import HEADERS
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from miles_router.errors import BadRequest
 from tests.support import tiers
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
-from tests.support.cache_trial import simulated_trial
 from tests.support.dashboards import (
     LIVE,
     SCRIPT,
@@ -37,7 +35,6 @@ from tests.support.session_trial import ADD, message_of, simulated_sessions, use
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
 from tests.support.unseen import UNSEEN, seen
-from tests.support.waiting import until
 
 FORKED = "#/episodes/sum-18-0"
 COUNT = "document.getElementById('count').textContent"
@@ -358,14 +355,19 @@ async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks
 # One episode
 
 
-async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser: Browser, run: ExpertsTrial) -> None:
+async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(
+    browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it comes in slices."""
     detail = await got(run, "episodes/sum-18-0")
+    lines = {leaf: await got(run, f"episodes/sum-18-0/tokens?leaf={leaf}") for leaf in (4, 2)}
+    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 60)
+    assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < lines[4]["length"]
     async with dashboard(browser, run.router.url, FORKED) as page:
-        for leaf in (4, 2):
+        for leaf, told in lines.items():
             if leaf != 4:
                 await page.click(".tree .row:nth-child(2) button")
                 await page.until(f"{LEAF} === '{leaf}'")
-            told = await got(run, f"episodes/sum-18-0/tokens?leaf={leaf}")
             found = await tell(page, *range(told["length"]))
             assert [each["id"] for each in found] == [each["element"] for each in found] == [*map(str, told["tokens"])]
             assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
@@ -391,6 +393,9 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser:
         assert await page.text("[data-fact=turns]") == "5"
 
 
+LINES = "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
+
+
 async def test_episode_tokens_take_every_colour_and_explain_their_branches(browser: Browser, run: ExpertsTrial) -> None:
     async with dashboard(browser, run.router.url, f"{FORKED}?turn=3") as page:
         assert await page.value(LEAF) == "3"
@@ -411,9 +416,6 @@ async def test_episode_tokens_take_every_colour_and_explain_their_branches(brows
         await page.press("ArrowLeft")
         length = (await got(run, "episodes/sum-18-0/tokens?leaf=3"))["length"]
         assert (await page.text("[data-field=position]")).startswith(f"{length - 2} of")
-
-
-LINES = "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
 
 
 async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stage: Stage) -> None:
@@ -485,15 +487,16 @@ async def test_another_episode_of_the_same_name_has_its_own_tokens(browser: Brow
             page.problems.clear()  # of the answer 404 meanwhile
 
 
-async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_not_held(
+async def test_an_episode_that_is_not_held_is_named_and_shows_nothing_of_another(
     browser: Browser, run: ExpertsTrial
 ) -> None:
     async with browser.page() as page:
         await page.open(f"{run.router.url}/dashboard{FORKED}")
         await page.until(f"{LEAF} === '4'")
-        await page.value("location.hash = '#/episodes/gone'")
+        await page.value("location.hash = '#/episodes/gone%2F..%2Finfo'")
         await page.until("!document.getElementById('problem').hidden")
-        assert await page.text("#episode-id") == "gone"
+        assert (await page.text("#problem")).startswith("The router answered 4")
+        assert await page.text("#episode-id") == "gone/../info"
         assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
 
 
@@ -702,7 +705,7 @@ async def test_nothing_is_asked_while_nobody_looks(browser: Browser, run: Expert
 # Everybody
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, True])
 async def test_a_phone_shows_every_view_without_scrolling_sideways_in_any_light(
     browser: Browser, run: ExpertsTrial, dark: bool
 ) -> None:

@@ -24,7 +24,6 @@ NIGHTLY = frozenset(
         "tests/e2e/test_added_engine.py",
         "tests/e2e/test_audit.py",
         "tests/e2e/test_audit_command.py",
-        "tests/e2e/test_audit_elsewhere.py",
         "tests/e2e/test_command.py",
         "tests/e2e/test_dashboard.py",
         "tests/e2e/test_layers_on_processes.py",
